@@ -1,0 +1,175 @@
+"""Encoded bytes to pixels: the one place where JPEG and PNG files are decoded.
+
+torchvision decodes the JPEGs that it decodes rightly, which are nearly all; Pillow decodes the rest. All
+PNGs are Pillow's: torchvision's PNG decoder ends the process with a segmentation fault on damaged data
+(seen with 0.29.2), and 16-bit files come out of it differently from version to version.
+"""
+
+import io
+import struct
+import warnings
+from typing import NamedTuple, Optional
+
+import numpy as np
+import torch
+import torchvision.io  # noqa: F401  (registers torch.ops.image)
+from PIL import Image, UnidentifiedImageError
+
+from recipe.errors import DataError
+
+MAX_PIXELS = 178_956_970  # where Pillow refuses, too: half a gigabyte of RGB
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman-coded: baseline, extended and progressive
+_JPEG_WITHOUT_LENGTH = frozenset(range(0xD0, 0xD9)) | {0x00, 0x01}
+_RGB = 3  # torchvision.io.ImageReadMode.RGB
+
+
+class UnreadableImage(DataError):
+    """An image that cannot be read or decoded; the message names the file and the reason."""
+
+
+class _Header(NamedTuple):
+    width: int
+    height: int
+    plain: bool  # torchvision decodes it rightly
+    orientation: int  # of EXIF, 1 to 8; 1 is upright
+
+
+def decode(encoded: bytes, name: str) -> torch.Tensor:
+    """Decode a JPEG or PNG file to RGB.
+
+    Grey, palette and CMYK images become RGB as Pillow's `convert("RGB")` makes them; alpha is dropped; of 16
+    bits the high 8 are kept; EXIF orientation is applied.
+
+    Args:
+        encoded: the whole file.
+        name: what errors call it, usually its path.
+
+    Returns:
+        uint8 [3, height, width], not necessarily contiguous.
+
+    Raises:
+        UnreadableImage: an empty, damaged or truncated file, one that is neither JPEG nor PNG, or one of
+            more than `MAX_PIXELS` pixels (refused before it is decoded).
+    """
+    header = _read_header(encoded, name)
+    if header.width * header.height > MAX_PIXELS:
+        raise UnreadableImage(
+            f"{name}: {header.width} x {header.height} pixels exceed the limit of {MAX_PIXELS:,} pixels"
+        )
+    try:
+        image = _decode_torchvision(encoded) if header.plain else _decode_pillow(encoded)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise UnreadableImage(f"{name}: damaged or of an unsupported kind") from None
+    except Exception as error:  # decoders of damaged files raise nearly everything
+        # torchvision puts the place in its source before the reason: "decode_jpeg, FILE:LINE, reason".
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rpartition(", ")[2]
+        raise UnreadableImage(f"{name}: {reason}") from None
+    return _upright(image, header.orientation)
+
+
+def _read_header(encoded: bytes, name: str) -> _Header:
+    if not encoded:
+        raise UnreadableImage(f"{name}: the file is empty")
+    if encoded.startswith(b"\xff\xd8"):
+        header = _jpeg_header(encoded)
+    elif encoded.startswith(_PNG_SIGNATURE):
+        header = _png_header(encoded)
+    else:
+        raise UnreadableImage(f"{name}: neither JPEG nor PNG")
+    if header is None:
+        raise UnreadableImage(f"{name}: truncated or damaged")
+    return header
+
+
+def _jpeg_header(encoded: bytes) -> Optional[_Header]:
+    """What the frame header says, or None if the data end or the scan starts before it."""
+    orientation = 1
+    position = 2
+    while True:
+        # Like libjpeg: skip stray bytes up to a marker, and the fill bytes that may precede its code.
+        position = encoded.find(0xFF, position)
+        while position >= 0 and encoded[position + 1 : position + 2] == b"\xff":
+            position += 1
+        if position < 0 or position + 10 > len(encoded):
+            return None
+        marker = encoded[position + 1]
+        if marker in _JPEG_WITHOUT_LENGTH:
+            position += 2
+            continue
+        if marker in (0xD9, 0xDA):
+            return None
+        (length,) = struct.unpack_from(">H", encoded, position + 2)
+        if marker in _JPEG_FRAMES:
+            bits, height, width, components = struct.unpack_from(">BHHB", encoded, position + 4)
+            plain = marker in _JPEG_PLAIN_FRAMES and bits == 8 and components in (1, 3)
+            return _Header(width, height, plain, orientation)
+        segment = position + 4, position + 2 + length
+        if marker == 0xE1 and encoded.startswith(b"Exif\0\0", *segment):
+            orientation = _orientation(encoded[segment[0] + 6 : segment[1]])
+        position += 2 + length
+
+
+def _png_header(encoded: bytes) -> Optional[_Header]:
+    """What the first chunk says, or None if it or the last chunk is not there.
+
+    Pillow would accept a file that ends after its pixels, but not every file that ends within them.
+    """
+    if encoded[12:16] != b"IHDR" or encoded.rfind(b"IEND") < 33:
+        return None
+    width, height = struct.unpack_from(">II", encoded, 16)
+    # The chunk may come before or after the pixels. Compressed pixels that happen to contain its name
+    # fail the checks of what follows it.
+    position = encoded.find(b"eXIf")
+    return _Header(width, height, False, 1 if position < 0 else _orientation(encoded[position + 4 :]))
+
+
+def _orientation(exif: bytes) -> int:
+    """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none.
+
+    Damaged EXIF data do not make an image unreadable, so whatever does not parse is 1.
+
+    Source: CIPA DC-008 (Exif 2.32), sections 4.5.2 and 4.6.4.
+    """
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, directory)
+        for entry in range(entries):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", exif, directory + 2 + 12 * entry)
+            if tag == 0x0112:
+                return value if kind == 3 and 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+def _upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Undo an EXIF orientation: of its three independent parts, first swap the axes, then mirror each."""
+    if orientation >= 5:
+        image = image.transpose(1, 2)
+    mirrored = [axis for axis, those in ((1, (3, 4, 7, 8)), (2, (2, 3, 6, 7))) if orientation in those]
+    return image.flip(mirrored) if mirrored else image
+
+
+def _decode_torchvision(encoded: bytes) -> torch.Tensor:
+    # The operator, not torchvision.io.decode_jpeg around it: since 0.29 that warns at every call. The copy
+    # into a bytearray is there because torch warns of tensors over memory that cannot be written.
+    return torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), _RGB)
+
+
+def _decode_pillow(encoded: bytes) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Of oddities that do not matter here, such as a palette with transparency or damaged EXIF data.
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as image:
+            if image.mode.startswith("I"):  # 16-bit grey, which convert("RGB") would clip at 255
+                grey = (np.asarray(image) >> 8).astype(np.uint8)
+                return torch.from_numpy(grey).expand(3, -1, -1)
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

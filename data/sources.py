@@ -1,0 +1,219 @@
+"""Where images come from: class folders on disk, and the digits that come with the repository.
+
+A source numbers its images from 0 and reads any of them; order, augmentation and batches are loader.py's.
+"""
+
+import abc
+import os
+from typing import Iterator, List, Tuple
+
+import numpy as np
+import torch
+
+from data.decode import UnreadableImage, decode
+from recipe.config import Data
+from recipe.errors import DataError
+from recipe.randomness import bits32, key
+
+_EXTENSIONS = (b".jpg", b".jpeg", b".png")
+_DIGITS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "digits.npz")
+
+
+class Source(abc.ABC):
+    """Numbered images with labels. Safe to share with worker processes, which read from it at will.
+
+    Attributes:
+        classes: names of the classes, by label.
+        labels: int64 [n], label of each image.
+    """
+
+    classes: Tuple[str, ...]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abc.abstractmethod
+    def read(self, index: int) -> torch.Tensor:
+        """Pixels of an image: uint8 [3, height, width], RGB. Raises UnreadableImage."""
+
+    @abc.abstractmethod
+    def name(self, index: int) -> str:
+        """What logs and errors call an image, such as its path."""
+
+
+class FolderSource(Source):
+    """One folder per class, JPEG and PNG files at any depth inside it.
+
+    Classes come in the order of their names, images in the order of class and path (both compared as bytes,
+    so the order is the same everywhere). Hidden files and folders, other files, and files beside the
+    class folders are ignored. Paths are held in one block of bytes: as a list of strings, the 1.28 million
+    of ImageNet would take several times as much, and each worker process would come to own a copy.
+    """
+
+    def __init__(self, folder: str):
+        """Scan `folder`.
+
+        Raises:
+            DataError: it is missing or cannot be listed, has no class folders, or one without images.
+        """
+        self._folder = os.fsencode(folder)
+        names = class_folders(folder)
+        blocks: List[bytes] = []
+        lengths: List[np.ndarray] = []
+        counts = []
+        for name in names:
+            paths = sorted(_image_paths(self._folder, os.fsencode(name)))
+            if not paths:
+                raise DataError(
+                    f"{os.path.join(folder, name)}: no .jpg, .jpeg or .png files in this class folder; "
+                    "fill it or remove it"
+                )
+            blocks.append(b"".join(paths))
+            lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
+            counts.append(len(paths))
+        self.classes = names
+        self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
+        self._paths = b"".join(blocks)
+        self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
+
+    def name(self, index: int) -> str:
+        start = int(self._ends[index - 1]) if index else 0
+        return os.fsdecode(os.path.join(self._folder, self._paths[start : int(self._ends[index])]))
+
+    def read(self, index: int) -> torch.Tensor:
+        name = self.name(index)
+        try:
+            with open(name, "rb") as file:
+                encoded = file.read()
+        except OSError as error:
+            raise UnreadableImage(f"{name}: {error.strerror}") from None
+        return decode(encoded, name)
+
+
+class DigitsSource(Source):
+    """The 1,797 handwritten digits of digits.npz, 8 x 8 grey: 1,437 to train on and 360 to validate with."""
+
+    def __init__(self, split: str):
+        """Args: split: "train" or "validation"."""
+        with np.load(_DIGITS) as file:
+            images, labels = file["images"], file["labels"].astype(np.int64)
+        self.classes = tuple(str(digit) for digit in range(10))
+        self._numbers = _digits_split(labels, split)
+        self.labels = labels[self._numbers]
+        grey = (images[self._numbers].astype(np.uint16) * 255 + 8) // 16
+        self._images = torch.from_numpy(grey.astype(np.uint8))[:, None].repeat(1, 3, 1, 1)
+
+    def name(self, index: int) -> str:
+        return f"digits/{self._numbers[index]}"
+
+    def read(self, index: int) -> torch.Tensor:
+        return self._images[index]
+
+
+def open_source(data: Data, classes: int, split: str) -> Source:
+    """Open the images that a recipe names, after checks that need nothing decoded.
+
+    Validation labels are numbered by the training folder's classes, so both folders must have the same;
+    where there is no training folder (to score a checkpoint, say), the validation folder's own are used.
+
+    Args:
+        data: the recipe's section.
+        classes: the recipe's `model.classes`.
+        split: "train" or "validation".
+
+    Raises:
+        DataError: what the recipe names is missing, incomplete or does not fit the recipe.
+    """
+    assert split in ("train", "validation"), split
+    if data.source == "digits":
+        source: Source = DigitsSource(split)
+        place = "data.source=digits"
+    else:
+        place = _split_folder(data, split)
+        if split == "validation":
+            _check_same_classes(place, os.path.join(str(data.root), data.train_folder))
+        source = FolderSource(place)
+    if len(source.classes) != classes:
+        raise DataError(
+            f"{place}: {len(source.classes)} classes, but model.classes is {classes}; "
+            f"set model.classes={len(source.classes)}"
+        )
+    count_key = "train_images" if split == "train" else "validation_images"
+    expected = getattr(data, count_key)
+    if expected is not None and len(source) != expected:
+        raise DataError(
+            f"{place}: {len(source)} images, but data.{count_key} is {expected}; "
+            f"complete the images or set data.{count_key}={len(source)}"
+        )
+    return source
+
+
+def class_folders(folder: str) -> Tuple[str, ...]:
+    """Names of the class folders in `folder`, in the order of their labels. Raises DataError."""
+    names = sorted(
+        entry.name for entry in _entries(os.fsencode(folder)) if not entry.name.startswith(b".") and entry.is_dir()
+    )
+    if not names:
+        raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
+    return tuple(os.fsdecode(name) for name in names)
+
+
+def _split_folder(data: Data, split: str) -> str:
+    if data.root is None:
+        raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
+    if not os.path.isdir(data.root):
+        raise DataError(f"{data.root}: no such folder; correct data.root")
+    name_key = "train_folder" if split == "train" else "validation_folder"
+    name = getattr(data, name_key)
+    folder = os.path.join(data.root, name)
+    if not os.path.isdir(folder):
+        raise DataError(f"{data.root}: no folder {name!r}; set data.{name_key} to the folder of the {split} images")
+    return folder
+
+
+def _check_same_classes(validation_folder: str, train_folder: str) -> None:
+    if not os.path.isdir(train_folder):
+        return
+    pairs = (validation_folder, train_folder), (train_folder, validation_folder)
+    for here, there in pairs:
+        missing = sorted(set(class_folders(here)) - set(class_folders(there)))
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise DataError(
+                f"{os.path.join(here, missing[0])}: this class is not in {there}{more}; "
+                "training and validation need the same class folders"
+            )
+
+
+def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+
+
+def _image_paths(folder: bytes, below: bytes) -> Iterator[bytes]:
+    """Paths, relative to `folder`, of the images at any depth in its folder `below`, in no order."""
+    for entry in _entries(os.path.join(folder, below)):
+        if entry.name.startswith(b"."):
+            continue
+        path = below + b"/" + entry.name
+        # Extensions first: asking for the kind of every file can cost a call to the file system each.
+        if entry.name.lower().endswith(_EXTENSIONS):
+            yield path
+        elif entry.is_dir():
+            yield from _image_paths(folder, path)
+
+
+def _digits_split(labels: np.ndarray, split: str) -> np.ndarray:
+    """Numbers of the digits of a split, ascending. Every fifth of each class in a random order validates.
+
+    The key is a constant: figures of different runs compare only as long as the split never changes.
+    """
+    shuffle = bits32(key("digits split"), np.arange(len(labels), dtype=np.int64))
+    by_class = np.lexsort((shuffle, labels))
+    validates = np.zeros(len(labels), dtype=bool)
+    validates[by_class[::5]] = True
+    return np.flatnonzero(validates if split == "validation" else ~validates)

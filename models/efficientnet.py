@@ -1,0 +1,147 @@
+"""EfficientNet with group convolutions (G16) as a flat list of named blocks, built from timm's model."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from timm.models._efficientnet_builder import decode_arch_def, round_channels
+from timm.models.efficientnet import EfficientNet
+from torch import nn
+
+from models.normalization import GroupNormAct
+from models.preprocess import Preprocess
+from models.stages import BlockList
+from models.stochastic import Draws, Dropout, DropPath
+from recipe.config import Model
+from recipe.errors import ConfigError
+from recipe.randomness import key
+
+# The stages of EfficientNet-B0 in timm's notation; `{e}` is the expansion. Source: 1905.11946, table 1.
+_STAGES = (
+    "ds_r1_k3_s1_e1_c16_se0.25",
+    "ir_r2_k3_s2_e{e}_c24_se0.25",
+    "ir_r2_k5_s2_e{e}_c40_se0.25",
+    "ir_r3_k3_s2_e{e}_c80_se0.25",
+    "ir_r3_k5_s1_e{e}_c112_se0.25",
+    "ir_r4_k5_s2_e{e}_c192_se0.25",
+    "ir_r1_k3_s1_e{e}_c320_se0.25",
+)
+_STEM_CHANNELS = 32
+_HEAD_CHANNELS = 1280
+_CHANNEL_DIVISOR = 8
+
+
+def build(model: Model, seed: int) -> BlockList:
+    """The model of a recipe: uint8 images [N, 3, H, W] in, logits [N, classes] out, float32, training mode.
+
+    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Parameter names are timm's behind the block's
+    name (`stem.conv_stem.weight`, `blocks.0.0.conv_dw.weight`, `head.classifier.weight`). Initial weights
+    follow timm's rules and depend on `seed` alone. `draws` of the returned list steers the random layers.
+
+    Raises:
+        ConfigError: channels that do not divide into the groups of the normalisation.
+
+    Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key("weights", seed) >> 1)
+        network = _timm_model(model)
+    draws = Draws(seed)
+    blocks = [
+        ("preprocess", Preprocess(model.mean, model.std)),
+        ("stem", _Stem(network)),
+        *((f"blocks.{i}.{j}", block) for i, stage in enumerate(network.blocks) for j, block in enumerate(stage)),
+        ("head", _Head(network, Dropout(model.dropout, "head", draws))),
+    ]
+    _draw_by_counter(blocks, draws)
+    result = BlockList(blocks)
+    result.draws = draws
+    return result
+
+
+def timm_name(name: str) -> str:
+    """A parameter's name in timm's EfficientNet, which knows no `stem` and `head`."""
+    for block in ("stem.", "head."):
+        if name.startswith(block):
+            return name[len(block) :]
+    return name
+
+
+def groups_of(channels: int, group_size: int) -> int:
+    """Groups of a spatial convolution: channels // group_size, at least one, lowered until it divides `channels`."""
+    groups = max(channels // group_size, 1)
+    while channels % groups:
+        groups -= 1
+    return groups
+
+
+class _Stem(nn.Module):
+    """First convolution: [N, 3, H, W] -> [N, C, H/2, W/2]."""
+
+    def __init__(self, network: EfficientNet):
+        super().__init__()
+        self.conv_stem, self.bn1 = network.conv_stem, network.bn1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn1(self.conv_stem(x))
+
+
+class _Head(nn.Module):
+    """Last convolution, mean over pixels, dropout, classifier: [N, C, h, w] -> [N, classes]."""
+
+    def __init__(self, network: EfficientNet, dropout: Dropout):
+        super().__init__()
+        self.conv_head, self.bn2 = network.conv_head, network.bn2
+        self.dropout, self.classifier = dropout, network.classifier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn2(self.conv_head(x)).mean((2, 3))
+        return self.classifier(self.dropout(x))
+
+
+def _timm_model(model: Model) -> EfficientNet:
+    rounded = functools.partial(round_channels, multiplier=model.width, divisor=_CHANNEL_DIVISOR)
+    arguments = decode_arch_def([[text.format(e=model.expansion)] for text in _STAGES], model.depth)
+    _set_group_sizes(arguments, rounded, model.group_size)
+    return EfficientNet(
+        block_args=arguments,
+        num_classes=model.classes,
+        num_features=rounded(_HEAD_CHANNELS),
+        stem_size=_STEM_CHANNELS,
+        round_chs_fn=rounded,
+        pad_type="same" if model.padding == "same" else "",
+        act_layer=nn.SiLU,
+        norm_layer=_norm_layer(model),
+        drop_path_rate=model.drop_path,
+    )
+
+
+def _set_group_sizes(arguments: list, rounded: functools.partial, group_size: int) -> None:
+    """Writes each block's group size: timm takes one size for all and refuses channels it does not divide."""
+    channels = rounded(_STEM_CHANNELS)
+    for stage in arguments:
+        for block in stage:
+            expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)
+            block["group_size"] = expanded // groups_of(expanded, group_size)
+            channels = rounded(block["out_chs"])
+
+
+def _norm_layer(model: Model):
+    def group_norm(channels: int, apply_act: bool = True, inplace: bool = True, **_: object) -> nn.Module:
+        if channels % model.norm_groups:
+            raise ConfigError(
+                f"model.norm_groups {model.norm_groups} does not divide a layer of {channels} channels; "
+                f"use model.norm_groups=4 or another width"
+            )
+        return GroupNormAct(channels, model.norm_groups, model.norm_eps, apply_act)
+
+    return group_norm
+
+
+def _draw_by_counter(blocks: list, draws: Draws) -> None:
+    """Puts our stochastic depth in the place of timm's, which draws from torch's generator."""
+    for name, block in blocks:
+        rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
+        if rate:
+            block.drop_path = DropPath(rate, name, draws)

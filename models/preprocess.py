@@ -1,0 +1,36 @@
+"""From uint8 pixels to the network's input, on the device: a quarter of float32's bytes travel there."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import nn
+
+
+class Preprocess(nn.Module):
+    """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
+
+    Input: uint8 [N, 3, H, W]; output: `dtype` [N, 3, H, W]. Mean and standard deviation are of RGB in [0, 1].
+    They belong to the recipe, not to the weights, and so are no part of the state dict.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.dtype = torch.float32
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std)]
+        self.register_buffer("scale", torch.tensor(scale).view(3, 1, 1), persistent=False)
+        self.register_buffer("shift", torch.tensor(shift).view(3, 1, 1), persistent=False)
+
+    def _apply(self, function, recurse=True):
+        """Moves with the model to a device, but keeps float32 constants: they are applied before the cast."""
+        scale, shift = self.scale, self.shift
+        super()._apply(function)
+        self.dtype = self.scale.dtype
+        self.scale = scale.to(self.scale.device)
+        self.shift = shift.to(self.shift.device)
+        return self
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype)

@@ -1,0 +1,57 @@
+"""Dropout and stochastic depth whose draws are a function of (seed, step, micro batch, block name).
+
+So stages, recomputation and resume draw what one undisturbed process would draw.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from recipe.randomness import bits32, key
+
+
+class Draws:
+    """What the random layers of one model share: the seed, and which micro batch is being computed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.step = 0
+        self.micro_batch = 0
+
+    def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
+        """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device.
+
+        Drawn on the host: a few numbers are cheaper there than ten kernel launches on a device.
+        """
+        draw = key("model", self.seed, self.step, self.micro_batch, name)
+        kept = bits32(draw, np.arange(count, dtype=np.uint64)) >= int(rate * 2**32)
+        mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
+        return mask.to(like.device, like.dtype, non_blocking=True)
+
+
+class Dropout(nn.Module):
+    """Zeroes single activations. Input and output: [N, features]. Source: Srivastava et al., JMLR 15 (2014)."""
+
+    def __init__(self, rate: float, name: str, draws: Draws):
+        super().__init__()
+        self.rate, self.name, self.draws = rate, name, draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        return x * self.draws.keep_mask(self.name, self.rate, x.numel(), x).view_as(x)
+
+
+class DropPath(nn.Module):
+    """Zeroes a residual branch per image. Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382."""
+
+    def __init__(self, rate: float, name: str, draws: Draws):
+        super().__init__()
+        self.rate, self.name, self.draws = rate, name, draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        return x * self.draws.keep_mask(self.name, self.rate, x.shape[0], x).view(-1, 1, 1, 1)

@@ -1,0 +1,215 @@
+"""The persistent weights and optimizer state, float16 or float32, and the buffers a step needs around them.
+
+Three kinds of memory, each one flat buffer with a view per parameter:
+- the state (weights, and one buffer per slot of the optimizer): all that persists, 4 bytes a parameter in
+  float16 with LARS;
+- the working copy: the module's own parameters in the compute dtype, refreshed from the state after each update;
+- scratch: float32 gradients, and what the optimizer needs in float32 while it steps.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from optim.rounding import RoundingBits, round_stochastically
+
+_ALIGNMENT = 16  # elements: every parameter starts on a 64-byte line, as a tensor of its own would
+
+
+class Norms(NamedTuple):
+    """Euclidean norms over all parameters, float32 []; trust ratios by parameter, float32 []."""
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    update: torch.Tensor
+    trust: Dict[str, torch.Tensor]
+
+
+class WeightState:
+    """Weights and optimizer state of a module, in `dtype`; the only copy that persists."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tuple[str, nn.Parameter]],
+        create_optimizer: Callable[[Dict[str, nn.Parameter]], Optimizer],
+        *,
+        dtype: torch.dtype,
+        rounding: str,
+        seed: int,
+    ):
+        """
+        Args:
+            parameters: (name, parameter) of the module, all of one dtype (the compute dtype) and device. They
+                become views of the working copy; the weights start as their values, rounded to `dtype`.
+            create_optimizer: makes the optimizer of named float32 parameters; its class names its state
+                tensors in `slots`.
+            dtype: torch.float16 or torch.float32.
+            rounding: "stochastic" or "nearest", for float16.
+            seed: of the rounding.
+        """
+        self._parameters = dict(parameters)
+        first = next(iter(self._parameters.values()))
+        self._layout, length = _lay_out(self._parameters)
+        self._device = first.device
+        self._compute = first.dtype
+
+        def flat(kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros(length, dtype=kind, device=self._device)
+
+        self._working = flat(self._compute)
+        for parameter, view in zip(self._parameters.values(), self._views(self._working)):
+            view.copy_(parameter.data)
+            parameter.data = view
+        self._gradients = flat(torch.float32)
+        self._gradient_views = self._views(self._gradients)
+        self._masters = self._create_masters(flat)
+        self.optimizer = create_optimizer(self._masters)
+        self._scratch = {slot: flat(torch.float32) for slot in type(self.optimizer).slots}
+        for slot, buffer in self._scratch.items():
+            for master, view in zip(self._masters.values(), self._views(buffer)):
+                self.optimizer.state[master][slot] = view
+
+        self._weights = self._working.to(dtype, copy=True)
+        self._slots = {slot: flat(dtype) for slot in self._scratch}
+        self._bits: Optional[RoundingBits] = None
+        if dtype == torch.float16 and rounding == "stochastic":
+            places = {name: (start, parameter.numel()) for name, (start, parameter) in self._placed()}
+            self._bits = RoundingBits(places, length, seed, self._device)
+        self._refresh()
+
+    def zero_gradients(self) -> None:
+        """Empties the gradient accumulators, before the first micro batch of a step."""
+        self._gradients.zero_()
+        if self._compute == torch.float32:
+            for parameter, view in zip(self._parameters.values(), self._gradient_views):
+                parameter.grad = view
+
+    def accumulate(self) -> None:
+        """Adds the module's gradients to the float32 accumulators, after each micro batch's backward pass.
+
+        With float32 compute autograd has added them itself: `.grad` is the accumulator.
+        """
+        if self._compute != torch.float32:
+            for parameter, view in zip(self._parameters.values(), self._gradient_views):
+                view.add_(parameter.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def update(
+        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
+    ) -> Tuple[torch.Tensor, Optional[Norms]]:
+        """One optimizer update from the accumulated gradients divided by `divisor`.
+
+        If a gradient is not finite nothing changes; no host-device synchronisation either way.
+
+        Args:
+            step: number of the update, from 0: selects the random bits.
+            lr: learning rate.
+            divisor: float32 []: loss scale times accumulation.
+            measure: also return the norms.
+
+        Returns:
+            finite: bool [], whether the update was made; the norms, if measured.
+        """
+        self._gradients.div_(divisor)
+        finite = torch.isfinite(torch.linalg.vector_norm(self._gradients, ord=float("inf")))
+        self._to_scratch()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for master, view in zip(self._masters.values(), self._gradient_views):
+            master.grad = view
+        self.optimizer.step()
+        norms = self._norms() if measure else None
+        self._store(self._weights, self._master, step, "weight", finite)
+        for slot, buffer in self._slots.items():
+            self._store(buffer, self._scratch[slot], step, slot, finite)
+        self._refresh()
+        return finite, norms
+
+    def state_dict(self) -> dict:
+        """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
+        return {
+            key: {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._views(buffer))}
+            for key, buffer in self._buffers().items()
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes over what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.
+
+        Raises:
+            ValueError: parameters missing, unknown, or of another shape; names the first.
+        """
+        for key, buffer in self._buffers().items():
+            tensors = state[key]
+            for name in {**self._parameters, **tensors}:
+                if name not in tensors:
+                    raise ValueError(f"{name} is missing")
+                if name not in self._parameters:
+                    raise ValueError(f"{name} is unknown")
+                expected, found = tuple(self._parameters[name].shape), tuple(tensors[name].shape)
+                if expected != found:
+                    raise ValueError(f"{name} is {list(found)}, the model's is {list(expected)}")
+            for name, view in zip(self._parameters, self._views(buffer)):
+                view.copy_(tensors[name])
+        self._refresh()
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of the persistent state, alignment included."""
+        total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers().values())
+        return total / sum(parameter.numel() for parameter in self._parameters.values())
+
+    def _create_masters(self, flat: Callable[[torch.dtype], torch.Tensor]) -> Dict[str, nn.Parameter]:
+        """What the optimizer updates: the module's parameters where they are float32, else float32 scratch."""
+        if self._compute == torch.float32:
+            self._master = self._working
+            return self._parameters
+        self._master = flat(torch.float32)
+        views = self._views(self._master)
+        return {name: nn.Parameter(view) for name, view in zip(self._parameters, views)}
+
+    def _to_scratch(self) -> None:
+        self._master.copy_(self._weights)
+        for slot, buffer in self._slots.items():
+            self._scratch[slot].copy_(buffer)
+
+    def _store(self, state: torch.Tensor, source: torch.Tensor, step: int, slot: str, finite: torch.Tensor) -> None:
+        if self._bits is not None:
+            round_stochastically(source, self._bits, step, slot, out=state, keep=finite)
+        else:
+            state.copy_(torch.where(finite, source.to(state.dtype), state))
+
+    def _refresh(self) -> None:
+        self._working.copy_(self._weights)
+
+    def _norms(self) -> Norms:
+        """Before the update is stored: the difference to the state is what the optimizer subtracted."""
+        names = {id(master): name for name, master in self._masters.items()}
+        trust = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
+        norm = torch.linalg.vector_norm
+        before = self._weights.float()
+        return Norms(norm(self._gradients), norm(before), norm(self._master - before), trust)
+
+    def _buffers(self) -> Dict[str, torch.Tensor]:
+        return {"weights": self._weights, **self._slots}
+
+    def _placed(self) -> list:
+        return [(name, (self._layout[name], parameter)) for name, parameter in self._parameters.items()]
+
+    def _views(self, buffer: torch.Tensor) -> list:
+        return [
+            buffer[start : start + parameter.numel()].view(parameter.shape) for _, (start, parameter) in self._placed()
+        ]
+
+
+def _lay_out(parameters: Dict[str, nn.Parameter]) -> Tuple[Dict[str, int], int]:
+    """First element of each parameter in a flat buffer, and the buffer's length."""
+    layout, length = {}, 0
+    for name, parameter in parameters.items():
+        layout[name] = length
+        length += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+    return layout, length

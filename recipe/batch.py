@@ -1,0 +1,153 @@
+"""The arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps.
+
+The only place with this arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipe.config import Recipe
+from recipe.errors import ConfigError, DataError
+
+# Sources that ship with the repository: their size is known without reading them.
+EMBEDDED_TRAIN_IMAGES = {"digits": 1437}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the images of one step are divided.
+
+    `global_` images make one step (an optimizer update): each of `replicas` copies of the model, cut
+    into `stages`, takes `accumulation` micro batches of `micro` images.
+    """
+
+    global_: int
+    micro: int
+    accumulation: int
+    replicas: int
+    stages: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of one step over all replicas."""
+        return self.accumulation * self.replicas
+
+    def describe(self) -> str:
+        """The line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64 replicas (...)`."""
+        devices = self.replicas * self.stages
+        each = f"{self.stages} stages each: " if self.stages > 1 else ""
+        return (
+            f"{self.global_} = {self.micro} micro x {self.accumulation} accumulation x "
+            f"{_count(self.replicas, 'replica')} ({each}{_count(devices, 'device')})"
+        )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The run in optimizer steps. `dropped` images a epoch are left over after its last whole step."""
+
+    steps_per_epoch: int
+    dropped: int
+    total: int
+    warmup: int
+
+    def describe(self) -> str:
+        """One line: epochs, steps, warm-up, images left out."""
+        epochs = self.total / self.steps_per_epoch
+        return (
+            f"{self.total} steps = {epochs:.6g} epochs x {self.steps_per_epoch} steps, {self.warmup} of warm-up; "
+            f"{self.dropped} images left over in each epoch"
+        )
+
+
+def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
+    """The batch of `recipe` over `replicas` (the recipe's own number if None; one where that is auto).
+
+    Raises:
+        ConfigError: the global batch is no multiple of micro batch x replicas; names the nearest that are.
+    """
+    replicas = replicas or recipe.parallel.replicas or 1
+    total, micro = recipe.batch.global_, recipe.batch.micro
+    portion = micro * replicas
+    if total % portion:
+        below, above = total // portion * portion, -(-total // portion) * portion
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"batch.global {total} is not a multiple of {micro} micro x {_count(replicas, 'replica')} = {portion}; "
+            f"nearest: {nearest}"
+        )
+    return Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
+
+
+def lengths(recipe: Recipe, train_images: int) -> Lengths:
+    """The run in steps for `train_images` images an epoch.
+
+    Raises:
+        DataError: fewer images than one global batch.
+        ConfigError: a warm-up as long as the run.
+    """
+    size = recipe.batch.global_
+    steps_per_epoch = train_images // size
+    if steps_per_epoch == 0:
+        raise DataError(
+            f"batch.global {size} is more than the {train_images} training images; give more images or batch.global="
+            f"{train_images // recipe.batch.micro * recipe.batch.micro or 1}"
+        )
+    run, schedule = recipe.run, recipe.schedule
+    total = max(1, in_steps(run.epochs, run.steps, run.images, steps_per_epoch, size))
+    warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, steps_per_epoch, size)
+    if warmup >= total:
+        raise ConfigError(
+            f"the warm-up of {warmup} steps is not shorter than the run of {total}; "
+            f"lower schedule.warmup_epochs or lengthen run.epochs"
+        )
+    return Lengths(steps_per_epoch, train_images - steps_per_epoch * size, total, warmup)
+
+
+def in_steps(
+    epochs: float | None, steps: int | None, images: int | None, steps_per_epoch: int, global_batch: int
+) -> int:
+    """A duration in whole steps; 0 if none of the three is given. Epochs round to the nearest step."""
+    if steps is not None:
+        return steps
+    if images is not None:
+        return -(-images // global_batch)
+    return round((epochs or 0) * steps_per_epoch)
+
+
+def peak_learning_rate(recipe: Recipe) -> float:
+    """The learning rate at the end of the warm-up: given, or per image times the global batch."""
+    schedule = recipe.schedule
+    return schedule.peak if schedule.peak is not None else schedule.peak_per_image * recipe.batch.global_
+
+
+def describe(recipe: Recipe) -> str:
+    """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
+    batch = divide(recipe)
+    model, precision, data = recipe.model, recipe.precision, recipe.data
+    lines = [
+        f"run        {recipe.run.name} -> {output_folder(recipe)}",
+        f"model      {model.name}, width {model.width:g}, depth {model.depth:g}, "
+        f"groups of {model.group_size} channels, expansion {model.expansion}, {model.image_size} px, "
+        f"{model.classes} classes",
+        f"batch      {batch.describe()}",
+        f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
+        f"optimizer  {recipe.optimizer.name}, momentum {recipe.optimizer.momentum:g}, "
+        f"weight decay {recipe.optimizer.weight_decay:g}, peak learning rate {peak_learning_rate(recipe):.6g}",
+    ]
+    images = EMBEDDED_TRAIN_IMAGES.get(data.source, data.train_images)
+    if images:
+        lines.append(f"length     {images} training images; {lengths(recipe, images).describe()}")
+    else:
+        lines.append("length     known once data.root is read (or data.train_images given)")
+    return "\n".join(lines)
+
+
+def output_folder(recipe: Recipe) -> str:
+    """The run folder: run.output, or runs/NAME."""
+    return recipe.run.output or f"runs/{recipe.run.name}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,17 @@
+"""The error that is the user's to mend: one line that says what, where and the remedy."""
+
+
+class UserError(Exception):
+    """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
+
+
+class ConfigError(UserError):
+    """A recipe that cannot be run as written."""
+
+
+class DataError(UserError):
+    """Images, folders or labels that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or run folder that does not fit the recipe, or cannot be read."""

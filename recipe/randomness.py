@@ -1,0 +1,79 @@
+"""Counter-based randomness: every draw of a run is a pure function of what it is for.
+
+Nothing here keeps state. A draw is named by integers and strings ("augment", seed, epoch, sample),
+the name is hashed to a key, and the key is expanded by integer mixing. Stages, replicas, workers,
+recomputation and resume therefore draw the same numbers without exchanging any generator state.
+
+The mixers use only operators, so they serve Python integers, NumPy arrays and torch tensors alike;
+this file imports neither.
+"""
+
+import hashlib
+from typing import Any, Union
+
+MASK32 = 0xFFFFFFFF
+MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def key(*words: Union[int, str]) -> int:
+    """64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight").
+
+    Words are separated, so ("ab", "c") and ("a", "bc") differ, as do 1 and "1". The hash is BLAKE2b:
+    keys of neighbouring steps or names are unrelated, and the same on every machine.
+    """
+    text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def mix32(x: Any) -> Any:
+    """Bijection of 32-bit integers with full avalanche, elementwise.
+
+    Args:
+        x: values in [0, 2**32): Python int, or an array or tensor of (u)int64. 64-bit products may
+            wrap; their low 32 bits, which are all that is kept, are right either way.
+
+    Source: Wellons, "Prospecting for Hash Functions" (2018), the function `lowbias32`.
+    """
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
+    return x ^ (x >> 16)
+
+
+def bits32(draw: int, counter: Any) -> Any:
+    """32 random bits for each counter of the draw with 64-bit key `draw`, elementwise.
+
+    Two mixing rounds with half of the key injected before each: with one round, two draws would be
+    permutations of each other.
+
+    Args:
+        draw: from `key`.
+        counter: element numbers in [0, 2**32), as for `mix32`.
+    """
+    return mix32((mix32(counter ^ (draw & MASK32)) + (draw >> 32)) & MASK32)
+
+
+class Stream:
+    """Numbers in sequence from one key: for per-image decisions taken by plain Python code.
+
+    Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose state is a counter.
+    """
+
+    def __init__(self, draw: int):
+        """Args: draw: 64-bit key, from `key`."""
+        self._state = draw
+
+    def bits(self) -> int:
+        """The next 64 bits."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & MASK64
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+        return z ^ (z >> 31)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """A float in [low, high), 53 bits fine."""
+        return low + (high - low) * ((self.bits() >> 11) * 2.0**-53)
+
+    def integer(self, stop: int) -> int:
+        """An integer in [0, stop); its bias is below stop / 2**64."""
+        return (self.bits() * stop) >> 64

@@ -1,0 +1,26 @@
+"""The JSON Schema of a recipe file, for editors: `python -m recipe.schema` writes configs/schema.json."""
+
+import json
+from pathlib import Path
+
+from recipe.config import Recipe
+
+PATH = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
+
+
+def text() -> str:
+    """The schema of one YAML layer: nothing is required, because a file may extend another."""
+    schema = Recipe.model_json_schema(by_alias=True)
+    schema["title"] = "Recipe"
+    schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
+    return json.dumps(_without_defaults(schema), indent=1) + "\n"
+
+
+def _without_defaults(node: object) -> object:
+    if isinstance(node, dict):
+        return {key: _without_defaults(value) for key, value in node.items() if key not in ("required", "title")}
+    return [_without_defaults(item) for item in node] if isinstance(node, list) else node
+
+
+if __name__ == "__main__":
+    PATH.write_text(text(), encoding="utf-8")

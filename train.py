@@ -1,0 +1,73 @@
+"""Trains a recipe: python train.py --config configs/quickstart.yaml [section.key=value ...]
+
+Exit codes: 0 done, 1 the machine or the run failed, 2 the input is wrong (one line says what, where and the
+remedy), 75 stopped by a signal after saving: the same command resumes.
+"""
+
+import argparse
+import sys
+
+from recipe import batch, loading
+from recipe.errors import UserError
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+
+
+def main(arguments=None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Train a recipe; a run that was cut off resumes from its last checkpoint."
+    )
+    parser.add_argument(
+        "--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (default: %(default)s)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan, do not train")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        recipe = loading.load(options.config, options.overrides)
+        plan = _naming(options.config, batch.describe, recipe)
+        if options.dry_run:
+            print(plan)
+            return DONE
+        return _naming(options.config, _train, recipe)
+    except UserError as error:
+        return _fail(error, WRONG_INPUT)
+
+
+def _train(recipe) -> int:
+    # Imported late: a wrong recipe is refused before torch is loaded.
+    from training.loop import Stopped, TrainingError
+    from training.run import run
+
+    try:
+        run(recipe)
+    except Stopped as stop:
+        return _fail(stop, STOPPED)
+    except TrainingError as error:
+        return _fail(error, FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
+    except OSError as error:
+        place = error.filename or batch.output_folder(recipe)
+        return _fail(f"{place}: {error.strerror or error}; mend it and start again: the run resumes", FAILED)
+    return DONE
+
+
+def _naming(config, function, recipe):
+    """Calls function(recipe); puts the recipe's file before the complaint about what it says."""
+    from recipe.errors import ConfigError
+
+    try:
+        return function(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{config}: {error}") from None
+
+
+def _fail(message: object, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

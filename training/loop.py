@@ -1,0 +1,260 @@
+"""The training loop: steps, evaluations and checkpoints in order, on an engine it knows nothing about.
+
+The order within a step is update, log, evaluation, checkpoint; a checkpoint therefore holds everything that
+was written before it, and a resumed run writes the rest as the undisturbed run would have.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Iterable, Iterator, Optional
+
+import torch
+
+from data.loader import MicroBatch
+from engines.base import Engine, StepResult
+from optim import schedule
+from recipe import loading
+from recipe.batch import Lengths, in_steps
+from recipe.config import Recipe
+from training.checkpoint import CheckpointFolder
+from training.evaluation import Scores, evaluate
+from training.monitor import Clock, Monitor, duration
+
+
+class TrainingError(Exception):
+    """The run cannot go on, by its own rules: one line with the reason and the remedy."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop; it was saved and a rerun resumes it."""
+
+
+@dataclass
+class Progression:
+    """Where a run is: all that the loop itself must remember. Saved in every checkpoint.
+
+    step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
+    event belongs behind it. loss, correct, images: sums since the last log line. scores: of the last evaluation.
+    """
+
+    step: int = 0
+    metrics_bytes: int = 0
+    logged_checkpoint: bool = False
+    seconds: float = 0.0
+    loss: float = 0.0
+    correct: int = 0
+    images: int = 0
+    steps_in_window: int = 0
+    unreadable: int = 0
+    best_top1: float = 0.0
+    scores: dict = field(default_factory=dict)
+
+
+class _Window:
+    """Sums since the last log line, on the device so that nothing waits."""
+
+    def __init__(self, progression: Progression, device: torch.device):
+        self.loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
+        self.correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
+        self.images, self.steps = progression.images, progression.steps_in_window
+
+    def add(self, result: StepResult) -> None:
+        self.loss += result.loss
+        self.correct += result.correct
+        self.images += result.images
+        self.steps += 1
+
+
+class Trainer:
+    """One run from a step to its end."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        lengths: Lengths,
+        engine: Engine,
+        evaluation_batches: Iterable[MicroBatch],
+        checkpoints: CheckpointFolder,
+        monitor: Monitor,
+        progression: Progression,
+        flops_per_image: float,
+    ):
+        """Args: flops_per_image: of forward and backward pass together, for the utilisation (MFU)."""
+        self._recipe, self._lengths, self._engine = recipe, lengths, engine
+        self._evaluation_batches = evaluation_batches
+        self._checkpoints, self._monitor = checkpoints, monitor
+        self._progression = progression
+        self._rate = schedule.create(recipe, lengths)
+        self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
+        self._save_every = self._interval(recipe.checkpoint.every_epochs)
+        self._utilisation_per_rate = flops_per_image / engine.peak_flops()
+        self._clock = Clock(progression.seconds)
+        self._signal: Optional[int] = None
+
+    def run(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """Trains to the end.
+
+        Args:
+            micro_batches: of this replica, from the current step on.
+
+        Raises:
+            Stopped: after SIGTERM or SIGINT, once the step is done and saved.
+            TrainingError: too many steps in a row without finite gradients.
+        """
+        window = _Window(self._progression, self._engine.device)
+        with self._signals():
+            for step in range(self._progression.step, self._lengths.total):
+                self._step(micro_batches, step, window)
+        self._end()
+
+    def _step(self, micro_batches: Iterator[MicroBatch], step: int, window: _Window) -> None:
+        done, last = step + 1, step + 1 == self._lengths.total
+        log = last or done % self._recipe.log.every_steps == 0
+        result = self._engine.train_step(micro_batches, step, self._rate(step), measure=log)
+        window.add(result)
+        self._clock.count(result.images)
+        for message in result.unreadable:
+            self._progression.unreadable += 1
+            self._monitor.progress.say(f"left out: {message}")
+        self._progression.step = done
+        if log:
+            self._log(result, step, window)
+        self._monitor.progress.tick(done)
+        start = time.monotonic()
+        if last or done % self._evaluate_every == 0:
+            self._evaluate(done)
+        scheduled = last or done % self._save_every == 0
+        if scheduled or self._signal is not None:
+            self._save(window, scheduled)
+        self._clock.pause(time.monotonic() - start)
+        if self._signal is not None and not last:
+            raise Stopped(f"{signal.Signals(self._signal).name}: saved at step {done}; the same command resumes")
+
+    def _log(self, result: StepResult, step: int, window: _Window) -> None:
+        """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
+        in_row = result.skipped_in_row.item()
+        values = {
+            "epoch": self._epochs(step + 1),
+            "loss": window.loss.item() / window.steps,
+            "top1": window.correct.item() / max(window.images, 1),
+            "lr": self._rate(step),
+            "gradient_norm": result.norms.gradient.item(),
+            "weight_norm": result.norms.weight.item(),
+            "update_norm": result.norms.update.item(),
+            "skipped_steps": result.skipped.item(),
+            "unreadable_images": self._progression.unreadable,
+            "loss_scale": result.loss_scale.item(),
+            **self._pace(),
+        }
+        if self._recipe.log.trust_ratios:
+            names = list(result.norms.trust)
+            ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
+            values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
+        left = (self._lengths.total - step - 1) * self._recipe.batch.global_ / values["images_per_second"]
+        text = (
+            f"epoch {values['epoch']:.2f}  loss {values['loss']:.4f}  top1 {values['top1']:.2%}  "
+            f"lr {values['lr']:.4g}  {values['images_per_second']:.0f} images/s  MFU {values['mfu']:.1%}  "
+            f"ETA {duration(left)}"
+        )
+        self._monitor.event("train", step + 1, values, "")
+        self._monitor.progress.advance(step + 1, text)
+        window.__init__(Progression(), self._engine.device)
+        if in_row > self._recipe.precision.max_skipped_steps:
+            raise TrainingError(
+                f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out; "
+                "lower schedule.peak (or peak_per_image) or precision.loss_scale"
+            )
+
+    def _pace(self) -> dict:
+        rate = self._clock.lap()
+        return {
+            "images_per_second": rate,
+            "mfu": rate * self._utilisation_per_rate,
+            "seconds": self._clock.seconds(),
+        }
+
+    def _evaluate(self, step: int) -> None:
+        scores: Scores = evaluate(self._engine, self._evaluation_batches)
+        self._progression.scores = scores._asdict()
+        self._progression.best_top1 = max(self._progression.best_top1, scores.top1)
+        text = (
+            f"evaluation after epoch {self._epochs(step):.2f}: top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  "
+            f"loss {scores.loss:.4f}  ({scores.images} images)"
+        )
+        left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
+        self._monitor.event("eval", step, {"epoch": self._epochs(step), **scores._asdict()}, text + left_out)
+
+    def _save(self, window: _Window, scheduled: bool) -> None:
+        """Saves the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
+        progression = self._progression
+        progression.metrics_bytes = self._monitor.metrics.position()
+        progression.logged_checkpoint = scheduled
+        progression.seconds = self._clock.seconds()
+        progression.loss, progression.correct = window.loss.item(), int(window.correct.item())
+        progression.images, progression.steps_in_window = window.images, window.steps
+        content = {
+            "recipe": loading.dump(self._recipe),
+            "engine": self._engine.state_dict(),
+            "progression": asdict(progression),
+        }
+        evaluated = progression.step % self._evaluate_every == 0 or progression.step == self._lengths.total
+        top1 = progression.scores["top1"] if evaluated else None
+        self._checkpoints.save(progression.step, content, top1)
+        if scheduled:
+            note_checkpoint(self._monitor, progression)
+
+    def _end(self) -> None:
+        scores, progression = self._progression.scores, self._progression
+        images = self._lengths.total * self._recipe.batch.global_
+        seconds = self._clock.seconds()
+        values = {
+            "top1": scores["top1"],
+            "top5": scores["top5"],
+            "best_top1": progression.best_top1,
+            "images": images,
+            "images_per_second": images / seconds,
+            "seconds": seconds,
+        }
+        text = (
+            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
+            f"{duration(seconds)}, {images / seconds:.0f} images/s with evaluation and checkpoints"
+        )
+        self._monitor.event("end", self._lengths.total, values, text)
+
+    def _epochs(self, step: int) -> float:
+        return step / self._lengths.steps_per_epoch
+
+    def _interval(self, epochs: float) -> int:
+        steps = in_steps(epochs, None, None, self._lengths.steps_per_epoch, self._recipe.batch.global_)
+        return max(1, steps)
+
+    def _signals(self) -> _Handlers:
+        return _Handlers(self._note_signal)
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        if self._signal is not None:  # asked twice: leave at once, the last checkpoint stands
+            raise KeyboardInterrupt
+        self._signal = number
+        self._monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
+
+
+class _Handlers:
+    """Installs a handler for SIGTERM and SIGINT, and puts the old ones back."""
+
+    def __init__(self, handler):
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        self._old = {number: signal.signal(number, self._handler) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def note_checkpoint(monitor: Monitor, progression: Progression) -> None:
+    """The event of a scheduled checkpoint, written once it is on the disk, or when a run resumes from it."""
+    monitor.event("checkpoint", progression.step, {"file": f"checkpoints/step-{progression.step:08d}.pt"}, "")

@@ -1,0 +1,163 @@
+"""What a run tells: metrics.jsonl, TensorBoard, and a progress bar (plain lines where there is no terminal)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Callable, Optional
+
+# Fields that differ between two runs of the same recipe; all others repeat bit for bit.
+TIMING_FIELDS = ("images_per_second", "mfu", "seconds")
+
+
+class Metrics:
+    """The file metrics.jsonl: one JSON object a line, appended; cut back to the checkpoint when a run resumes."""
+
+    def __init__(self, path: Path, keep_bytes: int):
+        """Opens the file, keeping its first `keep_bytes` bytes.
+
+        What lies behind the newest checkpoint will be written again, equal but for the timing fields.
+        """
+        self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
+        self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
+
+    def write(self, event: dict) -> None:
+        self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
+        self._stream.flush()
+
+    def position(self) -> int:
+        """The file's length in bytes, all of it safely on the disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        return os.fstat(self._stream.fileno()).st_size
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Monitor:
+    """Sends each event of a run to the metrics file, to TensorBoard if wanted, and to the terminal."""
+
+    def __init__(self, metrics: Metrics, progress: Progress, tensorboard: Optional[Path], step: int):
+        """Args: step: updates done so far; TensorBoard's later events of an earlier session are dropped."""
+        self.metrics = metrics
+        self.progress = progress
+        self._writer = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(tensorboard), purge_step=step + 1)
+
+    def event(self, kind: str, step: int, values: dict, text: str) -> None:
+        """One event: its line in metrics.jsonl, its numbers under `kind/` in TensorBoard, `text` for people."""
+        self.metrics.write({"event": kind, "step": step, **values})
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+                elif isinstance(value, dict):
+                    for layer, number in value.items():
+                        self._writer.add_scalar(f"{name}/{layer}", number, step)
+        self.progress.say(text)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.progress.close()
+        self.metrics.close()
+
+
+class Progress:
+    """Plain lines: for logs, pipes and machines without a terminal."""
+
+    def __init__(self, total: int, print_line: Callable[[str], None] = print):
+        self._total = total
+        self._print = print_line
+
+    def advance(self, step: int, text: str) -> None:
+        """A log step: shows how far the run is."""
+        self._print(f"step {step}/{self._total}  {text}")
+
+    def tick(self, step: int) -> None:
+        """Any step."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if text:
+            self._print(text)
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+
+
+class BarProgress(Progress):
+    """A progress bar at the foot of the terminal, lines above it."""
+
+    def __init__(self, total: int, step: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total, completed=step)
+        super().__init__(total, lambda line: self._bar.console.print(line, highlight=False, markup=False))
+
+    def advance(self, step: int, text: str) -> None:
+        self._bar.update(self._task, completed=step, description=text)
+
+    def tick(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class Clock:
+    """Seconds of training over all sessions of a run, and the rate since the last log line."""
+
+    def __init__(self, seconds_before: float):
+        self._before = seconds_before
+        self._start = self._mark = time.monotonic()
+        self._images = 0
+        self._paused = 0.0
+
+    def count(self, images: int) -> None:
+        self._images += images
+
+    def pause(self, seconds: float) -> None:
+        """Takes time that was not spent training (evaluation, saving) out of the rate."""
+        self._paused += seconds
+
+    def lap(self) -> float:
+        """Images a second since the last lap."""
+        now = time.monotonic()
+        rate = self._images / max(now - self._mark - self._paused, 1e-9)
+        self._mark, self._images, self._paused = now, 0, 0.0
+        return rate
+
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._start
+
+
+def _valid_json(value: object) -> object:
+    """`value` with null for numbers that JSON does not know: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: _valid_json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def create_progress(total: int, step: int) -> Progress:
+    """A bar on a terminal, else plain lines."""
+    if sys.stdout.isatty():
+        return BarProgress(total, step)
+    return Progress(total, lambda line: print(line, flush=True))
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as H:MM:SS."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

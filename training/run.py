@@ -1,0 +1,108 @@
+"""One run from recipe to end event: opens the data, the engine and the run folder, resumes, trains."""
+
+from __future__ import annotations
+
+import torch
+
+from data.loader import EvaluationBatches, training_batches
+from data.sources import open_source
+from engines import base
+from engines.base import Engine
+from models.efficientnet import build
+from models.stages import multiply_adds
+from parallel import topology
+from recipe import batch as arithmetic
+from recipe.config import Recipe
+from recipe.errors import CheckpointError
+from training.checkpoint import CheckpointFolder
+from training.loop import Progression, Trainer, note_checkpoint
+from training.monitor import Metrics, Monitor, create_progress, duration
+from training.run_folder import RunFolder
+
+
+def run(recipe: Recipe) -> None:
+    """Trains `recipe` to its end, resuming what its run folder holds. Prints the plan and the progress.
+
+    Raises:
+        UserError: recipe, data or run folder cannot be used.
+        Stopped, TrainingError: see training.loop.
+    """
+    place = topology.from_environment(recipe)
+    batch = arithmetic.divide(recipe, place.replicas)
+    train, validation = (open_source(recipe.data, recipe.model.classes, split) for split in ("train", "validation"))
+    lengths = arithmetic.lengths(recipe, len(train))
+    folder = RunFolder(recipe)
+    try:
+        event = folder.finished()
+        if event:
+            print(
+                f"{folder.path}: this run is finished: top1 {event['top1']:.2%} in {duration(event['seconds'])}; "
+                "train again with run.output=FOLDER"
+            )
+            return
+        print(batch.describe())
+        print(lengths.describe())
+        _train(recipe, batch, lengths, base.create(recipe, batch, place), train, validation, folder)
+    finally:
+        folder.close()
+
+
+def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: RunFolder) -> None:
+    checkpoints = CheckpointFolder(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
+    progression = _resume(engine, checkpoints)
+    step = progression.step
+    if step:
+        print(f"resuming at step {step} of {lengths.total}")
+    image_size, pin = recipe.model.image_size, engine.device.type == "cuda"
+    micro_batches = training_batches(
+        train,
+        data=recipe.data,
+        image_size=image_size,
+        global_batch=batch.global_,
+        micro=batch.micro,
+        seed=recipe.run.seed,
+        first_step=step,
+        last_step=lengths.total,
+        replica=engine.topology.replica,
+        replicas=batch.replicas,
+        pin_memory=pin,
+    )
+    evaluation = EvaluationBatches(
+        validation, data=recipe.data, image_size=image_size, batch=recipe.batch.evaluation, pin_memory=pin
+    )
+    metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
+    tensorboard = folder.tensorboard if recipe.log.tensorboard else None
+    monitor = Monitor(metrics, create_progress(lengths.total, step), tensorboard, step)
+    try:
+        if progression.logged_checkpoint:
+            note_checkpoint(monitor, progression)
+        trainer = Trainer(
+            recipe, lengths, engine, evaluation, checkpoints, monitor, progression, flops_per_image(recipe)
+        )
+        trainer.run(micro_batches)
+    finally:
+        micro_batches.close()
+        monitor.close()
+        engine.close()
+
+
+def flops_per_image(recipe: Recipe) -> float:
+    """Floating-point operations of training on one image: forward once, backward twice, two to a multiply-add."""
+    with torch.device("meta"):
+        model = build(recipe.model, recipe.run.seed)
+    return 3 * 2 * sum(multiply_adds(model, recipe.model.image_size).values())
+
+
+def _resume(engine: Engine, checkpoints: CheckpointFolder) -> Progression:
+    """Loads the newest whole checkpoint into the engine, and says where the run is."""
+    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; taking the one before", flush=True))
+    if content is None:
+        return Progression()
+    try:
+        engine.load_state_dict(content["engine"])
+    except (ValueError, KeyError) as error:
+        step = content["progression"]["step"]
+        raise CheckpointError(
+            f"{checkpoints.path(step)}: of another model: {error}; choose another folder by run.output=FOLDER"
+        ) from None
+    return Progression(**content["progression"])

@@ -1,0 +1,162 @@
+"""The folder of a run: whose it is, what ran in it, and that only one process writes it."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Optional
+
+import torch
+
+from recipe import loading
+from recipe.batch import output_folder
+from recipe.config import Recipe
+from recipe.errors import CheckpointError, ConfigError
+
+# What may change between the sessions of one run: where and how it is computed, not what is learned.
+_FREE = {
+    "run": {"name", "output", "device", "resume"},
+    "batch": {"evaluation"},
+    "parallel": {"stages", "split", "replicas"},
+    "data": {"root", "workers", "prefetch"},
+    "log": {"tensorboard"},
+    "checkpoint": {"keep_last", "keep_best"},
+}
+
+
+_LOCK = "lock"
+
+
+class RunFolder:
+    """An opened run folder: `config.yaml`, `environment.json`, `metrics.jsonl`, `checkpoints/`, `tensorboard/`."""
+
+    def __init__(self, recipe: Recipe):
+        """Opens or makes the folder and locks it for this process.
+
+        Raises:
+            ConfigError: the folder holds another recipe's run or something else, is in use, or is not to be resumed.
+        """
+        self.path = Path(output_folder(recipe))
+        self._check(recipe)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(f"{self.path} is a file; choose a folder by run.output=FOLDER") from None
+        self._lock = self._acquire()
+        if not self._config.exists():
+            write_text(self._config, loading.dump(recipe))
+        self._note_environment()
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def finished(self) -> Optional[dict]:
+        """The `end` event of a run that is complete, else None."""
+        try:
+            last = self.metrics.read_text().rstrip("\n").rpartition("\n")[2]
+            event = json.loads(last)
+        except (OSError, ValueError):
+            return None
+        return event if event.get("event") == "end" else None
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def _config(self) -> Path:
+        return self.path / "config.yaml"
+
+    def _check(self, recipe: Recipe) -> None:
+        remedy = "choose another folder by run.output=FOLDER"
+        if not self.path.is_dir() or not {entry.name for entry in self.path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
+            return
+        if not self._config.exists():
+            raise ConfigError(f"{self.path} holds files that are no run; {remedy}")
+        if recipe.run.resume == "never":
+            raise ConfigError(f"{self.path} already holds a run and run.resume is never; {remedy}")
+        difference = _first_difference(loading.load(self._config), recipe)
+        if difference:
+            raise CheckpointError(f"{self.path} belongs to another recipe: {difference}; {remedy}")
+
+    def _acquire(self) -> IO[str]:
+        stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            stream.close()
+            raise ConfigError(
+                f"{self.path} is in use by another process; wait for it or give run.output=FOLDER"
+            ) from None
+        return stream
+
+    def _note_environment(self) -> None:
+        path = self.path / "environment.json"
+        try:
+            starts = json.loads(path.read_text())["starts"]
+        except (OSError, ValueError, KeyError):
+            starts = []
+        write_text(path, json.dumps({"starts": [*starts, describe_environment()]}, indent=1) + "\n")
+
+
+def describe_environment() -> dict:
+    """Versions, revision and devices: what a result depends on besides its recipe."""
+    import numpy
+    import timm
+    import torchvision
+
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "revision": _revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _first_difference(old: Recipe, new: Recipe) -> str:
+    """`section.key OLD there, NEW here` for the first key that matters, or nothing."""
+    before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (old, new))
+    for section, keys in after.items():
+        for key, value in keys.items():
+            if key not in _FREE.get(section, ()) and before[section][key] != value:
+                return f"{section}.{key} is {before[section][key]} there, {value} here"
+    return ""
+
+
+def _revision() -> Optional[str]:
+    """Git revision of the program, with `-dirty` where files were changed; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
