@@ -33,6 +33,8 @@ def main(arguments=None) -> int:
         return _naming(options.config, _train, recipe)
     except UserError as error:
         return _fail(error, WRONG_INPUT)
+    except KeyboardInterrupt:
+        return _fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
 
 
 def _train(recipe) -> int:
@@ -46,8 +48,6 @@ def _train(recipe) -> int:
         return _fail(stop, STOPPED)
     except TrainingError as error:
         return _fail(error, FAILED)
-    except KeyboardInterrupt:
-        return _fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
     except OSError as error:
         place = error.filename or batch.output_folder(recipe)
         return _fail(f"{place}: {error.strerror or error}; mend it and start again: the run resumes", FAILED)

@@ -87,7 +87,7 @@ def _read_header(encoded: bytes, name: str) -> _Header:
 
 
 def _jpeg_header(encoded: bytes) -> Optional[_Header]:
-    """What the frame header says, or None if the data end or the scan starts before it."""
+    """What the frame header says, or None if the data end before it."""
     orientation = 1
     position = 2
     while True:
@@ -101,8 +101,6 @@ def _jpeg_header(encoded: bytes) -> Optional[_Header]:
         if marker in _JPEG_WITHOUT_LENGTH:
             position += 2
             continue
-        if marker in (0xD9, 0xDA):
-            return None
         (length,) = struct.unpack_from(">H", encoded, position + 2)
         if marker in _JPEG_FRAMES:
             bits, height, width, components = struct.unpack_from(">BHHB", encoded, position + 4)

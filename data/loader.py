@@ -23,6 +23,9 @@ from recipe.config import Data
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WAITS_FOR_SIGNALS = hasattr(signal, "sigwaitinfo")  # not on macOS
+
 
 class MicroBatch(NamedTuple):
     """Images of one forward pass. Rows from `valid` on are padding: black, label 0, index -1.
@@ -43,7 +46,7 @@ def steps_per_epoch(size: int, global_batch: int) -> int:
     """Whole global batches in `size` training images. Raises DataError if there is none."""
     if size < global_batch:
         raise DataError(
-            f"{size} training images do not fill one global batch of {global_batch}; set batch.global to {size} or less"
+            f"{size} training images do not fill a global batch of {global_batch}; set batch.global to {size} or less"
         )
     return size // global_batch
 
@@ -51,13 +54,10 @@ def steps_per_epoch(size: int, global_batch: int) -> int:
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
     """The order in which an epoch visits `size` images: int64 [size], a permutation of range(size).
 
-    Images are sorted by 64 random bits each, so that no generator of a library, whose numbers may change
-    between versions, has a say.
+    Images are sorted by 32 random bits each, of which no two are the same, because `bits32` of one draw maps
+    numbers one to one. So no library's generator or sort, which may change between versions, has a say.
     """
-    draw = key("order", seed, epoch)
-    counter = 2 * np.arange(size, dtype=np.int64)
-    high, low = bits32(draw, counter), bits32(draw, counter + 1)
-    return np.argsort((high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64), kind="stable")
+    return np.argsort(bits32(key("order", seed, epoch), np.arange(size, dtype=np.int64)))
 
 
 def training_batches(
@@ -98,7 +98,7 @@ def training_batches(
     )  # fmt: skip
     transform = partial(_for_training, image_size=image_size, data=data, seed=seed)
     dataset = _MicroBatches(source, micro, image_size, transform)
-    return _delivered(_loader(dataset, requests, data, pin_memory), data)
+    return _delivered(_Loader(dataset, requests, data, pin_memory), data)
 
 
 class EvaluationBatches:
@@ -129,7 +129,7 @@ class EvaluationBatches:
         transform = partial(_for_evaluation, image_size=image_size, crop_fraction=data.crop_fraction)
         dataset = _MicroBatches(source, batch, image_size, transform)
         self._data = data
-        self._loader = _loader(dataset, self._requests, data, pin_memory, persistent_workers=data.workers > 0)
+        self._loader = _Loader(dataset, self._requests, data, pin_memory, persistent_workers=data.workers > 0)
 
     def __len__(self) -> int:
         """Micro batches in one pass of this replica."""
@@ -227,33 +227,50 @@ def _for_evaluation(
     return evaluation_transform(image, image_size, crop_fraction)
 
 
-def _loader(
-    dataset: _MicroBatches,
-    requests: Iterable[_Request],
-    data: Data,
-    pin_memory: bool,
-    persistent_workers: bool = False,
-) -> DataLoader:
-    return DataLoader(
-        dataset,
-        sampler=requests,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=data.workers,
-        prefetch_factor=data.prefetch if data.workers else None,
-        persistent_workers=persistent_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=_obey_only_the_parent,
-        # Of its own, or else each iteration would take a number from torch's global generator.
-        generator=torch.Generator(),
-    )
+class _Loader(DataLoader):
+    """torch's loader, told to take whole micro batches as they are and to leave global state alone."""
+
+    def __init__(
+        self,
+        dataset: _MicroBatches,
+        requests: Iterable[_Request],
+        data: Data,
+        pin_memory: bool,
+        persistent_workers: bool = False,
+    ):
+        super().__init__(
+            dataset,
+            sampler=requests,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch if data.workers else None,
+            persistent_workers=persistent_workers,
+            pin_memory=pin_memory,
+            worker_init_fn=_obey_only_the_parent,
+            # Of its own, or else each iteration would take a number from torch's global generator.
+            generator=torch.Generator(),
+        )
+
+    def __iter__(self) -> Iterator[_Loaded]:
+        # Workers are born with these signals blocked, so that none of their threads ever receives one.
+        if not _WAITS_FOR_SIGNALS:
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def check_worker_number_rationality(self) -> None:
+        """Do not warn of more workers than cores: they are right where reading waits for a network."""
 
 
 def _as_it_is(loaded: _Loaded) -> _Loaded:
     return loaded
 
 
-def _delivered(loader: DataLoader, data: Data) -> Iterator[MicroBatch]:
+def _delivered(loader: _Loader, data: Data) -> Iterator[MicroBatch]:
     batches = iter(loader)
     try:
         for loaded in batches:
@@ -281,19 +298,17 @@ def _obey_only_the_parent(worker: int) -> None:
     """Leave it to the training process to end this worker.
 
     Terminals and schedulers send their signals to every process of a job. The training process saves
-    before it ends, and for that it must finish its step, and for that it needs its workers. If it dies,
-    torch's watchdog ends them.
+    before it ends, for that it must finish its step, and for that it needs its workers. If it dies
+    without ending them, torch's watchdog does.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # not on macOS
-        return
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    threading.Thread(target=_await_termination, args=(parent.pid,), daemon=True).start()
+    if _WAITS_FOR_SIGNALS:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        threading.Thread(target=_await_termination, args=(parent.pid,), daemon=True).start()
 
 
 def _await_termination(parent: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)
+    while True:
+        received = signal.sigwaitinfo(_SIGNALS)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+            os._exit(0)

@@ -116,4 +116,7 @@ def _resized(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing: uint8 [3, any, any] to uint8 [3, height, width]."""
     if image.shape[1:] == (height, width):
         return image
-    return interpolate(image[None], (height, width), mode="bilinear", align_corners=False, antialias=True)[0]
+    # torch 2.0 misreads strides other than those of a whole image, planar or interleaved.
+    layout = torch.channels_last if image.stride(0) == 1 else torch.contiguous_format
+    batch = image[None].contiguous(memory_format=layout)
+    return interpolate(batch, (height, width), mode="bilinear", align_corners=False, antialias=True)[0]

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
-from data.loader import MicroBatch
 
+from data.loader import MicroBatch
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe.batch import Batch
 from recipe.config import Recipe
+from recipe.errors import ConfigError
 
 
 class StepResult(NamedTuple):
@@ -92,6 +93,10 @@ def create(recipe: Recipe, batch: Batch, topology: Topology) -> Engine:
     Raises:
         ConfigError: a device that this machine does not have.
     """
+    if recipe.run.device == "ipu":
+        raise ConfigError(
+            "run.device ipu: this version plans IPU runs (--dry-run) but cannot make them; use cuda or cpu"
+        )
     from engines.torch_engine import TorchEngine
 
     return TorchEngine(recipe, batch, topology)

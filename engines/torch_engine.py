@@ -9,10 +9,10 @@ import time
 from typing import Iterator, List
 
 import torch
-from data.loader import MicroBatch
 from torch import nn
 from torch.nn import functional as F
 
+from data.loader import MicroBatch
 from engines.base import Counts, Engine, StepResult
 from models.efficientnet import build
 from optim import factory

@@ -11,7 +11,8 @@ class GroupNormAct(nn.GroupNorm):
     """Group normalisation over [N, C, H, W], scale and bias per channel, then SiLU (in place) or nothing.
 
     Statistics are float32 also for half-precision input: torch's kernels accumulate them so on CPU and
-    CUDA, which tests/models/test_normalization.py holds them to.
+    CUDA, which tests/models/test_normalization.py holds them to. Not for channels-last input on the CPU: there
+    the variance is a difference of squares, which loses its digits where the mean is large.
 
     Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
     """

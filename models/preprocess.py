@@ -25,9 +25,9 @@ class Preprocess(nn.Module):
 
     def _apply(self, function, recurse=True):
         """Moves with the model to a device, but keeps float32 constants: they are applied before the cast."""
+        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
         scale, shift = self.scale, self.shift
         super()._apply(function)
-        self.dtype = self.scale.dtype
         self.scale = scale.to(self.scale.device)
         self.shift = shift.to(self.shift.device)
         return self

@@ -71,6 +71,14 @@ class LARS(Optimizer):
             update = self._gradient_form if self.trust == "gradient" else self._momentum_form
             update(group, parameters, gradients, momenta)
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As in torch, except that momentum stays float32: torch casts state to the dtype of its parameter."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, saved in state_dict["state"].items():
+            parameter = parameters[number]
+            self.state[parameter]["momentum_buffer"] = saved["momentum_buffer"].to(parameter.device, copy=True)
+
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:

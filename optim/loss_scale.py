@@ -22,7 +22,8 @@ class LossScale:
 
     def update(self, finite: torch.Tensor) -> None:
         """Counts a step. finite: bool [], on the device; nothing waits for it."""
-        self.skipped += ~finite
+        # Never in place: what was handed out, or loaded, keeps its value.
+        self.skipped = self.skipped + ~finite
         self.skipped_in_row = torch.where(finite, 0, self.skipped_in_row + 1)
         if self._dynamic:
             self._finite_steps = torch.where(finite, self._finite_steps + 1, 0)

@@ -20,7 +20,11 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
 class RoundingBits:
-    """Random bits for the elements of named tensors that lie in one flat buffer."""
+    """Random bits for the elements of named tensors that lie in one flat buffer.
+
+    Those of element i are `bits32(draw, i)`; the upper half of the draw is that of key("rounding", seed, step,
+    slot), the lower half that of key("rounding", name).
+    """
 
     def __init__(self, layout: Dict[str, Tuple[int, int]], length: int, seed: int, device: torch.device):
         """Args: layout: name -> (first element, number of elements) in a buffer of `length` elements."""
@@ -50,8 +54,8 @@ def round_stochastically(
 ) -> None:
     """Rounds to one of the two neighbouring float16 values, up with the probability that makes the mean exact.
 
-    Exact in expectation (to 2**-31 of the spacing) for normal and subnormal results up to 65504; beyond that
-    it saturates. What float16 can represent is kept.
+    Exact in expectation for normal and subnormal results up to 65504, to 2**-31 of the spacing (2**-25 from
+    -2**-25 to 0); beyond 65504 it saturates. What float16 can represent is kept, and so is NaN.
 
     Args:
         source: float32 [n], the whole buffer that `bits` was made for.
@@ -85,6 +89,7 @@ def _round(
     torch.floor(value, out=whole)
     threshold = value.sub_(whole).mul_(2.0**31).to(torch.int32)
     # Up where the upper 31 random bits are below the threshold: the sign of their difference is then -1, not 0.
+    # A fraction that was rounded to 1 wraps around or saturates as int32: up, and only for values of nearly 0.
     random.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).sub_(threshold).bitwise_right_shift_(31)
     whole.sub_(value.copy_(random))
     spacing = exponent.sub_(10 << 23).view(torch.float32)

@@ -45,7 +45,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The run in optimizer steps. `dropped` images a epoch are left over after its last whole step."""
+    """The run in optimizer steps. `dropped` images an epoch are left over after its last whole step."""
 
     steps_per_epoch: int
     dropped: int
@@ -90,9 +90,11 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     size = recipe.batch.global_
     steps_per_epoch = train_images // size
     if steps_per_epoch == 0:
+        portion = recipe.batch.micro * (recipe.parallel.replicas or 1)
+        fitting = train_images // portion * portion
+        remedy = f"batch.global={fitting}" if fitting else "a smaller batch.micro as well"
         raise DataError(
-            f"batch.global {size} is more than the {train_images} training images; give more images or batch.global="
-            f"{train_images // recipe.batch.micro * recipe.batch.micro or 1}"
+            f"batch.global {size} is more than the {train_images} training images; give more images or {remedy}"
         )
     run, schedule = recipe.run, recipe.schedule
     total = max(1, in_steps(run.epochs, run.steps, run.images, steps_per_epoch, size))

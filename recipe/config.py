@@ -22,19 +22,18 @@ COMPOUND_SCALES = {
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True,
-        use_attribute_docstrings=False,
-    )  # fmt: skip
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Run(_Section):
     """One run: its name, place, device and length."""
 
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="names the run in logs and in the default output folder")
+    name: str = Field(
+        "run", pattern=r"^\w[\w.-]*$", description="names the run in logs and in the default output folder"
+    )
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto takes CUDA where there is one, else the CPU"
+    device: Literal["auto", "cpu", "cuda", "ipu"] = Field(
+        "auto", description="auto takes CUDA where there is one, else the CPU; ipu so far only plans (--dry-run)"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="every draw of the run is a function of it")
     epochs: Optional[float] = Field(None, gt=0, description="length of the run in epochs (or give steps or images)")
@@ -91,9 +90,10 @@ class Model(_Section):
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
-        scale = COMPOUND_SCALES.get(values.get("name", "efficientnet_b4")) if isinstance(values, dict) else None
-        if scale is None:
+        name = values.get("name", "efficientnet_b4") if isinstance(values, dict) else None
+        if not isinstance(name, str) or name not in COMPOUND_SCALES:
             return values
+        scale = COMPOUND_SCALES[name]
         return {**values, **{key: number for key, number in scale.items() if values.get(key) is None}}
 
     @field_validator("std")
@@ -252,13 +252,12 @@ class Data(_Section):
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
         return value
 
-    @model_validator(mode="after")
-    def _areas_fit(self) -> "Data":
-        if self.crop_area[1] > 1:
-            raise ValueError(
-                f"crop_area {list(self.crop_area)}: a crop cannot exceed the image; the high end is at most 1"
-            )
-        return self
+    @field_validator("crop_area")
+    @classmethod
+    def _inside(cls, value: Tuple[float, float]) -> Tuple[float, float]:
+        if value[1] > 1:
+            raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
+        return value
 
 
 class Log(_Section):

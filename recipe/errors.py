@@ -4,6 +4,10 @@
 class UserError(Exception):
     """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
 
+    def __str__(self) -> str:
+        # Names that the message quotes, of files and keys, may hold line breaks.
+        return " ".join(super().__str__().splitlines())
+
 
 class ConfigError(UserError):
     """A recipe that cannot be run as written."""

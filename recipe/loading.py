@@ -7,7 +7,7 @@ names the place (file, or command line), the key and the remedy.
 from __future__ import annotations
 
 import difflib
-import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Sequence
@@ -24,18 +24,30 @@ _COMMAND_LINE = "command line"
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: PyYAML takes 1e-5 for a string, on and no for booleans, 010 for 8."""
 
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, f"tag {event.tag} has no place in a recipe", event.start_mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or `_Loader` would take for something else, as in `name: '1e5'`."""
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0] == "tag:yaml.org,2002:null"]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"),
-    list("-+.0123456789"),
-)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+    # Longer ones become floats, as Python refuses to read and to print integers of thousands of digits.
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]{1,300}$"), list("-+0123456789"))
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"),
+        list("-+.0123456789"),
+    )
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
@@ -51,6 +63,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -59,7 +72,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or range, circular `extends`.
     """
-    merged: dict = {}
+    merged: dict = {section: {} for section in Recipe.model_fields}
     origin: dict = {}
     for place, layer in [*_chain(Path(path)), *(_override(text) for text in overrides)]:
         _merge(merged, layer, place, origin)
@@ -78,11 +91,13 @@ def parse_yaml(text: str, place: str) -> Any:
         where = f"{place}:{mark.line + 1}" if mark else place
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{where}: not valid YAML: {' '.join(problem.split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: not a recipe: its lists or mappings are nested too deeply") from None
 
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load` reads back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False, width=110)
+    return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def _chain(path: Path) -> list:
@@ -90,10 +105,10 @@ def _chain(path: Path) -> list:
     layers: list = []
     seen: list = []
     while True:
-        if path.resolve() in seen:
+        layer = _read(path, child=layers[0][0] if layers else None)
+        if os.path.realpath(path) in seen:
             raise ConfigError(f"{layers[0][0]}: extends itself through {path}; break the circle")
-        seen.append(path.resolve())
-        layer = _read(path)
+        seen.append(os.path.realpath(path))
         base = layer.pop("extends", None)
         layers.insert(0, (str(path), layer))
         if base is None:
@@ -103,14 +118,19 @@ def _chain(path: Path) -> list:
         path = path.parent / base
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path, child: str | None) -> dict:
+    """The mapping in `path`, which the recipe `child` extends; None: which the user named."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
+        if child:
+            raise ConfigError(f"{child}: extends {path}: {error.strerror}; correct the name or make the file") from None
         remedy = "name an existing recipe, e.g. --config configs/quickstart.yaml"
         raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; a recipe is YAML in UTF-8") from None
+    except ValueError as error:
+        raise ConfigError(f"{child or _COMMAND_LINE}: {str(path)!r} cannot name a file: {error}") from None
     layer = parse_yaml(text, str(path))
     if layer is None:
         return {}
@@ -130,18 +150,22 @@ def _override(text: str) -> tuple:
 def _merge(merged: dict, layer: dict, place: str, origin: dict) -> None:
     """Lays `layer` over `merged`, section by section, and notes in `origin` where each key came from."""
     for section, content in layer.items():
+        if section not in merged:
+            raise ConfigError(f"{place}: {section}: unknown key{_suggest(section)}")
         origin[section] = place
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise ConfigError(f"{place}: {section}: expected keys below it, found {content!r}{_suggest(section)}")
-        target = merged.setdefault(section, {})
+            raise ConfigError(f"{place}: {section}: expected keys below it, found {content!r}")
         for group in ALTERNATIVES:
             names = [name.split(".")[1] for name in group if name.startswith(section + ".")]
-            if any(content.get(name) is not None for name in names):
+            given = [name for name in names if content.get(name) is not None]
+            if len(given) > 1:
+                raise ConfigError(f"{place}: {section}: {' and '.join(given)} are both given; keep one")
+            if given:
                 for name in names:
-                    target.pop(name, None)
-        target.update(content)
+                    merged[section].pop(name, None)
+        merged[section].update(content)
         origin.update({f"{section}.{name}": place for name in content})
 
 
@@ -150,9 +174,9 @@ def _first_line(error: ValidationError, origin: dict, default: str) -> str:
     faults = error.errors(include_url=False)
     fault = faults[0]
     name = ".".join(str(part) for part in fault["loc"][:2])
-    place = origin.get(name) or origin.get(name.split(".")[0]) or default
+    place = origin.get(name) or origin.get(fault["loc"][0]) or default
     if fault["type"] == "extra_forbidden":
-        line = f"{place}: {name}: unknown key{_suggest(name)}"
+        line = f"{place}: {name}: unknown key{_suggest(*fault['loc'])}"
     else:
         line = f"{place}: {name}: {_wording(fault)}"
     return line + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
@@ -161,27 +185,30 @@ def _first_line(error: ValidationError, origin: dict, default: str) -> str:
 def _wording(fault: dict) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    message = fault["msg"].replace("Input should be", "must be").replace("Value should", "must")
+    message = re.sub("^(Input|Value|String|Tuple|List) should", "must", fault["msg"])
     index = "".join(f"[{part}]" for part in fault["loc"][2:])
-    shown = fault["input"]
-    if isinstance(shown, float) and not math.isfinite(shown):
-        shown = str(shown)
-    return f"{index + ' ' if index else ''}{message}, found {shown!r}"
+    return f"{index + ' ' if index else ''}{message}, found {fault['input']!r}"
 
 
-def _suggest(name: str) -> str:
-    """`; did you mean ...?`: the nearest of the same section's keys, else of all keys and sections."""
-    sections = {key: field.annotation for key, field in Recipe.model_fields.items()}
-    section = name.split(".")[0]
-    siblings = [f"{section}.{key}" for key in _names(sections[section])] if section in sections else []
-    everything = [f"{other}.{key}" for other, model in sections.items() for key in _names(model)]
-    for candidates in (siblings, everything if "." in name else list(sections)):
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
-        if near:
-            return f"; did you mean {near[0]}?"
-    if section in sections:
-        return f"; {section} has {', '.join(_names(sections[section]))}"
-    return f"; the sections are {', '.join(sections)}"
+def _suggest(section: str, key: str | None = None) -> str:
+    """What to write instead of a section, or of a key of a section: the nearest there is, else any key's name."""
+    keys = {name: _names(field.annotation) for name, field in Recipe.model_fields.items()}
+    elsewhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
+    if key is None:
+        outer, _, inner = section.partition(".")
+        if inner in keys.get(outer, ()):
+            return f"; write it as `{outer}: {{{inner}: ...}}`"
+        near, otherwise = {name: name for name in keys}, f"the sections are {', '.join(keys)}"
+    else:
+        near, otherwise = (
+            {name: f"{section}.{name}" for name in keys[section]},
+            f"{section} has {', '.join(keys[section])}",
+        )
+    for choices in (near, elsewhere):
+        matches = difflib.get_close_matches(key or section, choices, n=1)
+        if matches:
+            return f"; did you mean {choices[matches[0]]}?"
+    return f"; {otherwise}"
 
 
 def _names(section: type[BaseModel]) -> list:

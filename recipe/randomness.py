@@ -71,7 +71,7 @@ class Stream:
         return z ^ (z >> 31)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """A float in [low, high), 53 bits fine."""
+        """A float in [low, high), 53 bits fine; rounding may give `high` where `low` is not 0."""
         return low + (high - low) * ((self.bits() >> 11) * 2.0**-53)
 
     def integer(self, stop: int) -> int:

@@ -13,13 +13,13 @@ def text() -> str:
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
     schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
-    return json.dumps(_without_defaults(schema), indent=1) + "\n"
+    return json.dumps(_as_layer(schema), indent=1) + "\n"
 
 
-def _without_defaults(node: object) -> object:
+def _as_layer(node: object) -> object:
     if isinstance(node, dict):
-        return {key: _without_defaults(value) for key, value in node.items() if key not in ("required", "title")}
-    return [_without_defaults(item) for item in node] if isinstance(node, list) else node
+        return {key: _as_layer(value) for key, value in node.items() if key not in ("required", "title")}
+    return [_as_layer(item) for item in node] if isinstance(node, list) else node
 
 
 if __name__ == "__main__":

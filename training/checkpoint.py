@@ -11,9 +11,9 @@ import hashlib
 import io
 import json
 import os
-import pickle
+import warnings
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import IO, Callable, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
@@ -37,6 +37,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep_last: int, keep_best: bool):
         self.folder = folder
         self._keep_last, self._keep_best = keep_last, keep_best
+        self._damaged: Set[int] = set()
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
@@ -54,8 +55,13 @@ class CheckpointFolder:
         with _replacing(path) as stream:
             stream.write(buffer.getbuffer())
         manifest = Manifest(step, buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest(), top1)
-        with _replacing(path.with_suffix(".json")) as stream:
-            stream.write((json.dumps(manifest._asdict()) + "\n").encode())
+        try:
+            with _replacing(path.with_suffix(".json")) as stream:
+                stream.write((json.dumps(manifest._asdict()) + "\n").encode())
+        except BaseException:
+            path.unlink()  # it would count for nothing, and on a full disk its room is needed
+            raise
+        self._damaged.discard(step)
         self._prune()
         return path
 
@@ -77,12 +83,13 @@ class CheckpointFolder:
                 content = load(path, manifest)
             except CheckpointError as error:
                 damaged.append(str(error))
+                self._damaged.add(manifest.step)
                 warn(str(error))
                 continue
             return content
         if damaged:
             raise CheckpointError(
-                f"{damaged[0]}; no older checkpoint is whole either: restore one into {self.folder}, "
+                f"{damaged[0]}; no older checkpoint is whole either: restore one with its .json into {self.folder}, "
                 "or delete that folder to start from the beginning"
             )
         return None
@@ -93,7 +100,9 @@ class CheckpointFolder:
         return [manifest for manifest in found if manifest is not None]
 
     def _prune(self) -> None:
-        manifests = self.manifests()
+        for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink()
+        manifests = [manifest for manifest in self.manifests() if manifest.step not in self._damaged]
         kept = {manifest.step for manifest in manifests[-self._keep_last :]}
         scored = [manifest for manifest in manifests if manifest.top1 is not None]
         if self._keep_best and scored:
@@ -117,13 +126,24 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
                 if (digest, size) != (manifest.sha256, manifest.bytes):
                     raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
                 stream.seek(0)
-            content = torch.load(stream, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+            content = _unpacked(stream)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not a checkpoint of this program, or of another version of it")
+        raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
     return content
+
+
+def _unpacked(stream: IO[bytes]) -> object:
+    """What torch.save wrote; None for anything else, and for what could run code when it is loaded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols that are not ours
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception:  # torch raises nearly everything about files that are not its own
+        return None
 
 
 @contextlib.contextmanager

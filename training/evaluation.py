@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Iterable, List, NamedTuple
 
 from data.loader import MicroBatch
-
 from engines.base import Engine
 from recipe.errors import DataError
 

@@ -6,6 +6,7 @@ was written before it, and a resumed run writes the rest as the undisturbed run 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -115,7 +116,7 @@ class Trainer:
         log = last or done % self._recipe.log.every_steps == 0
         result = self._engine.train_step(micro_batches, step, self._rate(step), measure=log)
         window.add(result)
-        self._clock.count(result.images)
+        self._clock.count(self._recipe.batch.global_)  # also images that could not be read: they took their time
         for message in result.unreadable:
             self._progression.unreadable += 1
             self._monitor.progress.say(f"left out: {message}")
@@ -127,10 +128,11 @@ class Trainer:
         if last or done % self._evaluate_every == 0:
             self._evaluate(done)
         scheduled = last or done % self._save_every == 0
-        if scheduled or self._signal is not None:
+        save = scheduled or self._signal is not None
+        if save:
             self._save(window, scheduled)
         self._clock.pause(time.monotonic() - start)
-        if self._signal is not None and not last:
+        if save and self._signal is not None and not last:  # a signal that came after a step without saving: the next
             raise Stopped(f"{signal.Signals(self._signal).name}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, step: int, window: _Window) -> None:
@@ -235,10 +237,12 @@ class Trainer:
         return _Handlers(self._note_signal)
 
     def _note_signal(self, number: int, frame: object) -> None:
-        if self._signal is not None:  # asked twice: leave at once, the last checkpoint stands
+        if self._signal is None:
+            self._signal = number
+            with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
+                self._monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
+        elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
-        self._signal = number
-        self._monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
 
 
 class _Handlers:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO, Callable, Optional
@@ -47,10 +48,12 @@ class Monitor:
         self.metrics = metrics
         self.progress = progress
         self._writer = None
+        self._excepthook = threading.excepthook
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(tensorboard), purge_step=step + 1)
+            threading.excepthook = self._report
 
     def event(self, kind: str, step: int, values: dict, text: str) -> None:
         """One event: its line in metrics.jsonl, its numbers under `kind/` in TensorBoard, `text` for people."""
@@ -65,10 +68,18 @@ class Monitor:
         self.progress.say(text)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
         self.progress.close()
-        self.metrics.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            threading.excepthook = self._excepthook
+            self.metrics.close()
+
+    def _report(self, failure: threading.ExceptHookArgs) -> None:
+        """Leaves out that the disk is full: the writer's thread hands this on to the next event, or to `close`."""
+        if not issubclass(failure.exc_type, OSError):
+            self._excepthook(failure)
 
 
 class Progress:
@@ -154,7 +165,15 @@ def create_progress(total: int, step: int) -> Progress:
     """A bar on a terminal, else plain lines."""
     if sys.stdout.isatty():
         return BarProgress(total, step)
-    return Progress(total, lambda line: print(line, flush=True))
+    return Progress(total, _print_at_once)
+
+
+def _print_at_once(line: str) -> None:
+    """Prints a line. That its reader is gone (tee dies of the same Ctrl-C) must not end the run."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:

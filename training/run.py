@@ -12,12 +12,13 @@ from models.efficientnet import build
 from models.stages import multiply_adds
 from parallel import topology
 from recipe import batch as arithmetic
+from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import CheckpointError
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, create_progress, duration
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, first_difference
 
 
 def run(recipe: Recipe) -> None:
@@ -49,7 +50,7 @@ def run(recipe: Recipe) -> None:
 
 def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: RunFolder) -> None:
     checkpoints = CheckpointFolder(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-    progression = _resume(engine, checkpoints)
+    progression = _resume(engine, checkpoints, recipe)
     step = progression.step
     if step:
         print(f"resuming at step {step} of {lengths.total}")
@@ -82,6 +83,7 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
         trainer.run(micro_batches)
     finally:
         micro_batches.close()
+        evaluation.close()
         monitor.close()
         engine.close()
 
@@ -93,16 +95,18 @@ def flops_per_image(recipe: Recipe) -> float:
     return 3 * 2 * sum(multiply_adds(model, recipe.model.image_size).values())
 
 
-def _resume(engine: Engine, checkpoints: CheckpointFolder) -> Progression:
+def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe) -> Progression:
     """Loads the newest whole checkpoint into the engine, and says where the run is."""
-    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; taking the one before", flush=True))
+    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
     if content is None:
         return Progression()
+    path, remedy = checkpoints.path(content["progression"]["step"]), "choose another folder by run.output=FOLDER"
+    written_by = Recipe.model_validate(loading.parse_yaml(content["recipe"], str(path)))
+    difference = first_difference(written_by, recipe)
+    if difference:
+        raise CheckpointError(f"{path}: of another run: {difference}; {remedy}")
     try:
         engine.load_state_dict(content["engine"])
     except (ValueError, KeyError) as error:
-        step = content["progression"]["step"]
-        raise CheckpointError(
-            f"{checkpoints.path(step)}: of another model: {error}; choose another folder by run.output=FOLDER"
-        ) from None
+        raise CheckpointError(f"{path}: of another model: {error}; {remedy}") from None
     return Progression(**content["progression"])

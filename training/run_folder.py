@@ -24,7 +24,7 @@ _FREE = {
     "run": {"name", "output", "device", "resume"},
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "replicas"},
-    "data": {"root", "workers", "prefetch"},
+    "data": {"root", "workers", "prefetch", "bad_images"},
     "log": {"tensorboard"},
     "checkpoint": {"keep_last", "keep_best"},
 }
@@ -47,9 +47,9 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ConfigError(f"{self.path} is a file; choose a folder by run.output=FOLDER") from None
+            raise ConfigError(f"{self.path}: a file is in the way; choose a folder by run.output=FOLDER") from None
         self._lock = self._acquire()
-        if not self._config.exists():
+        if not self._begun():
             write_text(self._config, loading.dump(recipe))
         self._note_environment()
 
@@ -89,14 +89,19 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds files that are no run; {remedy}")
         if recipe.run.resume == "never":
             raise ConfigError(f"{self.path} already holds a run and run.resume is never; {remedy}")
-        difference = _first_difference(loading.load(self._config), recipe)
+        difference = first_difference(loading.load(self._config), recipe) if self._begun() else ""
         if difference:
             raise CheckpointError(f"{self.path} belongs to another recipe: {difference}; {remedy}")
+
+    def _begun(self) -> bool:
+        """Whether anything was trained: a recipe that failed before that may be mended in place."""
+        return self.checkpoints.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def _acquire(self) -> IO[str]:
         stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: workers would inherit that, and keep it for seconds after the training process was killed.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             stream.close()
             raise ConfigError(
@@ -142,7 +147,7 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _first_difference(old: Recipe, new: Recipe) -> str:
+def first_difference(old: Recipe, new: Recipe) -> str:
     """`section.key OLD there, NEW here` for the first key that matters, or nothing."""
     before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (old, new))
     for section, keys in after.items():

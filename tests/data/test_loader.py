@@ -1,0 +1,316 @@
+"""The loader: who gets which images, in any number of workers and replicas, and what bad images do."""
+
+import itertools
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import EvaluationBatches, MicroBatch, epoch_order, steps_per_epoch, training_batches
+from data.sources import Source, UnreadableImage
+from data.transforms import evaluation_transform, train_transform
+from recipe.config import Data
+from recipe.errors import DataError
+from recipe.randomness import bits32, key
+
+SIZE = 16
+GLOBAL = 12
+MICRO = 3
+
+
+class Tinted(Source):
+    """Images that differ; some of them cannot be read."""
+
+    def __init__(self, count=50, unreadable=()):
+        self.classes = ("even", "odd")
+        self.labels = np.arange(count, dtype=np.int64) % 2
+        self._unreadable = unreadable
+
+    def name(self, index):
+        return f"tinted/{index}"
+
+    def read(self, index):
+        if index in self._unreadable:
+            raise UnreadableImage(f"{self.name(index)}: faded")
+        image = torch.arange(3 * 20 * 30, dtype=torch.int64).reshape(3, 20, 30) * (index + 1)
+        return (image % 256).to(torch.uint8)
+
+
+def section(workers=0, **options):
+    return Data(source="digits", workers=workers, **options)
+
+
+def train(source=None, *, workers=0, first=0, last=9, bad_images="error", **options):
+    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, **options}
+    return training_batches(
+        source or Tinted(), data=section(workers, bad_images=bad_images), image_size=SIZE,
+        first_step=first, last_step=last, **options,
+    )  # fmt: skip
+
+
+def evaluation(source=None, *, workers=0, bad_images="error", **options):
+    options = {"batch": 8, **options}
+    return EvaluationBatches(
+        source or Tinted(), data=section(workers, bad_images=bad_images), image_size=SIZE, **options
+    )
+
+
+def content(batch):
+    """Everything in a micro batch, comparable."""
+    return (
+        batch.step, batch.number, batch.valid, batch.unreadable,
+        batch.labels.tolist(), batch.indices.tolist(), batch.images.numpy().tobytes(),
+    )  # fmt: skip
+
+
+def contents(batches):
+    return [content(batch) for batch in batches]
+
+
+def children_are_gone(patience=10.0):
+    deadline = time.monotonic() + patience
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("size", [1, 2, 50, 4097])
+def test_an_order_is_a_permutation(size):
+    order = epoch_order(3, 4, size)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(size))
+
+
+def test_an_order_sorts_the_images_by_their_random_bits():
+    """The same from Python integers, one image at a time."""
+    draw = key("order", 3, 4)
+    bits = [bits32(draw, index) for index in range(500)]
+    assert epoch_order(3, 4, 500).tolist() == sorted(range(500), key=bits.__getitem__)
+
+
+def test_no_two_images_of_an_epoch_draw_the_same_bits():
+    """Of 300,000 independent draws ten pairs would agree, and a sort could put those in either order."""
+    assert len(np.unique(bits32(key("order", 0, 0), np.arange(300_000)))) == 300_000
+
+
+def test_orders_of_epochs_and_seeds_are_unrelated():
+    """The rank correlation of two random orders of 2000 has a standard deviation of 1 / sqrt(1999) = 0.022."""
+    orders = [epoch_order(seed, epoch, 2000) for seed in (0, 1) for epoch in (0, 1, 2)]
+    correlation = np.corrcoef(np.stack([np.arange(2000), *orders]))
+    assert np.abs(correlation - np.eye(7)).max() < 5 * 0.022
+
+
+def test_orders_never_change():
+    """Runs must be resumable with later versions. Recorded from the first version."""
+    assert zlib.crc32(epoch_order(0, 0, 10_000).astype("<i8").tobytes()) == 1203338718
+
+
+def test_each_micro_batch_holds_the_next_images_of_the_order():
+    """The rule, written out: 50 images make 4 steps of 12, and 2 are left over."""
+    batches = list(train(last=9))
+    assert [(batch.step, batch.number) for batch in batches] == [(s, n) for s in range(9) for n in range(4)]
+    for batch in batches:
+        epoch, step = divmod(batch.step, 4)
+        start = step * GLOBAL + batch.number * MICRO
+        assert batch.indices.tolist() == epoch_order(7, epoch, 50)[start : start + MICRO].tolist()
+
+
+def test_a_micro_batch_holds_augmented_pixels_and_labels_of_its_images():
+    source = Tinted()
+    for batch in train(source, last=5):
+        assert isinstance(batch, MicroBatch)
+        assert (batch.images.dtype, batch.images.shape) == (torch.uint8, (MICRO, 3, SIZE, SIZE))
+        assert (batch.labels.dtype, batch.indices.dtype) == (torch.int64, torch.int64)
+        assert (batch.valid, batch.unreadable) == (MICRO, ())
+        assert batch.labels.tolist() == source.labels[batch.indices.numpy()].tolist()
+        for image, index in zip(batch.images, batch.indices.tolist()):
+            expected = train_transform(source.read(index), SIZE, section(), 7, batch.step // 4, index)
+            assert torch.equal(image, expected)
+
+
+def test_an_epoch_shows_every_image_once_but_for_the_left_over():
+    for epoch in (0, 1):
+        seen = [index for b in train(first=4 * epoch, last=4 * epoch + 4) for index in b.indices.tolist()]
+        assert len(seen) == len(set(seen)) == 48
+        assert set(range(50)) - set(seen) == set(epoch_order(7, epoch, 50)[48:].tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, replicas):
+    """Three replicas' shares are contiguous ranges of a step, so sorting by (step, number) joins them."""
+    expected = contents(train(last=6))
+    shares = [contents(train(last=6, workers=workers, replica=r, replicas=replicas)) for r in range(replicas)]
+    assert {len(share) for share in shares} == {len(expected) // replicas}
+    for replica, share in enumerate(shares):
+        numbers = [number for _, number, *_ in share[: 4 // replicas]]
+        assert numbers == list(range(replica * 4 // replicas, (replica + 1) * 4 // replicas))
+    assert sorted(itertools.chain(*shares)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_resumes_gets_what_it_would_have_got(workers):
+    """Steps 0 to 3 are the first epoch, so 5 lies inside the second."""
+    assert contents(train(first=5, workers=workers)) == [c for c in contents(train()) if c[0] >= 5]
+
+
+def test_a_data_set_smaller_than_the_global_batch_is_an_error_with_the_remedy():
+    assert steps_per_epoch(50, 12) == 4
+    message = "50 training images do not fill a global batch of 51; set batch.global to 50 or less"
+    for call in (lambda: steps_per_epoch(50, 51), lambda: train(global_batch=51)):
+        with pytest.raises(DataError) as caught:
+            call()
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_stops_a_run_with_one_line(workers):
+    bad = epoch_order(7, 0, 50)[16].item()
+    batches = train(Tinted(unreadable=[bad]), workers=workers)
+    received = []
+    with pytest.raises(UnreadableImage) as caught:
+        received.extend(batch.number for batch in batches)
+    assert received == [0, 1, 2, 3, 0], "what comes before it is delivered"
+    assert str(caught.value) == (
+        f"tinted/{bad}: faded; mend or remove the file, or leave such images out with data.bad_images=skip"
+    )
+    assert children_are_gone()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipped_images_leave_the_good_ones_in_front_and_are_listed(workers):
+    """The first, and two in a row: the second micro batch keeps its last row only."""
+    order = epoch_order(7, 0, 50).tolist()
+    source = Tinted(unreadable=[order[0], order[3], order[4], *order[6:9]])
+    first, second, third, fourth = list(train(source, workers=workers, bad_images="skip", last=1))
+    whole = list(train(last=1))
+
+    assert (first.valid, second.valid, third.valid, fourth.valid) == (2, 1, 0, 3)
+    assert first.indices.tolist() == [order[1], order[2], -1]
+    assert second.indices.tolist() == [order[5], -1, -1]
+    assert first.labels.tolist() == [order[1] % 2, order[2] % 2, 0]
+    assert torch.equal(first.images[:2], whole[0].images[1:])
+    assert torch.equal(second.images[:1], whole[1].images[2:])
+    assert not first.images[2:].any() and not second.images[1:].any() and not third.images.any()
+    assert second.unreadable == (f"tinted/{order[3]}: faded", f"tinted/{order[4]}: faded")
+    assert content(fourth) == content(whole[3])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_shows_every_image_once_in_order_as_often_as_asked(workers):
+    source = Tinted()
+    batches = evaluation(source, workers=workers)
+    assert len(batches) == 7
+    passes, children = [], []
+    for _ in range(2):
+        passes.append(list(batches))
+        children.append({child.pid for child in multiprocessing.active_children()})
+    assert contents(passes[0]) == contents(passes[1])
+    assert children[0] == children[1], "the same workers"
+    rows = [(index, row) for b in passes[0] for index, row in zip(b.indices[: b.valid].tolist(), b.images)]
+    assert [index for index, _ in rows] == list(range(50))
+    for index, row in rows:
+        assert torch.equal(row, evaluation_transform(source.read(index), SIZE, 0.875))
+    last = passes[0][-1]
+    assert last.valid == 2
+    assert last.images.shape == (8, 3, SIZE, SIZE)
+    assert last.indices.tolist() == [48, 49] + [-1] * 6
+    assert last.labels.tolist() == [0, 1] + [0] * 6
+    assert not last.images[2:].any()
+    batches.close()
+    assert children_are_gone()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 10])
+def test_replicas_share_the_evaluation(replicas):
+    """Seven micro batches: with ten replicas some get none, and each image is still shown once."""
+    shares = [evaluation(replica=replica, replicas=replicas) for replica in range(replicas)]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert list(itertools.chain(*map(contents, shares))) == contents(evaluation())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_of_an_evaluation_stop_it_or_are_left_out(workers):
+    source = Tinted(unreadable=[3])
+    with pytest.raises(UnreadableImage, match=r"^tinted/3: faded; mend or remove the file"):
+        list(evaluation(source, workers=workers))
+    first = next(iter(evaluation(source, workers=workers, bad_images="skip")))
+    assert first.valid == 7
+    assert first.indices.tolist() == [0, 1, 2, 4, 5, 6, 7, -1]
+    assert first.unreadable == ("tinted/3: faded",)
+
+
+def test_an_evaluation_that_was_broken_off_starts_again_from_the_first_image():
+    batches = evaluation(workers=2)
+    for _ in range(3):
+        assert next(iter(batches)).indices[0] == 0
+    assert contents(batches) == contents(evaluation())
+
+
+def test_workers_end_with_an_iterator_that_is_given_up():
+    batches = train(workers=2, last=1000)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    assert children_are_gone()
+
+
+def test_a_program_that_ends_amid_its_batches_ends_quietly():
+    """Neither closed nor finished, as when the training process fails."""
+    program = (
+        "from data.loader import training_batches\n"
+        "from data.sources import DigitsSource\n"
+        "from recipe.config import Data\n"
+        "batches = training_batches(DigitsSource('train'), data=Data(workers=2), image_size=16, global_batch=12,\n"
+        "    micro=3, seed=0, first_step=0, last_step=1000)\n"
+        "next(batches)\n"
+        "raise SystemExit(3)\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
+
+
+def test_workers_outlive_the_signals_of_terminals_and_schedulers():
+    """They reach every process of a job, and the training process wants to finish its step. A command
+    sends them, because from the training process itself SIGTERM must work."""
+    batches = train(workers=2, last=60)
+    received = [content(next(batches))]
+    workers = [str(child.pid) for child in multiprocessing.active_children()]
+    for name in ("-INT", "-TERM"):
+        subprocess.run(["kill", name, *workers], check=True)
+    received += contents(batches)
+    assert received == contents(train(last=60))
+
+    batches = train(workers=1, last=1000)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
+    batches.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_global_generator_of_torch_alone(workers):
+    state = torch.random.get_rng_state()
+    contents(train(last=2, workers=workers))
+    contents(evaluation(workers=workers))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for a CUDA device")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinned_batches_are_the_same_batches(workers):
+    pinned = list(train(last=2, workers=workers, pin_memory=True))
+    assert all(t.is_pinned() for batch in pinned for t in (batch.images, batch.labels, batch.indices))
+    assert contents(pinned) == contents(train(last=2))

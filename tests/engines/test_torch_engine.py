@@ -1,0 +1,465 @@
+"""The PyTorch engine against a plain float64 loop, and against itself with the work divided differently."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import EvaluationBatches, MicroBatch
+from data.sources import open_source
+from engines import base
+from engines.torch_engine import TorchEngine
+from models.efficientnet import build
+from parallel.topology import Topology
+from recipe.batch import divide
+from recipe.errors import ConfigError
+from training.evaluation import evaluate
+
+PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32")
+RANDOM_LAYERS = ("model.dropout=0.5", "model.drop_path=0.5")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads that wait for each other cost more than these small layers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engine(tiny):
+    """engine(*overrides): an engine of the tiny recipe."""
+
+    def create(*overrides):
+        recipe = tiny(*overrides)
+        return base.create(recipe, divide(recipe), Topology(1, 0, 1))
+
+    return create
+
+
+def noise_images(count, seed=0, classes=10, size=16):
+    """Random pixels and labels: uint8 [count, 3, size, size], int64 [count]."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(0, classes, (count,), generator=generator)
+
+
+def as_micro_batches(images, labels, micro, step=0):
+    """The images in order as whole micro batches."""
+    for number, start in enumerate(range(0, len(images), micro)):
+        rows = slice(start, start + micro)
+        yield MicroBatch(images[rows], labels[rows], torch.arange(start, start + micro), micro, number, step, ())
+
+
+def train(engine, steps, micro=12, lr=1.0, first=0):
+    """A few steps on noise, other images in each; the results."""
+    return [
+        engine.train_step(as_micro_batches(*noise_images(24, seed=step), micro, step), step, lr)
+        for step in range(first, first + steps)
+    ]
+
+
+def flat(tree, prefix=""):
+    """A nested dictionary of tensors as {"a.b": tensor}."""
+    if isinstance(tree, torch.Tensor):
+        return {prefix: tree}
+    return {name: leaf for key, branch in tree.items() for name, leaf in flat(branch, f"{prefix}/{key}").items()}
+
+
+def assert_bitwise_equal(actual, expected):
+    actual, expected = flat(actual), flat(expected)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def differ(one, other):
+    return any(not torch.equal(a, b) for a, b in zip(flat(one).values(), flat(other).values()))
+
+
+def relative_differences(actual, expected):
+    """{name: |actual - expected| / |expected|} in float64, 0 where both are 0."""
+    result = {}
+    for name, tensor in flat(expected).items():
+        difference = (flat(actual)[name].double() - tensor.double()).norm().item()
+        result[name] = difference / tensor.double().norm().item() if difference else 0.0
+    return result
+
+
+class Reference:
+    """The same training by hand: the whole global batch at once, autograd and LARS in float64.
+
+    Follows the formulas of 1708.03888 with the skip list of the recipe: biases and scales of norms take plain
+    momentum at `skip_lr_scale` times the learning rate, without weight decay.
+    """
+
+    def __init__(self, recipe):
+        self.recipe = recipe
+        self.model = build(recipe.model, recipe.run.seed).double()
+        self.initial = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        self.momentum = {name: torch.zeros_like(tensor) for name, tensor in self.initial.items()}
+
+    def loss(self, images, labels, weight=None):
+        """Mean of -(1 - s) log p(label) - s / classes sum over all classes of log p, by hand."""
+        smoothing = self.recipe.data.label_smoothing
+        log_p = torch.log_softmax(self.model(images), dim=1)
+        hit = log_p[torch.arange(len(labels)), labels]
+        losses = -(1 - smoothing) * hit - smoothing * log_p.mean(1)
+        return (losses / len(labels) if weight is None else losses * weight).sum()
+
+    def step(self, lr, loss):
+        section = self.recipe.optimizer
+        self.model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for name, w in self.model.named_parameters():
+                g, m = w.grad, self.momentum[name]
+                if w.ndim == 1:  # biases, and the scales of the norms
+                    m.mul_(section.momentum).add_(lr * section.skip_lr_scale * g)
+                else:
+                    decay = section.weight_decay
+                    trust = section.trust_coefficient * w.norm() / (g.norm() + decay * w.norm())
+                    m.mul_(section.momentum).add_(lr * trust * (g + decay * w))
+                w.sub_(m)
+        return loss.item()
+
+    def movement(self):
+        return {name: w.detach() - self.initial[name] for name, w in self.model.named_parameters()}
+
+
+@pytest.mark.parametrize("overrides", [(), ("data.label_smoothing=0.1", "optimizer.weight_decay=0.01")])
+def test_several_steps_equal_a_float64_loop_over_the_whole_batch(tiny, engine, overrides):
+    """Momenta and the way each weight has moved agree to 3e-4 of their norms.
+
+    A layer's products have up to K = 1e3 terms, rounded by 2**-24 each: sqrt(K) 2**-24 = 2e-6 relative. Through
+    some 20 layers forward and backward, and over four steps, that grows to 3e-4; a forgotten term of the
+    formulas (the smoothing, the decay, a micro batch) shows at 1e-2 and more.
+    """
+    recipe = tiny(*PLAIN, *overrides)
+    reference, engine = Reference(recipe), engine(*PLAIN, *overrides)
+    for step, lr in enumerate((0.5, 3.0, 2.0, 1.0)):
+        images, labels = noise_images(24, seed=step)
+        result = engine.train_step(as_micro_batches(images, labels, 12, step), step, lr, measure=True)
+        expected = reference.step(lr, reference.loss(images, labels))
+        assert result.loss.item() == pytest.approx(expected, rel=1e-5)
+    state = engine.state_dict()
+    moved = {name: state["weights"][name].double() - reference.initial[name] for name in reference.initial}
+    assert max(relative_differences(moved, reference.movement()).values()) < 3e-4
+    assert max(relative_differences(state["momentum_buffer"], reference.momentum).values()) < 3e-4
+
+
+def test_the_norms_are_those_of_the_float64_loop(tiny, engine):
+    """Norms of gradient, weights and update, and the trust ratio; tolerance as above, for one step."""
+    recipe = tiny(*PLAIN)
+    reference, engine = Reference(recipe), engine(*PLAIN)
+    images, labels = noise_images(24)
+    norms = engine.train_step(as_micro_batches(images, labels, 12), 0, 2.0, measure=True).norms
+    reference.step(2.0, reference.loss(images, labels))
+    total = {
+        "gradient": torch.cat([w.grad.flatten() for w in reference.model.parameters()]).norm(),
+        "weight": torch.cat([w.flatten() for w in reference.initial.values()]).norm(),
+        "update": torch.cat([w.flatten() for w in reference.movement().values()]).norm(),
+    }
+    for name, expected in total.items():
+        assert getattr(norms, name).item() == pytest.approx(expected.item(), rel=1e-4), name
+    adapted = [name for name, w in reference.initial.items() if w.ndim > 1]
+    assert sorted(norms.trust) == sorted(adapted)
+    for name in adapted:
+        w, g = reference.initial[name].norm().item(), dict(reference.model.named_parameters())[name].grad.norm().item()
+        assert norms.trust[name].item() == pytest.approx(0.001 * w / (g + 1e-5 * w), rel=1e-4), name
+
+
+@pytest.mark.parametrize("micro", [1, 12])
+def test_how_a_batch_is_divided_changes_only_the_order_of_summation(engine, micro):
+    """24 images as 1 x 24, 2 x 12 and 24 x 1 micro batches: momenta agree to 5e-5 of each tensor's norm.
+
+    One step from the same weights, so nothing but float32 summation differs: an entry of a gradient sums up to
+    24 images x 256 pixels = 6e3 rounded products, sqrt(6e3) 2**-24 = 5e-6, in each of two orders, after some 20
+    layers whose kernels depend on the batch: sqrt(2 x 20) 5e-6 = 3e-5.
+    """
+    divided, whole = (engine(*PLAIN, f"batch.micro={size}") for size in (micro, 24))
+    images, labels = noise_images(24)
+    losses = [
+        run.train_step(as_micro_batches(images, labels, size), 0, 1.0).loss.item()
+        for run, size in ((divided, micro), (whole, 24))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    differences = relative_differences(divided.state_dict()["momentum_buffer"], whole.state_dict()["momentum_buffer"])
+    assert max(differences.values()) < 5e-5
+
+
+@pytest.mark.parametrize("scale", ["1", "0.0078125", "65536"])
+def test_a_power_of_two_as_loss_scale_changes_no_bit(engine, scale):
+    """It only moves exponents, far from float32's limits: exact also with stochastic rounding and dropout."""
+    scaled, usual = (engine(*RANDOM_LAYERS, f"precision.loss_scale={value}") for value in (scale, "128"))
+    losses = [[result.loss.item() for result in train(run, 3)] for run in (scaled, usual)]
+    assert losses[0] == losses[1]
+    scaled, usual = scaled.state_dict(), usual.state_dict()
+    del scaled["loss_scale"], usual["loss_scale"]
+    assert_bitwise_equal(scaled, usual)
+
+
+def with_garbage_behind(images, labels, valid, seed):
+    """The first `valid` images, then rows of noise where the loader would put padding."""
+    noise, noise_labels = noise_images(len(images), seed=seed)
+    return torch.cat([images[:valid], noise[valid:]]), torch.cat([labels[:valid], noise_labels[valid:]])
+
+
+def test_padding_rows_contribute_nothing(engine):
+    """Whatever pixels and labels they hold; bitwise."""
+    images, labels = noise_images(12)
+    states = []
+    for seed in (1, 2):
+        run = engine(*PLAIN)
+        full = next(as_micro_batches(images, labels, 12))
+        padded = full._replace(valid=9, number=1)
+        padded = padded._replace(**dict(zip(("images", "labels"), with_garbage_behind(images, labels, 9, seed))))
+        result = run.train_step(iter([full, padded]), 0, 1.0)
+        assert result.images == 21
+        states.append((run.state_dict(), result.loss.item(), result.correct.item()))
+    assert_bitwise_equal(states[0][0], states[1][0])
+    assert states[0][1:] == states[1][1:]
+
+
+def test_an_image_left_out_does_not_change_the_weight_of_the_others(tiny, engine):
+    """Each of the 21 readable images of a step of 24 counts 1/24, not 1/21. Tolerance as in the float64 loop."""
+    recipe = tiny(*PLAIN)
+    reference, run = Reference(recipe), engine(*PLAIN)
+    images, labels = noise_images(24)
+    first, second = as_micro_batches(images, labels, 12)
+    result = run.train_step(iter([first, second._replace(valid=9)]), 0, 1.0)
+    loss = reference.step(1.0, reference.loss(images[:21], labels[:21], weight=1 / 24))
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert max(relative_differences(run.state_dict()["momentum_buffer"], reference.momentum).values()) < 3e-4
+
+
+def test_a_micro_batch_without_any_readable_image_is_survived(tiny, engine):
+    """It adds nothing: the step equals that of the other micro batch alone, at half its weight."""
+    recipe = tiny(*PLAIN)
+    reference, run = Reference(recipe), engine(*PLAIN)
+    images, labels = noise_images(24)
+    first, second = as_micro_batches(images, labels, 12)
+    empty = second._replace(images=torch.zeros_like(second.images), valid=0, unreadable=("a.jpg: empty",))
+    result = run.train_step(iter([first, empty]), 0, 1.0)
+    reference.step(1.0, reference.loss(images[:12], labels[:12], weight=1 / 24))
+    assert (result.images, result.unreadable, result.skipped.item()) == (12, ("a.jpg: empty",), 0)
+    assert max(relative_differences(run.state_dict()["momentum_buffer"], reference.momentum).values()) < 3e-4
+
+
+def test_a_step_pulls_exactly_its_micro_batches(engine):
+    run = engine("batch.micro=6")
+    supply = itertools.chain(*(as_micro_batches(*noise_images(24), 6) for _ in range(3)))
+    run.train_step(supply, 0, 1.0)
+    assert len(list(supply)) == 2 * 4
+
+
+def test_a_step_that_gets_too_few_micro_batches_is_no_step(engine):
+    run = engine("batch.micro=6")
+    before = run.state_dict()
+    with pytest.raises(AssertionError, match="3 of 4 micro batches came"):
+        run.train_step(itertools.islice(as_micro_batches(*noise_images(24), 6), 3), 0, 1.0)
+    assert_bitwise_equal(run.state_dict(), before)
+
+
+def test_hits_are_counted_over_all_micro_batches(tiny, engine):
+    """Against the predictions of the float64 model; no two of its logits are closer than float32's error."""
+    recipe = tiny(*PLAIN)
+    images, _ = noise_images(24)
+    logits = build(recipe.model, 0).double()(images).detach()
+    best = logits.topk(2, dim=1)
+    assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4
+    labels = best.indices[:, 0].clone()
+    labels[::3] = (labels[::3] + 1) % 10
+    assert engine(*PLAIN).train_step(as_micro_batches(images, labels, 12), 0, 1.0).correct.item() == 16
+
+
+def digits(tiny, batch):
+    recipe = tiny()
+    source = open_source(recipe.data, 10, "validation")
+    return EvaluationBatches(source, data=recipe.data, image_size=16, batch=batch)
+
+
+def test_evaluation_counts_every_image_once_whatever_the_batch_size(tiny, engine):
+    """360 digits by 7 (the last batch has 3), 120 and 360, against ranks computed by NumPy in float64.
+
+    Ranks are exact as long as no label's logit comes closer to another than float32 errs, which is asserted;
+    the mean loss agrees to 1e-6, twenty roundings of 2**-24.
+    """
+    run = engine(*PLAIN)
+    train(run, 2)
+    model = build(tiny(*PLAIN).model, 0)
+    model.load_state_dict(run.state_dict()["weights"])
+    whole = next(iter(digits(tiny, 360)))
+    with torch.no_grad():
+        logits = model.double().eval()(whole.images).numpy()
+    hit = logits[np.arange(360), whole.labels.numpy()][:, None]
+    assert np.sort(np.abs(logits - hit), axis=1)[:, 1].min() > 1e-5
+    ranks = (logits > hit).sum(1)
+    loss = (np.log(np.exp(logits - hit).sum(1))).mean()
+    for batch in (7, 120, 360):
+        scores = evaluate(run, digits(tiny, batch))
+        assert scores.images == 360
+        assert scores.top1 == (ranks < 1).sum() / 360
+        assert scores.top5 == (ranks < 5).sum() / 360
+        assert scores.loss == pytest.approx(loss, rel=1e-6)
+    assert 0 < (ranks < 1).sum() < (ranks < 5).sum() < 360
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_top5_of_at_most_five_classes_is_every_image(engine, classes):
+    run = engine(f"model.classes={classes}")
+    batch = next(as_micro_batches(*noise_images(12, classes=classes), 12))._replace(valid=10)
+    counts = run.evaluate_step(batch)
+    assert counts.images == counts.top5 == 10
+    assert 0 <= counts.top1 <= 10
+
+
+def test_evaluation_ignores_dropout(engine):
+    """Nothing is dropped, so the same weights give the same scores with and without it; bitwise."""
+    batch = next(as_micro_batches(*noise_images(12), 12))
+    losses = [engine(*overrides).evaluate_step(batch).loss.item() for overrides in (PLAIN, (*PLAIN, *RANDOM_LAYERS))]
+    assert losses[0] == losses[1]
+
+
+def test_evaluation_in_between_changes_no_draw(engine):
+    batch = next(as_micro_batches(*noise_images(12, seed=99), 12))
+    disturbed, undisturbed = engine(*RANDOM_LAYERS), engine(*RANDOM_LAYERS)
+    for step in range(3):
+        train(disturbed, 1, first=step)
+        train(undisturbed, 1, first=step)
+        disturbed.evaluate_step(batch)
+    assert_bitwise_equal(disturbed.state_dict(), undisturbed.state_dict())
+
+
+def test_each_step_and_each_micro_batch_has_draws_of_its_own(engine):
+    """The same images from the same weights: the loss differs with the step's and the micro batch's number."""
+    images, labels = noise_images(12)
+    only = next(as_micro_batches(images, labels, 12))
+    losses = {
+        engine(*RANDOM_LAYERS, "batch.global=12")
+        .train_step(iter([only._replace(number=number)]), step, 1.0)
+        .loss.item()
+        for step, number in ((0, 0), (0, 1), (1, 0), (0, 0))
+    }
+    assert len(losses) == 3
+
+
+@pytest.mark.parametrize("overrides", [(), ("precision.weights=float32",), ("precision.compute=bfloat16",)])
+def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(engine, overrides):
+    """Also with weights of its own before, and a working copy in another dtype than the state."""
+    first, second = engine(*RANDOM_LAYERS, *overrides), engine(*RANDOM_LAYERS, *overrides)
+    train(first, 2)
+    train(second, 1, lr=3.0)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert_bitwise_equal(second.state_dict(), state)
+    train(first, 2, first=2)
+    train(second, 2, first=2)
+    assert differ(first.state_dict(), state)
+    assert_bitwise_equal(second.state_dict(), first.state_dict())
+
+
+def test_skipped_steps_and_a_lowered_loss_scale_are_part_of_the_state(engine):
+    """The first step overflows, which lowers the scale to the largest that a dynamic one may have, 2**24."""
+    overrides = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
+    first, second = engine(*overrides), engine(*overrides)
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    train(first, 2, first=1)
+    result = train(second, 2, first=1)[-1]
+    assert (result.skipped.item(), result.skipped_in_row.item(), result.loss_scale.item()) == (1, 0, 2.0**24)
+    assert_bitwise_equal(second.state_dict(), first.state_dict())
+
+
+def test_a_state_of_another_model_is_refused_by_name(engine):
+    with pytest.raises(ValueError, match=r"stem\.conv_stem\.weight is \["):
+        engine().load_state_dict(engine("model.width=0.5").state_dict())
+    with pytest.raises(ValueError, match=r"blocks\.1\.1.* is unknown"):
+        engine().load_state_dict(engine("model.depth=1").state_dict())
+
+
+@pytest.mark.parametrize(("compute", "epsilon"), [("float16", 2**-11), ("bfloat16", 2**-8)])
+def test_half_precision_compute_trains(tiny, engine, compute, epsilon):
+    """Finite losses, no skipped step, and the first loss is float32's to within the format.
+
+    Each of some 20 layers rounds its output by epsilon at most; roundings are as often up as down, so logits
+    err by sqrt(20) epsilon of their size, and the mean loss by no more.
+    """
+    results = train(engine(*PLAIN, f"precision.compute={compute}"), 4)
+    assert all(math.isfinite(result.loss.item()) for result in results)
+    assert results[-1].skipped.item() == 0
+    exact = train(engine(*PLAIN), 1)[0].loss.item()
+    size = build(tiny(*PLAIN).model, 0)(noise_images(24)[0]).abs().max().item()
+    assert results[0].loss.item() == pytest.approx(exact, abs=math.sqrt(20) * epsilon * size)
+
+
+@pytest.mark.parametrize("weights", ["float16", "float32"])
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counted(engine, weights):
+    """A loss scale of 3e38 overflows every gradient; the counts run on, weights and momentum stay bit for bit."""
+    run = engine(f"precision.weights={weights}", "precision.loss_scale=3e38")
+    before = run.state_dict()
+    results = train(run, 2)
+    after = run.state_dict()
+    assert (results[-1].skipped.item(), results[-1].skipped_in_row.item()) == (2, 2)
+    del before["loss_scale"], after["loss_scale"]
+    assert_bitwise_equal(after, before)
+
+
+def test_a_dynamic_loss_scale_halves_until_the_gradients_are_finite(engine):
+    """2**24 overflows float16, so the first steps are skipped, each halving it; then training goes on."""
+    run = engine("precision.compute=float16", "precision.loss_scale=16777216", "precision.dynamic_loss_scale=true")
+    before = run.state_dict()
+    skipped = in_row = 0
+    for step in range(20):
+        result = train(run, 1, first=step)[0]
+        assert result.loss_scale.item() == 2.0 ** (24 - result.skipped.item())
+        finite = result.skipped.item() == skipped
+        in_row = 0 if finite else in_row + 1
+        assert result.skipped_in_row.item() == in_row
+        skipped = result.skipped.item()
+        if finite:
+            break
+        assert not differ(run.state_dict()["weights"], before["weights"])
+    assert skipped > 0
+    assert differ(run.state_dict()["weights"], before["weights"])
+
+
+def test_the_sum_over_many_micro_batches_does_not_drown_in_half_precision(engine):
+    """64 times the same micro batch in bfloat16, whose mean gradient is that of doing it once.
+
+    Added up in the 8 bits of that format, the sum's last roundings would each be up to 64 / 2 / 256 of an
+    addend; 64 equal addends in float32 keep within 64 x 2**-24 = 4e-6.
+    """
+    images, labels = noise_images(2)
+    micro_batch = next(as_micro_batches(images, labels, 2))
+    overrides = (*PLAIN, "precision.compute=bfloat16", "batch.micro=2")
+    one, many = engine(*overrides, "batch.global=2"), engine(*overrides, "batch.global=128")
+    one.train_step(iter([micro_batch]), 0, 1.0)
+    many.train_step(itertools.repeat(micro_batch), 0, 1.0)
+    differences = relative_differences(many.state_dict()["momentum_buffer"], one.state_dict()["momentum_buffer"])
+    assert max(differences.values()) < 4e-6
+
+
+def test_the_measured_peak_is_a_rate(engine):
+    """A product of two 1024 x 1024 matrices is 2 x 1024**3 operations; no machine needs a minute for one."""
+    run = engine()
+    assert run.peak_flops() > 2 * 1024**3 / 60
+    run.synchronize()
+    run.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_with_the_remedy(engine):
+    with pytest.raises(ConfigError, match=r"run.device cuda: .* use run.device=cpu or auto"):
+        engine("run.device=cuda")
+
+
+def test_auto_takes_what_there_is(engine):
+    run = engine("run.device=auto")
+    assert isinstance(run, TorchEngine)
+    assert run.device.type == ("cuda" if torch.cuda.is_available() else "cpu")

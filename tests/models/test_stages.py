@@ -1,0 +1,154 @@
+"""A model cut into parts: the same numbers, the same state, whatever the cut; and what each block costs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.efficientnet import build
+from models.stages import BlockList, multiply_adds, split_names
+from recipe.config import Model
+
+SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "classes": 10}
+NAMES = ["preprocess", "stem", "blocks.0.0", "blocks.1.0", "head"]
+
+
+@pytest.fixture
+def model():
+    return build(Model(dropout=0.5, drop_path=0.5, **SMALL), seed=0)
+
+
+@pytest.fixture
+def images():
+    return torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_model_cut_between_any_two_blocks_computes_the_same(model, images, training):
+    """The same operations in the same order, random layers included: equality is bitwise."""
+    model.train(training)
+    expected = model(images)
+    for cut in model.names[1:]:
+        first, second = (model.part(names) for names in split_names(model.names, [cut]))
+        assert second.names[0] == cut
+        assert torch.equal(second(first(images)), expected), cut
+    x = images
+    for name in model.names:
+        x = model.part([name])(x)
+    assert torch.equal(x, expected)
+
+
+def test_gradients_through_parts_are_those_of_the_whole(model, images):
+    """A pipeline hands only the activation's gradient back from part to part."""
+    model(images).square().sum().backward()
+    expected = {key: value.grad.clone() for key, value in model.named_parameters()}
+    model.zero_grad()
+    first, second = (model.part(names) for names in split_names(model.names, ["blocks.3.0"]))
+    sent = first(images)
+    received = sent.detach().requires_grad_()
+    second(received).square().sum().backward()
+    sent.backward(received.grad)
+    assert all(torch.equal(value.grad, expected[key]) for key, value in model.named_parameters())
+
+
+def test_state_dicts_of_the_parts_are_a_partition_of_the_whole(model):
+    whole = model.state_dict()
+    for cuts in (["stem"], ["blocks.0.0"], ["blocks.3.0"], ["head"], ["blocks.1.0", "blocks.4.0", "head"]):
+        parts = [model.part(names).state_dict() for names in split_names(model.names, cuts)]
+        keys = [key for part in parts for key in part]
+        assert keys == list(whole)
+        assert all(part[key].data_ptr() == whole[key].data_ptr() for part in parts for key in part)
+
+
+def test_a_part_loads_its_share_of_another_models_state(model):
+    other = build(Model(**SMALL), seed=1)
+    names = split_names(model.names, ["blocks.3.0"])[1]
+    part = other.part(names)
+    part.load_state_dict({key: model.state_dict()[key] for key in part.state_dict()})
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]) == (key in part.state_dict() or not is_weight(key))
+
+
+def is_weight(key):
+    """Norms and biases start as ones and zeros, equal for every seed."""
+    return ("conv" in key and key.endswith("weight")) or key == "head.classifier.weight"
+
+
+def test_blocks_run_in_their_order_and_names_nest():
+    blocks = BlockList([("b.1", nn.Linear(2, 3)), ("a", nn.Linear(3, 4)), ("b.0.x", nn.Linear(4, 5))])
+    assert blocks.names == ["b.1", "a", "b.0.x"]
+    assert set(blocks.state_dict()) == {f"{name}.{kind}" for name in blocks.names for kind in ("weight", "bias")}
+    assert blocks(torch.zeros(1, 2)).shape == (1, 5)
+    assert blocks.block("b.0.x").out_features == 5
+    for unknown in ("b", "b.0", "c", ""):
+        with pytest.raises(KeyError):
+            blocks.block(unknown)
+
+
+def test_names_are_split_before_each_cut():
+    assert split_names(NAMES, []) == [NAMES]
+    assert split_names(NAMES, ["blocks.0.0"]) == [NAMES[:2], NAMES[2:]]
+    assert split_names(NAMES, ["stem", "head"]) == [NAMES[:1], NAMES[1:4], NAMES[4:]]
+    assert split_names(tuple(NAMES), tuple(NAMES[1:])) == [[name] for name in NAMES]
+
+
+def test_cuts_that_cannot_be_made_are_refused():
+    with pytest.raises(ValueError) as caught:
+        split_names(NAMES, ["blocks.9.0"])
+    assert str(caught.value) == f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"
+    for cuts in (["preprocess"], ["head", "stem"], ["stem", "stem"]):
+        with pytest.raises(ValueError) as caught:
+            split_names(NAMES, cuts)
+        assert str(caught.value) == (
+            f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run"
+        )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"name": "efficientnet_b4"},
+        {"name": "efficientnet_b0", "group_size": 1, "expansion": 6, "padding": "torch"},
+        {**SMALL, "image_size": 33},
+    ],
+    ids=["b4 g16", "b0", "small, odd size"],
+)
+def test_multiply_adds_are_half_of_torchs_flops(sections):
+    """torch counts convolutions and matrix products too, at the level of operators, and two per multiply-add."""
+    recipe = Model(**sections)
+    with torch.device("meta"):
+        model = build(recipe, seed=0)
+        x = torch.zeros(1, 3, recipe.image_size, recipe.image_size, dtype=torch.uint8)
+    counts = multiply_adds(model, recipe.image_size)
+    assert list(counts) == model.names
+    model.eval()
+    for name in model.names:
+        with FlopCounterMode(display=False) as flops, torch.no_grad():
+            x = model.block(name)(x)
+        assert counts[name] == flops.get_total_flops() / 2, name
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("efficientnet_b0", 0.39e9), ("efficientnet_b3", 1.8e9), ("efficientnet_b4", 4.2e9)]
+)
+def test_multiply_adds_are_the_published_ones(name, published):
+    """1905.11946, table 2, which calls them FLOPS. It gives two digits, and the pools, norms and activations,
+    which it counts and we do not, are a few percent: ten cover both."""
+    with torch.device("meta"):
+        model = build(Model(name=name, group_size=1, expansion=6), seed=0)
+    assert sum(multiply_adds(model, Model(name=name).image_size).values()) == pytest.approx(published, rel=0.1)
+
+
+def test_counting_leaves_the_model_as_it_was(model, images):
+    for training in (True, False):
+        model.train(training)
+        expected = model(images)
+        multiply_adds(model, 32)
+        assert model.training == training
+        assert all(module.training == training for module in model.modules())
+        assert not any(module._forward_hooks for module in model.modules())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(model(images), expected)
+    with pytest.raises(RuntimeError):
+        multiply_adds(model.part(["head"]), 32)
+    assert not any(module._forward_hooks for module in model.modules())

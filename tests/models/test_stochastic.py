@@ -1,0 +1,168 @@
+"""Dropout and stochastic depth: what their draws depend on, how often they strike, and what survives."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from models.efficientnet import build
+from models.stochastic import Draws, Dropout, DropPath
+from recipe.config import Model
+from recipe.randomness import bits32, key
+
+ONES = torch.ones(4, 1000)
+
+
+def draws(seed=0, step=0, micro_batch=0):
+    result = Draws(seed)
+    result.step, result.micro_batch = step, micro_batch
+    return result
+
+
+def mask(rate=0.5, name="head", count=1000, **place):
+    return draws(**place).keep_mask(name, rate, count, ONES)
+
+
+def test_masks_are_functions_of_seed_step_micro_batch_and_block():
+    """1000 halves agree by chance once in 2**1000; any two masks agree in half, five standard errors off at most."""
+    places = itertools.product((0, 1), (0, 1, 2), (0, 1, 2), ("head", "blocks.3.0"))
+    masks = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
+    torch.manual_seed(1)
+    places = itertools.product((0, 1), (0, 1, 2), (0, 1, 2), ("head", "blocks.3.0"))
+    again = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
+    assert all(torch.equal(first, second) for first, second in zip(masks, again))
+    for first, second in itertools.combinations(masks, 2):
+        assert abs((first == second).double().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(1000)
+
+
+def test_masks_neither_use_nor_move_torchs_generator():
+    before = torch.random.get_rng_state()
+    mask()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_masks_are_those_of_the_words_that_name_them():
+    """By hand, one element at a time, from the hash and Python's integers. Recorded: runs must repeat."""
+    draw = key("model", 7, 8, 9, "blocks.0.0")
+    expected = [0.0 if bits32(draw, number) < int(0.3 * 2**32) else 1 / 0.7 for number in range(50)]
+    actual = mask(0.3, "blocks.0.0", 50, seed=7, step=8, micro_batch=9)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-7, atol=0)
+    kept = "".join("01"[value > 0] for value in actual[:20])
+    assert kept == "10111110111110101111"
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.2, 0.4, 0.5, 0.99])
+def test_rates_are_right_and_survivors_make_up_for_the_lost(rate):
+    """100,000 draws: a share is off by five binomial standard errors once in a million."""
+    values = mask(rate, count=100_000)
+    dropped = (values == 0).double().mean().item()
+    assert abs(dropped - rate) < 5 * math.sqrt(rate * (1 - rate) / 100_000)
+    survivors = values[values != 0]
+    torch.testing.assert_close(survivors, torch.full_like(survivors, 1 / (1 - rate)), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_masks_have_the_activations_dtype(dtype):
+    assert draws().keep_mask("head", 0.2, 10, torch.ones(1, dtype=dtype)).dtype == dtype
+    assert Dropout(0.2, "head", draws())(torch.ones(2, 5, dtype=dtype)).dtype == dtype
+    assert DropPath(0.2, "head", draws())(torch.ones(2, 5, 1, 1, dtype=dtype)).dtype == dtype
+
+
+def test_dropout_strikes_single_activations():
+    output = Dropout(0.4, "head", draws())(ONES)
+    assert torch.equal(output.flatten(), mask(0.4, count=ONES.numel()))
+    assert output.unique().numel() == 2
+    assert not torch.equal(output[0], output[1])
+
+
+def test_drop_path_strikes_whole_images():
+    x = torch.randn(64, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    output = DropPath(0.4, "blocks.1.0", draws())(x)
+    kept = mask(0.4, "blocks.1.0", 64)
+    assert 0 < (kept == 0).sum() < 64
+    torch.testing.assert_close(output, x * kept.view(64, 1, 1, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Dropout, DropPath])
+def test_evaluation_and_a_rate_of_zero_change_nothing(kind):
+    x = torch.randn(4, 3, 2, 2)
+    assert kind(0.5, "head", draws()).eval()(x) is x
+    assert kind(0.0, "head", draws())(x) is x
+    assert not torch.equal(kind(0.5, "head", draws())(x), x)
+
+
+def stochastic(seed=0):
+    return build(Model(name="efficientnet_b0", width=0.25, classes=10, drop_path=0.5, dropout=0.5), seed=seed)
+
+
+IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_recomputation_draws_the_same():
+    """Backward recomputes every block's activations: with other draws, gradients would be of another network."""
+    model = stochastic()
+    model.draws.step, model.draws.micro_batch = 3, 5
+    first, second = model(IMAGES), model(IMAGES)
+    assert torch.equal(first, second)
+    first.sum().backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    x = IMAGES
+    for name in model.names:
+        x = checkpoint(model.block(name), x, use_reentrant=False, preserve_rng_state=False)
+    x.sum().backward()
+    assert all(torch.equal(value.grad, expected[name]) for name, value in model.named_parameters())
+
+
+def test_each_micro_batch_and_step_and_seed_draws_its_own():
+    model = stochastic()
+    outputs = []
+    for step, micro_batch in ((0, 0), (0, 1), (1, 0)):
+        model.draws.step, model.draws.micro_batch = step, micro_batch
+        outputs.append(model(IMAGES))
+    other = stochastic(seed=1)
+    other.load_state_dict(model.state_dict())
+    outputs.append(other(IMAGES))
+    assert not any(torch.equal(first, second) for first, second in itertools.combinations(outputs, 2))
+    assert torch.equal(other.eval()(IMAGES), model.eval()(IMAGES))
+
+
+def test_b4s_rates_rise_linearly_over_its_32_blocks():
+    """Published: 0.2 x block / 32, and 0.4 before the classifier."""
+    with torch.device("meta"):
+        model = build(Model(name="efficientnet_b4"), seed=0)
+    blocks = [name for name in model.names if name.startswith("blocks.")]
+    assert len(blocks) == 32
+    for number, name in enumerate(blocks[1:], start=1):
+        drop_path = model.block(name).drop_path
+        assert isinstance(drop_path, DropPath)
+        assert drop_path.rate == pytest.approx(0.2 * number / 32, rel=1e-12)
+        assert drop_path.name == name
+        assert drop_path.draws is model.draws
+    assert isinstance(model.block(blocks[0]).drop_path, torch.nn.Identity)
+    assert model.block("head").dropout.rate == 0.4
+    assert model.block("head").dropout.draws is model.draws
+
+
+def test_no_layer_is_left_that_draws_from_torchs_generator():
+    """Neither a timm or torch layer by type, nor by what a forward pass in training does to the generator."""
+    model = stochastic()
+    ours = {type(module) for module in model.modules() if "drop" in type(module).__name__.lower()}
+    assert ours == {Dropout, DropPath}
+    before = torch.random.get_rng_state()
+    model(IMAGES)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_residual_branches_are_dropped_and_not_the_shortcut():
+    """At a rate of almost 1 every branch goes, and a block with a shortcut passes its input on."""
+    model = stochastic()
+    block = model.block("blocks.2.1")
+    assert block.has_skip
+    block.drop_path.rate = 1 - 2**-32
+    x = torch.randn(4, block.conv_pw.in_channels, 8, 8)
+    assert torch.equal(block(x), x)
+    block.eval()
+    assert not torch.equal(block(x), x)

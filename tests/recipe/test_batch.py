@@ -1,0 +1,191 @@
+"""The arithmetic of a run against the published tables, and against division done by hand."""
+
+import random
+
+import pytest
+
+from data.sources import DigitsSource
+from recipe import batch
+from recipe.batch import EMBEDDED_TRAIN_IMAGES, Batch, divide, in_steps, lengths, peak_learning_rate
+from recipe.config import Recipe
+from recipe.errors import ConfigError, DataError
+
+IMAGENET = 1_281_167
+
+
+def recipe(global_=6144, micro=3, stages=2, replicas=None, run=None, schedule=None, **sections):
+    return Recipe.model_validate(
+        {
+            "run": run or {"epochs": 350},
+            "batch": {"global": global_, "micro": micro},
+            "parallel": {"stages": stages, "replicas": replicas},
+            "schedule": {"peak_per_image": 0.00138107, **(schedule or {"warmup_epochs": 70})},
+            **sections,
+        }
+    )
+
+
+# Accumulation on PODs of 8, 32, 64 and 128 replicas of two devices, as published with the recipe (at 6144
+# and 3 images: 256, 64, 32, 16) and as divided by hand for the smaller batches.
+TABLE = {
+    (768, 3): (32, 8, 4, 2),
+    (1536, 3): (64, 16, 8, 4),
+    (3072, 3): (128, 32, 16, 8),
+    (6144, 3): (256, 64, 32, 16),
+    (6144, 4): (192, 48, 24, 12),
+}
+
+
+@pytest.mark.parametrize(("size", "micro"), TABLE)
+def test_accumulation_on_every_pod(size, micro):
+    for replicas, accumulation in zip((8, 32, 64, 128), TABLE[size, micro]):
+        assert divide(recipe(size, micro), replicas) == Batch(size, micro, accumulation, replicas, 2)
+        assert divide(recipe(size, micro), replicas).micro_batches == size // micro
+        assert divide(recipe(size, micro, replicas=replicas)).accumulation == accumulation
+
+
+def test_one_line_says_how_the_batch_is_made_up():
+    assert divide(recipe(), 64).describe() == (
+        "6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)"
+    )
+    assert divide(recipe(48, 48, stages=1)).describe() == "48 = 48 micro x 1 accumulation x 1 replica (1 device)"
+    assert divide(recipe(96, 48, stages=1), 2).describe() == "96 = 48 micro x 1 accumulation x 2 replicas (2 devices)"
+
+
+def test_replicas_are_those_of_the_launcher_then_of_the_recipe_then_one():
+    assert divide(recipe(replicas=64), 8).replicas == 8
+    assert divide(recipe(replicas=64)).replicas == 64
+    assert divide(recipe()).replicas == 1
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+    with pytest.raises(ConfigError) as caught:
+        divide(recipe(6000), 64)
+    assert str(caught.value) == (
+        "batch.global 6000 is not a multiple of 3 micro x 64 replicas = 192; nearest: 5952 or 6144"
+    )
+    with pytest.raises(ConfigError) as caught:
+        divide(recipe(5), 2)
+    assert str(caught.value) == "batch.global 5 is not a multiple of 3 micro x 2 replicas = 6; nearest: 6"
+    with pytest.raises(ConfigError, match="3 micro x 1 replica = 3; nearest: 3 or 6"):
+        divide(recipe(4))
+
+
+def test_what_divides_is_whole_and_what_is_proposed_divides():
+    draw = random.Random(0)
+    for _ in range(300):
+        size, micro, replicas = draw.randrange(1, 500), draw.randrange(1, 9), draw.randrange(1, 9)
+        try:
+            made = divide(recipe(size, micro), replicas)
+            assert made.micro * made.accumulation * made.replicas == made.global_ == size
+        except ConfigError as error:
+            assert any(size != micro * replicas * whole for whole in range(size + 1))
+            nearest = [int(number) for number in str(error).rpartition(": ")[2].split(" or ")]
+            assert all(divide(recipe(proposal, micro), replicas).global_ == proposal for proposal in nearest)
+            below, above = [0, *nearest][-2:]
+            assert below < size < above == below + micro * replicas
+
+
+def test_lengths_of_the_published_run():
+    """208 x 6144 = 1,277,952 of 1,281,167 images; 350 epochs of 208 steps, of which 70 warm up."""
+    found = lengths(recipe(), IMAGENET)
+    assert (found.steps_per_epoch, found.dropped) == (208, 3215)
+    assert (found.total, found.warmup) == (72_800, 14_560)
+    assert found.describe() == (
+        "72800 steps = 350 epochs x 208 steps, 14560 of warm-up; 3215 images left over in each epoch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        ({"epochs": 1}, 208),
+        ({"epochs": 0.5}, 104),
+        ({"epochs": 1.0024}, 208),  # 208.4992
+        ({"epochs": 1.0025}, 209),  # 208.52
+        ({"epochs": 1e-9}, 1),
+        ({"steps": 77}, 77),
+        ({"images": 6144}, 1),
+        ({"images": 6145}, 2),
+        ({"images": IMAGENET}, 209),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_run_is_as_long_as_it_says_in_epochs_steps_or_images(run, steps):
+    """Epochs to the nearest step; images to the step that has seen them all; at least one step."""
+    assert lengths(recipe(run=run, schedule={"warmup_steps": 0}), IMAGENET).total == steps
+
+
+def test_warm_ups_are_measured_alike():
+    for schedule, steps in (
+        ({"warmup_epochs": 0.5}, 104),
+        ({"warmup_epochs": 1e-9}, 0),
+        ({"warmup_steps": 77}, 77),
+        ({"warmup_images": 6145}, 2),
+        ({"power": 1}, 0),
+    ):
+        assert lengths(recipe(schedule=schedule), IMAGENET).warmup == steps
+    assert in_steps(None, None, None, 208, 6144) == in_steps(None, 0, None, 208, 6144) == 0
+
+
+def test_a_warm_up_ends_before_the_run():
+    lengths(recipe(run={"steps": 11}, schedule={"warmup_steps": 10}), IMAGENET)
+    with pytest.raises(ConfigError, match="the warm-up of 10 steps is not shorter than the run of 10; lower "):
+        lengths(recipe(run={"steps": 10}, schedule={"warmup_steps": 10}), IMAGENET)
+
+
+def test_an_epoch_holds_a_whole_batch():
+    assert lengths(recipe(48, 48), 48).steps_per_epoch == 1
+    assert lengths(recipe(48, 48), 95).dropped == 47
+    for replicas, images, remedy in (
+        (None, 47, "batch.global=45"),
+        (5, 47, "batch.global=45"),
+        (10, 47, "batch.global=30"),
+        (None, 2, "a smaller batch.micro as well"),
+        (16, 47, "a smaller batch.micro as well"),
+    ):
+        with pytest.raises(DataError) as caught:
+            lengths(recipe(48, 3, replicas=replicas), images)
+        assert str(caught.value) == (
+            f"batch.global 48 is more than the {images} training images; give more images or {remedy}"
+        )
+        if "=" in remedy:
+            mended = recipe(int(remedy.partition("=")[2]), 3, replicas=replicas)
+            assert divide(mended).global_ <= images
+            assert lengths(mended, images).steps_per_epoch == 1
+
+
+def test_the_peak_rate_is_given_or_grows_with_the_batch():
+    """2^-9.5 an image, the published rule: 8.485 at 6144."""
+    assert peak_learning_rate(recipe()) == pytest.approx(2**-9.5 * 6144, rel=1e-5)
+    assert round(peak_learning_rate(recipe()), 3) == 8.485
+    assert peak_learning_rate(recipe(768)) == pytest.approx(8.485 / 8, rel=1e-4)
+    given = Recipe.model_validate({"run": {"steps": 1}, "schedule": {"peak": 3}})
+    assert peak_learning_rate(given) == 3.0
+
+
+def test_images_of_embedded_data_are_counted_right():
+    assert {"digits": len(DigitsSource("train"))} == EMBEDDED_TRAIN_IMAGES
+
+
+def test_the_plan_says_what_the_recipe_determines():
+    plan = batch.describe(recipe(replicas=64, data={"train_images": IMAGENET}))
+    assert [line.split()[0] for line in plan.splitlines()] == [
+        "run", "model", "batch", "precision", "optimizer", "length",
+    ]  # fmt: skip
+    for words in (
+        "run -> runs/run",
+        "efficientnet_b4, width 1.4, depth 1.8, groups of 16 channels, expansion 4, 380 px, 1000 classes",
+        "6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)",
+        "peak learning rate 8.48529",
+        "1281167 training images; 72800 steps",
+    ):
+        assert words in plan
+    assert "known once data.root is read" in batch.describe(recipe())
+    digits = recipe(48, 48, data={"source": "digits", "train_images": 99})
+    assert "1437 training images; 10150 steps" in batch.describe(digits)  # 350 x 29
+
+
+def test_the_run_folder_is_named_or_follows_the_run():
+    assert batch.output_folder(recipe(run={"epochs": 1, "name": "a"})) == "runs/a"
+    assert batch.output_folder(recipe(run={"epochs": 1, "name": "a", "output": "/b"})) == "/b"

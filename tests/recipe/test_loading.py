@@ -1,0 +1,455 @@
+"""From files and overrides to a recipe: what is read, what wins, and that every refusal is one useful line."""
+
+import copy
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+from recipe.loading import dump, load, parse_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+SMALLEST = "run: {epochs: 1}\nschedule: {peak: 1}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text, name): the path of a file with that text."""
+
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+        return path
+
+    return write
+
+
+def refusal(path, *overrides):
+    """The message of the ConfigError that loading raises, without the folder in front of file names."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message.replace(f"{Path(path).parent}{os.sep}", "")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_our_recipes_load(path):
+    load(path)
+
+
+def test_unknown_keys_come_with_the_nearest_name(write):
+    for text, line in (
+        ("optimizer: {momentun: 0.9}", "optimizer.momentun: unknown key; did you mean optimizer.momentum?"),
+        ("optimiser: {momentum: 0.9}", "optimiser: unknown key; did you mean optimizer?"),
+        ("optimiser:", "optimiser: unknown key; did you mean optimizer?"),
+        ("rum: 5", "rum: unknown key; did you mean run?"),
+        ("seed: 5", "seed: unknown key; did you mean run.seed?"),
+        ("run.seed: 5", "run.seed: unknown key; write it as `run: {seed: ...}`"),
+        ("batch: {globl: 6144}", "batch.globl: unknown key; did you mean batch.global?"),
+        ("batch: {global_: 6144}", "batch.global_: unknown key; did you mean batch.global?"),
+        ("run: {tensorboard: true}", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
+        ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, tensorboard, trust_ratios"),
+        ("xyz: {}", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
+        ("run: {extends: 1}", "run.extends: unknown key; run has "),
+    ):
+        write(SMALLEST, "base.yaml")
+        assert refusal(write("extends: base.yaml\n" + text)).startswith(f"mine.yaml: {line}")
+        section, _, rest = text.partition(": {")
+        if rest.rstrip("}"):
+            override = f"{section}.{rest.rstrip('}').replace(': ', '=')}"
+            assert refusal(write(SMALLEST), override).startswith(f"command line: {line}")
+
+
+def test_an_error_names_the_layer_that_made_it(write):
+    """The same fault in the base, in the recipe and on the command line, each time with something after it."""
+    write(SMALLEST + "optimizer: {momentun: 0.9}", "base.yaml")
+    path = write("extends: base.yaml\nlog: {every_steps: 5}\noptimizer: {trust: momentum}")
+    unknown = "optimizer.momentun: unknown key; did you mean optimizer.momentum?"
+    assert refusal(path, "optimizer.trust=gradient") == f"base.yaml: {unknown}"
+    write(SMALLEST, "base.yaml")
+    path = write("extends: base.yaml\noptimizer: {momentun: 0.9}")
+    assert refusal(path, "optimizer.trust=gradient") == f"mine.yaml: {unknown}"
+    path = write("extends: base.yaml\noptimizer: {trust: momentum}")
+    assert refusal(path, "optimizer.momentun=0.9", "log.every_steps=3") == f"command line: {unknown}"
+    write(SMALLEST + "batch: {micro: -1}", "base.yaml")
+    assert refusal(path, "batch.global=6") == "base.yaml: batch.micro: must be greater than 0, found -1"
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("run.seed=1.0", "must be a valid integer, found 1.0"),
+        ("run.seed=true", "must be a valid integer, found True"),
+        ("run.seed='1'", "must be a valid integer, found '1'"),
+        ("run.seed=[1]", "must be a valid integer, found [1]"),
+        ("run.seed={a: 1}", "must be a valid integer, found {'a': 1}"),
+        ("run.seed=null", "must be a valid integer, found None"),
+        ("run.seed=", "must be a valid integer, found None"),
+        ("run.deterministic=1", "must be a valid boolean, found 1"),
+        ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
+        ("run.name=5", "must be a valid string, found 5"),
+        ("run.device=gpu", "must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
+        ("run.epochs=0", "must be greater than 0, found 0"),
+        ("model.name=[1]", "must be 'efficientnet_b0', "),
+        ("model.mean=0.5", "must be a valid tuple, found 0.5"),
+        ("model.mean=[true, 0.5, 0.5]", "[0] must be a valid number, found True"),
+        ("model.mean=[0.5, '0.5', 0.5]", "[1] must be a valid number, found '0.5'"),
+        ("model.mean=[1, 2]", "[2] Field required, found [1, 2]"),
+        ("model.mean=[1, 2, 3, 4]", "must have at most 3 items after validation, not 4, found [1, 2, 3, 4]"),
+        ("optimizer.weight_decay=.inf", "must be a valid number, found '.inf'"),
+        ("optimizer.weight_decay=.nan", "must be a valid number, found '.nan'"),
+        ("optimizer.weight_decay=1e999", "must be a finite number, found inf"),
+        ("optimizer.weight_decay=0x10", "must be a valid number, found '0x10'"),
+        ("optimizer.skip=bias", "must be a valid list, found 'bias'"),
+        ("optimizer.skip=[bias, mean]", "[1] must be 'bias' or 'norm', found 'mean'"),
+        ("parallel.replicas=some", "must be a valid integer, found 'some'"),
+    ],
+)
+def test_wrong_values_are_shown_with_what_is_expected(write, override, fault):
+    key = override.partition("=")[0]
+    assert refusal(write(SMALLEST), override).startswith(f"command line: {key}: {fault}")
+
+
+def test_several_faults_are_counted(write):
+    assert refusal(write(SMALLEST), "run.seed=-1", "log.every_steps=0", "batch.micro=0") == (
+        "command line: run.seed: must be greater than or equal to 0, found -1 (and 2 more)"
+    )
+
+
+def test_scalars_are_those_of_yaml_1_2():
+    """PyYAML's own reading, of YAML 1.1, in the comments."""
+    for text, value in (
+        ("1e-5", 1e-5),  # '1e-5'
+        ("5e-05", 5e-5),  # '5e-05'
+        ("1E+3", 1000.0),  # '1E+3'
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-.5e1", -5.0),  # '-.5e1'
+        ("010", 10),  # 8
+        ("-007", -7),
+        ("0", 0),
+        ("+1", 1),
+        ("on", "on"),  # True
+        ("no", "no"),  # False
+        ("yes", "yes"),  # True
+        ("Off", "Off"),  # False
+        ("True", "True"),  # True
+        ("true", True),
+        ("false", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("1_000", "1_000"),  # 1000
+        ("0x1F", "0x1F"),  # 31
+        ("0b1", "0b1"),  # 1
+        ("1:30", "1:30"),  # 90
+        ("2026-01-31", "2026-01-31"),  # a date
+        (".inf", ".inf"),  # infinity
+        ("=", "="),
+        (".", "."),
+        ("e5", "e5"),
+        ("1e", "1e"),
+        ("'1e-5'", "1e-5"),
+        ("[1e-5, 010, no]", [1e-5, 10, "no"]),
+        ("{on: 1e-5, <<: {a: 010}}", {"on": 1e-5, "<<": {"a": 10}}),
+    ):
+        found = parse_yaml(text, "here")
+        assert (found, type(found)) == (value, type(value)), text
+    whole = 10**299
+    assert parse_yaml(str(whole), "here") == whole
+    assert parse_yaml(str(whole * 10), "here") == 1e300
+    assert parse_yaml("9" * 5000, "here") == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("run:\n  epochs: 1\n  epochs: 2\n", "mine.yaml:3: not valid YAML: key epochs is given twice"),
+        ("run: {epochs: 1}\n\nrun: {epochs: 1}\n", "mine.yaml:3: not valid YAML: key run is given twice"),
+        ("run: {epochs: 1}\n1: {}\n", "mine.yaml:2: not valid YAML: key 1 is not text"),
+        ("run:\n  [a]: 1\n", "mine.yaml:2: not valid YAML: key ['a'] is not text"),
+        ("run:\n  epochs: 1\n seed: 2\n", "mine.yaml:3: not valid YAML: "),
+        ("run:\n\tepochs: 1\n", "mine.yaml:2: not valid YAML: "),
+        ("run: {epochs: 1\n", "mine.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+        ("run: a: b\n", "mine.yaml:1: not valid YAML: mapping values are not allowed here"),
+        ("run: *base\n", "mine.yaml:1: not valid YAML: found undefined alias 'base'"),
+        ("run: &run {log: *run}\n", "mine.yaml:1: not valid YAML: found unconstructable recursive node"),
+        ("---\nrun:\n---\nlog:\n", "mine.yaml:3: not valid YAML: but found another document"),
+        ("run: {seed: !!int abc}\n", "mine.yaml:1: not valid YAML: tag tag:yaml.org,2002:int has no place in a recipe"),
+        ("!!timestamp a\n", "mine.yaml:1: not valid YAML: tag "),
+        ("run: !!python/object:os.system {}\n", "mine.yaml:1: not valid YAML: tag "),
+        ("run: '\x01'\n", "mine.yaml: not valid YAML: unacceptable character"),
+        ("run: " + "[" * 400, "mine.yaml: not a recipe: its lists or mappings are nested too deeply"),
+        ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
+        ("words", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
+        ("run: 5\n", "mine.yaml: run: expected keys below it, found 5"),
+        ("run: [a]\n", "mine.yaml: run: expected keys below it, found ['a']"),
+        ('"a\\nb": {}\n', "mine.yaml: a b: unknown key; the sections are run, "),
+        (SMALLEST + 'log: {"a\\u2028b": 1}\n', "mine.yaml: log.a b: unknown key; log has every_steps, "),
+    ],
+    ids=lambda text: repr(text[-30:]),
+)
+def test_what_is_no_recipe_is_refused_with_its_line(write, text, fault):
+    assert refusal(write(text)).startswith(fault)
+
+
+def test_files_that_cannot_be_read(write, tmp_path):
+    assert refusal(tmp_path / "none.yaml") == (
+        "none.yaml: No such file or directory; name an existing recipe, e.g. --config configs/quickstart.yaml"
+    )
+    assert refusal(write("", "folder/mine.yaml").parent).startswith("folder: Is a directory; name an existing recipe")
+    (tmp_path / "photo.yaml").write_bytes(b"\xff\xd8\xff")
+    assert refusal(tmp_path / "photo.yaml") == "photo.yaml: not a text file; a recipe is YAML in UTF-8"
+    os.symlink("loop.yaml", str(tmp_path / "loop.yaml"))
+    assert refusal(tmp_path / "loop.yaml").startswith("loop.yaml: Too many levels of symbolic links; ")
+
+
+def test_empty_files_and_sections_say_nothing(write):
+    write("# only a comment\n", "base.yaml")
+    path = write("extends: base.yaml\n" + SMALLEST + "log:\nmodel: {}\n")
+    assert load(path) == load(write(SMALLEST, "bare.yaml"))
+    assert refusal(write("")) == "mine.yaml: run: one of epochs, steps, images is needed (and 1 more)"
+    assert refusal(write("run: {epochs: 1}")) == "mine.yaml: schedule: one of peak, peak_per_image is needed"
+
+
+def test_line_ends_and_marks_of_windows_are_read(write):
+    assert load(write("\ufeff" + SMALLEST.replace("\n", "\r\n"))) == load(write(SMALLEST))
+
+
+def test_the_later_layer_wins_key_by_key(write):
+    write(SMALLEST + "log: {every_steps: 5, tensorboard: false}\nbatch: {global: 12, micro: 2}", "base.yaml")
+    path = write("extends: base.yaml\nlog: {every_steps: 6}\nbatch: {micro: 4}")
+    recipe = load(path, ["batch.micro=6", "batch.micro=1"])
+    assert (recipe.log.every_steps, recipe.log.tensorboard) == (6, False)
+    assert (recipe.batch.global_, recipe.batch.micro) == (12, 1)
+
+
+def test_null_takes_back_what_may_be_absent(write):
+    path = write(SMALLEST + "data: {root: /a, train_images: 5}\nmodel: {width: 3.5}")
+    recipe = load(path, ["data.root=null", "data.train_images=~", "model.width="])
+    assert (recipe.data.root, recipe.data.train_images, recipe.model.width) == (None, None, 1.4)
+
+
+def test_bases_are_found_beside_the_file_that_names_them(write, tmp_path, monkeypatch):
+    write(SMALLEST, "base.yaml")
+    write("extends: ../base.yaml\nlog: {every_steps: 7}", "deeper/middle.yaml")
+    write("extends: deeper/middle.yaml", "mine.yaml")
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "mine.yaml").log.every_steps == 7
+    write(f"extends: {tmp_path}/mine.yaml", "deeper/absolute.yaml")
+    assert load(tmp_path / "deeper" / "absolute.yaml").log.every_steps == 7
+
+
+def test_a_missing_base_is_blamed_on_the_file_that_names_it(write, tmp_path):
+    write("extends: none.yaml", "base.yaml")
+    path = write("extends: base.yaml")
+    assert refusal(path) == (
+        "base.yaml: extends none.yaml: No such file or directory; correct the name or make the file"
+    )
+    for base, fault in (
+        ("5", "mine.yaml: extends: 5 is not the name of a file"),
+        ("[a.yaml]", "mine.yaml: extends: ['a.yaml'] is not the name of a file"),
+        ('""', f"mine.yaml: extends {tmp_path}: Is a directory; "),
+        ('"a\\0b"', "mine.yaml: 'a\\x00b' cannot name a file: embedded null byte"),
+        ("x" * 5000, "mine.yaml: extends "),
+    ):
+        assert refusal(write(f"extends: {base}")).startswith(fault)
+
+
+def test_recipes_that_extend_each_other_are_refused(write, tmp_path):
+    write("extends: ./mine.yaml", "base.yaml")
+    path = write("extends: base.yaml")
+    assert refusal(path) == "base.yaml: extends itself through mine.yaml; break the circle"
+    assert refusal(write("extends: self.yaml", "self.yaml")) == (
+        "self.yaml: extends itself through self.yaml; break the circle"
+    )
+    os.symlink("mine.yaml", str(tmp_path / "alias.yaml"))
+    write("extends: alias.yaml")
+    assert refusal(path) == "mine.yaml: extends itself through alias.yaml; break the circle"
+
+
+def test_chains_of_bases_may_be_long(write):
+    """500 files: a recursive reader would need 500 frames, with YAML's own on top."""
+    write(SMALLEST, "0.yaml")
+    for number in range(1, 500):
+        write(f"extends: {number - 1}.yaml\nlog: {{every_steps: {number}}}", f"{number}.yaml")
+    assert load(write("extends: 499.yaml")).log.every_steps == 499
+
+
+def test_overrides_are_section_dot_key_equals_value(write):
+    path = write(SMALLEST)
+    for text in ("run.seed", "seed=1", "=1", ".seed=1", "run.=1", "run=1", "run.a.b=1", "", "--seed 1", "run.a\nb"):
+        assert refusal(path, text) == (
+            f"command line: {text!r} is not an override; write section.key=value, e.g. run.seed=1"
+        )
+    assert refusal(path, "run.seed=[").startswith("command line: run.seed:1: not valid YAML: ")
+    assert refusal(path, "run.seed=a: b: c").startswith("command line: run.seed:1: not valid YAML: ")
+    assert refusal(path, "extends.x=1").startswith("command line: extends: unknown key; ")
+    assert load(path, ["run.output=a=b"]).run.output == "a=b"
+    assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
+
+
+def test_an_alternative_replaces_another_of_an_earlier_layer(write):
+    write("run: {epochs: 3}\nschedule: {peak: 1, warmup_epochs: 1}", "base.yaml")
+    path = write("extends: base.yaml\nrun: {steps: 9}\nschedule: {peak_per_image: 0.1, warmup_images: 5}")
+    recipe = load(path)
+    assert (recipe.run.epochs, recipe.run.steps) == (None, 9)
+    assert (recipe.schedule.peak, recipe.schedule.peak_per_image) == (None, 0.1)
+    assert (recipe.schedule.warmup_epochs, recipe.schedule.warmup_images) == (None, 5)
+    recipe = load(path, ["run.images=7", "run.epochs=2", "schedule.warmup_steps=0"])
+    assert (recipe.run.epochs, recipe.run.steps, recipe.run.images) == (2.0, None, None)
+    assert (recipe.schedule.warmup_images, recipe.schedule.warmup_steps) == (None, 0)
+    assert load(path, ["run.images=null"]).run.steps == 9
+
+
+def test_alternatives_in_one_layer_are_refused_where_they_are(write):
+    """Also if a later layer takes a third one: the file is wrong whatever is laid over it."""
+    write("run: {epochs: 3, steps: 4}\nschedule: {peak: 1}", "base.yaml")
+    path = write("extends: base.yaml\nrun: {seed: 4}")
+    for overrides in ((), ("run.images=5",)):
+        assert refusal(path, *overrides) == "base.yaml: run: epochs and steps are both given; keep one"
+    path = write("run: {epochs: 3, steps: null}\nschedule: {peak: 1, warmup_images: 1, warmup_steps: 0}")
+    assert refusal(path) == "mine.yaml: schedule: warmup_steps and warmup_images are both given; keep one"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_is_dumped_loads_as_the_same_recipe(path, write):
+    """config.yaml of a run folder is such a dump: it is a recipe on its own, and a base for others."""
+    recipe = load(path)
+    config = write(dump(recipe), "config.yaml")
+    assert load(config) == recipe
+    assert dump(load(config)) == dump(recipe)
+    changed = load(
+        write("extends: config.yaml\nrun: {steps: 5}\nschedule: {peak: 2, warmup_images: 0}"), ["run.seed=9"]
+    )
+    assert (changed.run.epochs, changed.run.steps, changed.run.seed) == (None, 5, 9)
+    assert (changed.schedule.peak, changed.schedule.peak_per_image, changed.schedule.warmup_images) == (2.0, None, 0)
+    assert changed.model == recipe.model
+    assert changed.optimizer == recipe.optimizer
+
+
+# Values of each type that are awkward to write down, for the fields that take them.
+VALUES = (
+    True, False, 0, 1, 2, 3, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
+    "1e5", "08", "on", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', "\ud7ff\U0001f600\x85",
+    " x ", "", "x" * 300 + " " + "y" * 300, [0.25, 0.5], [0.1, 1 / 3, 1.0], [], ["bias"], ["1e5"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("section", Recipe.model_fields)
+def test_every_key_survives_dumping_whatever_its_value(section, write):
+    """Each key, by itself, gets each of VALUES that it accepts; every key that has a choice must accept one."""
+    schema = Recipe.model_fields[section].annotation.model_json_schema(by_alias=True)["properties"]
+    base = {"run": {"steps": 2}, "schedule": {"peak": 2}}
+    for key, entry in schema.items():
+        options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
+        accepted = 0
+        for value in (*VALUES, *options):
+            layers = {**base, section: {**base.get(section, {}), key: value}}
+            if (section, key) in (("run", "epochs"), ("run", "images"), ("schedule", "peak_per_image")):
+                layers[section] = {key: value}
+            if key == "split":
+                layers[section]["stages"] = 1 + len(value) if isinstance(value, list) else 1
+            try:
+                recipe = Recipe.model_validate(layers)
+            except ValueError:
+                continue
+            assert load(write(dump(recipe))) == recipe, (key, value)
+            accepted += getattr(recipe, section) != getattr(Recipe.model_validate(base), section)
+        assert accepted or "const" in entry, f"no value was tried for {section}.{key}"
+
+
+def test_dumps_read_alike_in_yaml_1_1(write):
+    """Other programs, PyYAML among them, read config.yaml as YAML 1.1."""
+    recipe = load(
+        write(SMALLEST), ["run.name=on", 'run.output="1e5"', "data.root='010'", "optimizer.weight_decay=1e-7"]
+    )
+    assert yaml.safe_load(dump(recipe)) == parse_yaml(dump(recipe), "here")
+
+
+FRAGMENTS = (
+    "{", "}", "[", "]", ":", ",", "&a", "*a", "!!int", "!!set", "!x", "|", ">", "-", "#", "'", '"', "?", "%", "@", "`",
+    "\t", "\n", "\n  ", "\r", "\x00", "\x85", "\u2028", "\ufeff", "\ud800", "null", "~", "1e999", "-1", "0", "010",
+    "1e-5", "true", "on", "<<", "extends: ", "extends: mine.yaml\n", "run:", "x" * 300, "9" * 400, "{a: {b: {c: 1}}}",
+    "[[1], {2: 3}]", "---\n", "...\n", '"\\0"', '"\\uD800"', "=",
+)  # fmt: skip
+
+
+def test_whatever_is_written_loads_or_is_refused_in_one_line(write):
+    """Mutations of a dump: keys renamed, moved and dropped, values swapped, text cut, doubled and littered.
+
+    A traceback of any other kind fails the test. The counts prove that the mutations are neither all
+    harmless nor all fatal, and that they reach behind the YAML parser.
+    """
+    draw = random.Random(20240229)
+    original = dump(load(ROOT / "configs" / "quickstart.yaml"))
+    parsed = parse_yaml(original, "here")
+    counts = {"loaded": 0, "yaml": 0, "recipe": 0}
+    for _ in range(300):
+        sections = copy.deepcopy(parsed)
+        text, overrides = original, []
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            kind = draw.randrange(6)
+            section = draw.choice(list(sections))
+            content = sections[section] if isinstance(sections[section], dict) else {}
+            key = draw.choice([*content, "x"])
+            if kind == 0:
+                overrides.append(f"{section}.{key}={draw.choice([*FRAGMENTS, *map(str, VALUES)])}")
+            elif kind == 1:
+                overrides.append("".join(draw.choice([section, key, ".", "=", *FRAGMENTS]) for _ in range(3)))
+            elif kind == 2:
+                content[key] = draw.choice(VALUES)
+            elif kind == 3:
+                target = draw.choice([sections, content])
+                target[draw.choice(["x", "a\nb", "global_", "1e5", section + "s"])] = draw.choice([content, None, 5])
+            elif kind == 4:
+                sections.pop(section) if draw.random() < 0.3 else content.pop(key, None)
+            if kind < 5:
+                text = yaml.safe_dump(sections, sort_keys=False)
+            else:
+                start = draw.randrange(len(text))
+                stop = start + draw.choice((0, 0, 1, 20))
+                text = text[:start] + draw.choice(["", text[start:stop], *FRAGMENTS]) + text[stop:]
+            sections = sections or {"run": {}}
+        path = write("")
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            recipe = load(path, overrides)
+        except ConfigError as error:
+            assert len(str(error).splitlines()) == 1
+            assert str(error).startswith((f"{path}:", "command line:"))
+            counts["yaml" if "not valid YAML" in str(error) else "recipe"] += 1
+        else:
+            assert load(write(dump(recipe))) == recipe
+            counts["loaded"] += 1
+    assert min(counts.values()) > 10, counts
+
+
+def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):
+    """Importing torch takes seconds; a typing error should cost a fraction of one."""
+    path = write(SMALLEST + "optimizer: {momentun: 0.9}")
+    code = (
+        "import sys, train\n"
+        f"code = train.main(['--config', {str(path)!r}])\n"
+        "loaded = sorted({'torch', 'numpy', 'timm', 'torchvision'} & set(sys.modules))\n"
+        "print(code, loaded)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=str(ROOT), capture_output=True, text=True, check=True)
+    assert done.stdout == "2 []\n"
+    assert done.stderr == f"{path}: optimizer.momentun: unknown key; did you mean optimizer.momentum?\n"
+
+
+def test_the_whole_room_works_without_torch_and_numpy():
+    modules = sorted(path.stem for path in (ROOT / "recipe").glob("*.py") if path.stem != "__init__")
+    code = "import sys\n" + "".join(f"import recipe.{name}\n" for name in modules)
+    code += "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
+    subprocess.run([sys.executable, "-c", code], cwd=str(ROOT), check=True)

@@ -1,0 +1,163 @@
+"""Draws that must be as good as random, the same in every number library, and the same for ever.
+
+All inputs are fixed, so each test passes always or never; the probabilities below are those of refusing
+a perfect generator, over the choice of inputs.
+"""
+
+import ctypes
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.randomness import MASK32, Stream, bits32, key, mix32
+
+KEYS = (0, 1, MASK32, MASK32 + 1, 2**63, 2**64 - 1, key("test"))
+COUNTERS = (0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, MASK32)
+
+
+def lowbias32(x):
+    """The published C function, in C's arithmetic."""
+    c = ctypes.c_uint32
+    x ^= x >> 16
+    x = c(x * 0x7FEB352D).value
+    x ^= x >> 15
+    x = c(x * 0x846CA68B).value
+    return x ^ x >> 16
+
+
+def test_mix32_is_the_published_function():
+    for x in (*COUNTERS, *range(0, 2**32, 12_345_677)):
+        assert mix32(x) == lowbias32(x)
+
+
+def test_mix32_is_a_bijection():
+    """A function that drew 2**20 of 2**32 values at random would repeat 128 of them, or none once in e**128."""
+    x = np.arange(2**20, dtype=np.uint64)
+    for inputs in (x, x + np.uint64(2**31 - 2**19), x + np.uint64(2**32 - 2**20), x << np.uint64(12)):
+        assert (np.diff(np.sort(mix32(inputs)).astype(np.int64)) > 0).all()
+
+
+@pytest.mark.parametrize("function", [mix32, lambda x: bits32(key("test"), x)], ids=["mix32", "bits32"])
+def test_every_bit_of_a_counter_moves_every_bit_drawn_half_the_time(function):
+    """1024 shares of 20,000 flips each: standard error 0.0035, six of them are passed once in 500,000."""
+    x = bits32(key("inputs"), np.arange(20_000, dtype=np.uint64))
+    for bit in range(32):
+        changed = function(x) ^ function(x ^ np.uint64(1 << bit))
+        shares = (changed[:, None] >> np.arange(32, dtype=np.uint64) & np.uint64(1)).mean(0)
+        assert np.abs(shares - 0.5).max() < 6 * 0.5 / math.sqrt(len(x))
+
+
+def test_every_bit_of_a_key_moves_every_bit_drawn_half_the_time():
+    """As above, with 2,048 shares."""
+    x = np.arange(20_000, dtype=np.uint64)
+    for bit in range(64):
+        changed = bits32(key("test"), x) ^ bits32(key("test") ^ (1 << bit), x)
+        shares = (changed[:, None] >> np.arange(32, dtype=np.uint64) & np.uint64(1)).mean(0)
+        assert np.abs(shares - 0.5).max() < 6 * 0.5 / math.sqrt(len(x))
+
+
+def test_two_draws_are_no_permutations_of_each_other():
+    """65,536 numbers of 2**32 twice: one is common to both on average, 12 once in 10**9 pairs of draws.
+
+    With a single round of mixing, keys that differ in the low half would have all in common. (With two, it
+    takes keys whose high halves are the same: one pair in 2**32.)
+    """
+    x = np.arange(2**16, dtype=np.uint64)
+    for other in (key("test") ^ 1 << 32, key("test") ^ 1 << 63, key("test") ^ (1 << 32 | 1), key("test", 1)):
+        assert len(np.intersect1d(bits32(key("test"), x), bits32(other, x))) < 12
+
+
+def test_integers_arrays_and_tensors_draw_alike():
+    counters = list(COUNTERS)
+    for draw in KEYS:
+        expected = [bits32(draw, counter) for counter in counters]
+        assert all(isinstance(word, int) and 0 <= word <= MASK32 for word in expected)
+        for dtype in (np.int64, np.uint64):
+            drawn = bits32(draw, np.array(counters, dtype=dtype))
+            assert drawn.dtype == dtype
+            assert drawn.tolist() == expected
+        assert bits32(draw, torch.tensor(counters)).tolist() == expected
+
+
+def test_words_of_a_name_are_told_apart():
+    names = [
+        (), ("",), ("", ""), ("ab",), ("a", "b"), ("ab", ""), ("", "ab"), ("a b",), ("b", "a"),
+        (1,), ("1",), (1, 1), (11,), (-1,), ("-1",), (1, "1"), ("1", 1), (2**64,), (True,), ("é",), ("e\u0301",),
+    ]  # fmt: skip
+    assert len({key(*name) for name in names}) == len(names)
+    neighbours = {key("draw", seed, step, layer) for seed in range(10) for step in range(100) for layer in range(10)}
+    assert len(neighbours) == 10_000
+
+
+def test_keys_of_neighbours_are_unrelated():
+    """Half of 64 bits change, four on average more or less: 5 standard errors of the mean of 4,000."""
+    distances = [bin(key("draw", step) ^ key("draw", step + 1)).count("1") for step in range(4_000)]
+    assert abs(np.mean(distances) - 32) < 5 * 4 / math.sqrt(len(distances))
+    assert abs(np.std(distances) - 4) < 5 * 4 / math.sqrt(2 * len(distances))
+
+
+def chi_square(counts):
+    """How many standard deviations the chi-square of equal shares is off (normal after Wilson and Hilferty)."""
+    freedom = counts.size - 1
+    statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def streams():
+    """One long stream, and the first numbers of many, which is how images draw."""
+    long = Stream(key("long"))
+    yield np.array([long.uniform() for _ in range(60_000)])
+    yield np.array([Stream(key("image", number)).uniform() for number in range(60_000)])
+
+
+def test_streams_are_uniform_alone_and_in_pairs():
+    """Eight chi-squares; too even is suspicious as well. Five standard deviations: once in 200,000."""
+    for numbers in streams():
+        assert ((numbers >= 0) & (numbers < 1)).all()
+        low_bits = (numbers * 2.0**53).astype(np.int64) % 256
+        for cells, size in (
+            ((numbers * 256).astype(int), 256),
+            (low_bits, 256),
+            ((numbers[:-1] * 16).astype(int) * 16 + (numbers[1:] * 16).astype(int), 256),
+            ((numbers[:-2] * 16).astype(int) * 16 + (numbers[2:] * 16).astype(int), 256),
+        ):
+            assert abs(chi_square(np.bincount(cells, minlength=size))) < 5
+
+
+def test_streams_are_splitmix64():
+    """The first numbers for 1234567, as published on many pages with the algorithm."""
+    stream = Stream(1234567)
+    assert [stream.bits() for _ in range(5)] == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
+
+
+def test_ranges_of_streams():
+    stream = Stream(0)
+    assert {stream.integer(3) for _ in range(100)} == {0, 1, 2}
+    assert all(stream.integer(1) == 0 for _ in range(10))
+    assert all(stream.uniform(2.0, 2.0) == 2.0 for _ in range(10))
+    drawn = [stream.uniform(-3.0, 5.0) for _ in range(10_000)]
+    assert -3 <= min(drawn) < -2.98
+    assert 4.98 < max(drawn) <= 5
+    big = [stream.integer(3 << 62) for _ in range(3_000)]
+    assert abs(np.mean([number >> 62 for number in big]) - 1) < 5 * math.sqrt(2 / 3 / 3_000)
+
+
+def test_a_stream_is_a_function_of_its_key():
+    first, second = Stream(key("a")), Stream(key("a"))
+    assert [first.bits() for _ in range(9)] == [second.bits() for _ in range(9)]
+    starts = [tuple(itertools.islice(iter(Stream(key("image", n)).bits, None), 3)) for n in range(1000)]
+    assert len({bits for start in starts for bits in start}) == 3000
+
+
+def test_draws_never_change():
+    """Recorded from the first version: a run must repeat with every later one."""
+    assert key("order", 0, 1) == 1953072085611776627
+    assert key("rounding", 2**63 - 1, -5, "head.classifier.weight") == 11075250359147797750
+    assert [bits32(key("order", 0, 1), counter) for counter in (0, 1, MASK32)] == [954161266, 4216476126, 1155621590]
+    stream = Stream(key("augment", 0, 0, 0))
+    assert [stream.bits() for _ in range(2)] == [7288200862830324941, 15314193309312609247]

@@ -1,0 +1,92 @@
+"""configs/schema.json, which editors check recipes with as they are typed."""
+
+import json
+
+import pytest
+
+from recipe import schema
+from recipe.config import Recipe
+from recipe.loading import parse_yaml
+
+CONFIGS = sorted(schema.PATH.parent.rglob("*.yaml"))
+SCHEMA = json.loads(schema.text())
+
+
+def faults(value, node, place=""):
+    """Where `value` breaks the JSON Schema `node`: the keywords that pydantic writes, and no more."""
+    if "$ref" in node:
+        node = {**SCHEMA["$defs"][node["$ref"].rpartition("/")[2]], **node}
+    if "anyOf" in node:
+        found = [faults(value, option, place) for option in node["anyOf"]]
+        return [] if [] in found else found[0]
+    if "const" in node or "enum" in node:
+        return [] if value in node.get("enum", [node.get("const")]) else [f"{place}: {value!r} is no choice"]
+    kinds = {
+        "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float),
+        "null": type(None),
+    }  # fmt: skip
+    if not isinstance(value, kinds[node["type"]]) or (isinstance(value, bool) and node["type"] != "boolean"):
+        return [f"{place}: {value!r} is no {node['type']}"]
+    found = []
+    if isinstance(value, dict):
+        for key, content in value.items():
+            if key in node["properties"]:
+                found += faults(content, node["properties"][key], f"{place}.{key}")
+            elif node["additionalProperties"] is False:
+                found.append(f"{place}.{key}: unknown")
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            options = node.get("prefixItems", [])
+            found += faults(item, options[number] if options else node["items"], f"{place}[{number}]")
+    for keyword, wrong in (
+        ("minimum", lambda limit: value < limit),
+        ("exclusiveMinimum", lambda limit: value <= limit),
+        ("maximum", lambda limit: value > limit),
+        ("exclusiveMaximum", lambda limit: value >= limit),
+        ("minItems", lambda limit: len(value) < limit),
+        ("maxItems", lambda limit: len(value) > limit),
+    ):
+        if keyword in node and wrong(node[keyword]):
+            found.append(f"{place}: {value!r} breaks {keyword} {node[keyword]}")
+    return found
+
+
+def test_the_file_is_current():
+    assert schema.PATH.read_text(encoding="utf-8") == schema.text(), "run python -m recipe.schema"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_our_recipes_follow_it(path):
+    layer = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    assert faults(layer, SCHEMA) == []
+    head = path.read_text(encoding="utf-8").splitlines()[0]
+    assert head.startswith("# yaml-language-server: $schema=")
+    assert (path.parent / head.partition("=")[2]).resolve() == schema.PATH
+
+
+def test_it_finds_what_loading_would_refuse():
+    """The checker above could be blind: one fault of each kind."""
+    for layer, fault in (
+        ({"optimiser": {}}, ".optimiser: unknown"),
+        ({"optimizer": {"momentun": 0.9}}, ".optimizer.momentun: unknown"),
+        ({"batch": {"global_": 6}}, ".batch.global_: unknown"),
+        ({"run": {"seed": 1.5}}, ".run.seed: 1.5 is no integer"),
+        ({"run": {"seed": True}}, ".run.seed: True is no integer"),
+        ({"run": {"device": "gpu"}}, ".run.device: 'gpu' is no choice"),
+        ({"batch": {"micro": 0}}, ".batch.micro: 0 breaks exclusiveMinimum 0"),
+        ({"model": {"dropout": 1}}, ".model.dropout: 1 breaks exclusiveMaximum 1"),
+        ({"model": {"mean": [1, 2]}}, ".model.mean: [1, 2] breaks minItems 3"),
+        ({"parallel": {"replicas": "some"}}, ".parallel.replicas: 'some' is no choice"),
+        ({"extends": 5}, ".extends: 5 is no string"),
+    ):
+        assert faults(layer, SCHEMA) == [fault]
+    assert faults({"parallel": {"replicas": "auto"}, "run": {"steps": None}}, SCHEMA) == []
+
+
+def test_it_describes_every_key_and_requires_none():
+    assert set(SCHEMA["properties"]) == {*Recipe.model_fields, "extends"}
+    for section, field in Recipe.model_fields.items():
+        node = SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].rpartition("/")[2]]
+        assert set(node["properties"]) == {entry.alias or key for key, entry in field.annotation.model_fields.items()}
+        assert all(entry["description"] for entry in node["properties"].values())
+        assert "required" not in node

@@ -1,0 +1,445 @@
+"""The command: exit codes, one line of complaint that names place and remedy, and nothing overwritten."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+import train
+from engines.torch_engine import TorchEngine
+from tests.conftest import QUICKSTART, ROOT, TINY
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads that wait for each other cost more than these small layers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_measuring(monkeypatch):
+    """The machine's peak enters the utilisation alone, a timing field."""
+    monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
+
+
+# Four steps, a checkpoint after each.
+SHORT = (*TINY, "model.image_size=8", "batch.micro=24", "run.steps=4", "checkpoint.every_epochs=0.001")
+
+
+class Command:
+    """train.py with the tiny recipe and a run folder, called in this process."""
+
+    def __init__(self, folder, capfd):
+        self.folder = folder
+        self._capfd = capfd
+
+    def __call__(self, *overrides, output=None, recipe=QUICKSTART):
+        """Exit code, lines of stdout, lines of stderr."""
+        self._capfd.readouterr()
+        code = train.main(["--config", str(recipe), *SHORT, f"run.output={output or self.folder}", *overrides])
+        captured = self._capfd.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    def refuses(self, *overrides, code=WRONG_INPUT, **keywords):
+        """The one line of a call that must fail with `code` and leave every file as it was."""
+        before = files(self.folder.parent)
+        actual, _, errors = self(*overrides, **keywords)
+        assert actual == code, errors
+        assert len(errors) == 1, errors
+        after = files(self.folder.parent)
+        assert {path: after[path] for path in before} == before
+        return errors[0]
+
+
+@pytest.fixture
+def command(tmp_path, capfd):
+    return Command(tmp_path / "run", capfd)
+
+
+def files(folder):
+    """{path: content} of all files below, but for the note of the sessions' environments."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "environment.json"}
+
+
+def events(folder, kind):
+    found = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [event for event in found if event["event"] == kind]
+
+
+def newest(folder):
+    return sorted((folder / "checkpoints").glob("*.pt"))[-1]
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """interrupt(step, *signals): lets this process receive signals before a step (from 1) is done."""
+    original = TorchEngine.train_step
+
+    def at(step, *signals):
+        def interrupted(engine, micro_batches, number, lr, measure=False):
+            if number + 1 == step:
+                for one in signals:
+                    signal.raise_signal(one)
+            return original(engine, micro_batches, number, lr, measure)
+
+        monkeypatch.setattr(TorchEngine, "train_step", interrupted)
+
+    yield at
+
+
+def test_a_run_ends_with_0_and_says_what_it_did(command):
+    code, out, errors = command()
+    assert (code, errors) == (DONE, [])
+    assert out[0] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
+    assert out[1].startswith("4 steps = ")
+    assert out[-1].startswith("done: top1 ")
+    assert {path.name for path in command.folder.iterdir()} >= {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+    end = events(command.folder, "end")[0]
+    assert {"top1", "top5", "images_per_second", "seconds"} <= set(end)
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(command):
+    command()
+    before = files(command.folder)
+    code, out, errors = command()
+    assert (code, errors) == (DONE, [])
+    assert len(out) == 1
+    assert "this run is finished: top1" in out[0] and "run.output=FOLDER" in out[0]
+    assert files(command.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "names", "remedy"),
+    [
+        ("optimizer.momentun=0.9", "optimizer.momentun: unknown key", "did you mean optimizer.momentum?"),
+        ("optimiser.momentum=0.9", "optimiser: unknown key", "did you mean optimizer?"),
+        ("batch.micro=7", "batch.global 24 is not a multiple of 7 micro", "nearest: 21 or 28"),
+        ("batch.global=2400", "batch.global 2400 is more than the 1437 training images", "batch.global=1428"),
+        ("schedule.warmup_steps=9", "warm-up of 9 steps is not shorter than the run of 4", "lower schedule.warmup"),
+        ("model.norm_groups=3", "model.norm_groups 3 does not divide", "use model.norm_groups=4"),
+        ("model.classes=9", "data.source=digits: 10 classes, but model.classes is 9", "set model.classes=10"),
+        ("run.steps=-1", "run.steps: must be greater than 0", "found -1"),
+        ("nonsense", "'nonsense' is not an override", "write section.key=value"),
+        ("parallel.replicas=2", "parallel.replicas 2 needs 2 processes", "use parallel.replicas=auto"),
+        ("data.source=folder", "data.root is not set", "data.root=/path/to/images"),
+    ],
+)
+def test_a_recipe_that_cannot_be_run_is_refused_with_the_key_and_a_remedy(command, override, names, remedy):
+    line = command.refuses("batch.micro=12", override)
+    assert names in line and remedy in line
+
+
+def test_the_file_that_is_wrong_is_named(command, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: {QUICKSTART}\noptimizer: {{momentun: 0.9}}\n")
+    line = command.refuses(recipe=recipe)
+    assert line == f"{recipe}: optimizer.momentun: unknown key; did you mean optimizer.momentum?"
+    line = command.refuses("batch.micro=7", recipe=tmp_path / "none.yaml")
+    assert line.startswith(f"{tmp_path / 'none.yaml'}: No such file or directory; ")
+
+
+def test_a_mended_recipe_takes_the_folder_of_the_one_that_could_not_start(command):
+    command.refuses("model.norm_groups=3")
+    assert command()[0] == DONE
+
+
+def test_several_processes_are_refused_before_they_write_over_each_other(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 processes were started" in command.refuses()
+    assert not command.folder.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(command):
+    line = command.refuses("run.device=cuda")
+    assert "run.device cuda" in line and "use run.device=cpu or auto" in line
+
+
+# Run folders and checkpoints that are not to be used.
+
+
+def test_the_folder_of_another_recipe_is_refused(command):
+    command()
+    line = command.refuses("model.dropout=0.3")
+    assert "belongs to another recipe: model.dropout is 0.0 there, 0.3 here" in line and "run.output=FOLDER" in line
+
+
+def test_a_folder_that_is_no_run_is_refused(command):
+    command.folder.mkdir()
+    (command.folder / "thesis.tex").write_text("years of work")
+    line = command.refuses()
+    assert str(command.folder) in line and "holds files that are no run" in line and "run.output=FOLDER" in line
+
+
+def test_a_file_in_place_of_the_folder_is_refused(command):
+    command.folder.write_text("mine")
+    line = command.refuses()
+    assert str(command.folder) in line and "run.output=FOLDER" in line
+
+
+def test_a_folder_in_use_is_refused(command):
+    command.folder.mkdir()
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", hold, command.folder / "lock"], stdin=pipe, stdout=pipe) as holder:
+        holder.stdout.readline()
+        line = command.refuses()
+        holder.communicate(b"\n")
+    assert f"{command.folder} is in use by another process" in line and "run.output=FOLDER" in line
+    assert command()[0] == DONE
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [("model.width=0.5", "model.width is 0.5 there, 0.25 here"), ("run.seed=1", "run.seed is 1 there, 0 here")],
+)
+def test_a_checkpoint_of_another_run_is_refused(command, interrupt, tmp_path, override, difference):
+    """Swapped in with its manifest. Also where its tensors fit: it would silently be another run's end."""
+    interrupt(3, signal.SIGTERM)
+    for overrides in ((), (override, f"run.output={tmp_path / 'other'}")):
+        assert command(*overrides)[0] == STOPPED
+    for path in (tmp_path / "other" / "checkpoints").glob("step-00000003.*"):
+        shutil.copy(path, command.folder / "checkpoints" / path.name)
+    line = command.refuses()
+    assert line.startswith(f"{newest(command.folder)}: of another run: {difference}") and "run.output=FOLDER" in line
+
+
+def test_a_damaged_only_checkpoint_is_refused(command, interrupt):
+    interrupt(1, signal.SIGTERM)
+    assert command()[0] == STOPPED
+    path = newest(command.folder)
+    path.write_bytes(path.read_bytes()[:-1000])
+    line = command.refuses()
+    assert line.startswith(f"{path}: damaged") and "restore one" in line
+
+
+# Images that are not to be used.
+
+
+@pytest.fixture
+def folder_data(tmp_path):
+    """Two classes of 13 and 12 JPEGs to train on, 3 and 2 to validate with; the overrides that read them."""
+    for split, counts in (("train", (13, 12)), ("val", (3, 2))):
+        for label, count in zip(("cat", "dog"), counts):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (12, 10), (40 * i % 256, 80 * label.count("o"), 7 * i)).save(folder / f"{i:02d}.jpg")
+    root = tmp_path / "images"
+    return root, ("data.source=folder", f"data.root={root}", "model.classes=2", "batch.global=12", "batch.micro=12")
+
+
+def test_folders_of_images_are_trained_on(command, folder_data):
+    _, overrides = folder_data
+    code, out, errors = command(*overrides)
+    assert (code, errors) == (DONE, [])
+    assert "1 images left over in each epoch" in out[1]
+    assert events(command.folder, "eval")[-1]["images"] == 5
+
+
+def test_a_missing_root_is_refused(command, folder_data):
+    line = command.refuses(*folder_data[1], "data.root=/no/such/place")
+    assert line == "/no/such/place: no such folder; correct data.root"
+    assert not command.folder.exists()
+
+
+def test_an_empty_class_folder_is_refused(command, folder_data):
+    root, overrides = folder_data
+    for path in (root / "train" / "dog").iterdir():
+        path.unlink()
+    line = command.refuses(*overrides)
+    assert line.startswith(f"{root}/train/dog: ") and "fill it or remove it" in line
+    assert not command.folder.exists()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_an_unreadable_image_stops_the_run_with_its_name(command, folder_data, split):
+    root, overrides = folder_data
+    bad = root / split / "cat" / "00.jpg"
+    bad.write_bytes(bad.read_bytes()[:200])
+    line = command.refuses(*overrides, "batch.global=24", "batch.micro=24", "run.steps=5")
+    assert line.startswith(f"{bad}: ") and "data.bad_images=skip" in line
+
+
+def test_the_advice_to_leave_it_out_can_be_followed_in_the_same_folder(command, folder_data):
+    """25 images in steps of 25: each of the 3 epochs meets the one that cannot be read, and counts it."""
+    root, overrides = folder_data
+    bad = root / "train" / "cat" / "00.jpg"
+    bad.write_bytes(b"")
+    overrides = (*overrides, "batch.global=25", "batch.micro=5", "run.steps=3", "log.every_steps=1")
+    command.refuses(*overrides)
+    code, out, errors = command(*overrides, "data.bad_images=skip")
+    assert (code, errors) == (DONE, [])
+    assert [line for line in out if line.startswith("left out: ")] == [f"left out: {bad}: the file is empty"] * 3
+    assert [event["unreadable_images"] for event in events(command.folder, "train")] == [1, 2, 3]
+
+
+def test_an_unreadable_validation_image_is_left_out_of_the_scores_and_counted(command, folder_data):
+    root, overrides = folder_data
+    (root / "val" / "cat" / "00.jpg").write_bytes(b"")
+    code, out, _ = command(*overrides, "data.bad_images=skip")
+    assert code == DONE
+    event = events(command.folder, "eval")[-1]
+    assert (event["images"], event["unreadable"]) == (4, 1)
+    assert any("(4 images); 1 unreadable left out" in line for line in out)
+
+
+# Signals.
+
+
+def test_a_termination_saves_and_the_same_command_resumes(command, interrupt):
+    interrupt(3, signal.SIGTERM)
+    code, _, errors = command("checkpoint.every_epochs=1")
+    assert code == STOPPED
+    assert errors == ["SIGTERM: saved at step 3; the same command resumes"]
+    code, out, errors = command("checkpoint.every_epochs=1")
+    assert (code, errors) == (DONE, [])
+    assert "resuming at step 3 of 4" in out
+
+
+def test_a_second_interrupt_exits_at_once_without_saving(command, interrupt):
+    interrupt(3, signal.SIGINT, signal.SIGINT)
+    code, _, errors = command()
+    assert code == FAILED
+    assert len(errors) == 1 and "interrupted" in errors[0] and "resumes from the last checkpoint" in errors[0]
+    assert newest(command.folder).name == "step-00000002.pt"
+
+
+def start(*arguments, **streams):
+    """train.py as users start it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py", "--config", QUICKSTART, *SHORT, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
+
+
+def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_path):
+    """As in `train.py | tee log`: the interrupt reaches both, and tee does not wait. Exit code 75 and one line."""
+    process = start(
+        f"run.output={tmp_path / 'run'}", "run.steps=1000000", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not process.stdout.readline().startswith("step "):
+        assert process.poll() is None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == STOPPED
+    assert error.startswith("SIGINT: saved at step ") and error.count("\n") == 1
+    step = int(error.split("step ")[1].split(";")[0])
+    assert newest(tmp_path / "run").name == f"step-{step:08d}.pt"
+
+
+# Training that cannot go on, and disks that are full.
+
+
+def test_a_run_whose_gradients_stay_infinite_ends_with_1_and_a_remedy(command):
+    line = command.refuses("precision.loss_scale=3e38", "precision.max_skipped_steps=1", code=FAILED)
+    assert "step 2: the last 2 updates had gradients that are not finite" in line and "lower schedule.peak" in line
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A real file system of 8 MiB: only root can make one, and not everywhere."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root and the right to mount")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def fill(disk, leaving):
+    """Takes all room but `leaving` bytes."""
+    free = os.statvfs(disk)
+    with open(disk / "filler", "wb") as stream:
+        stream.write(bytes(free.f_bavail * free.f_bsize - leaving))
+
+
+@pytest.mark.parametrize("leaving", [0, 64 << 10], ids=["metrics", "checkpoint"])
+def test_a_full_disk_ends_the_run_with_1_and_a_run_with_room_resumes(command, disk, monkeypatch, tmp_path, leaving):
+    """Before step 3 the disk fills up, so that not even a log line fits, or that but no checkpoint."""
+    step = TorchEngine.train_step
+
+    def full(engine, micro_batches, number, lr, measure=False):
+        if number == 2:
+            fill(disk, leaving)
+        return step(engine, micro_batches, number, lr, measure)
+
+    recipe = ("log.every_steps=1", f"run.output={disk / 'run'}", "log.tensorboard=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "train_step", full)
+        code, _, errors = command(*recipe)
+    assert code == FAILED
+    assert errors == [f"{disk / 'run'}: No space left on device; mend it and start again: the run resumes"]
+    assert newest(disk / "run").name == "step-00000002.pt"
+    assert not list((disk / "run" / "checkpoints").glob("*.tmp"))
+
+    (disk / "filler").unlink()
+    code, out, errors = command(*recipe)
+    assert (code, errors) == (DONE, [])
+    assert "resuming at step 2 of 4" in out
+    assert command("log.every_steps=1")[0] == DONE
+    weights = [
+        torch.load(newest(folder), weights_only=True)["engine"]["weights"] for folder in (disk / "run", command.folder)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+# The plan.
+
+
+def plan(*arguments):
+    """What --dry-run prints, in a process of its own, and whether that loaded torch."""
+    program = (
+        "import sys, train\n"
+        "code = train.main(sys.argv[1:])\n"
+        "print('torch' in sys.modules, file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (DONE, "False\n")
+    return done.stdout.splitlines()
+
+
+def test_the_plan_of_the_quickstart_is_printed_without_loading_torch(tmp_path):
+    """1437 digits in batches of 48: 29 steps an epoch (45 images over), 40 epochs, 4 of warm-up."""
+    lines = plan(f"run.output={tmp_path / 'run'}")
+    assert any("48 = 48 micro x 1 accumulation x 1 replica (1 device)" in line for line in lines)
+    assert any("1160 steps = 40 epochs x 29 steps, 116 of warm-up; 45 images left over" in line for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_of_a_pod_needs_no_pod(tmp_path):
+    """1,281,167 images in batches of 6144: 208 steps (3215 over) an epoch; 350 and 70 epochs. 64 x 2 devices."""
+    recipe = tmp_path / "pod.yaml"
+    recipe.write_text(
+        "run: {name: pod, epochs: 350}\n"
+        "model: {name: efficientnet_b4}\n"
+        "batch: {global: 6144, micro: 3}\n"
+        "parallel: {stages: 2, split: [blocks.3.0], replicas: 64}\n"
+        "schedule: {peak_per_image: 0.00138107, warmup_epochs: 70}\n"
+        "data: {source: folder, root: /no/such/place, train_images: 1281167}\n"
+    )
+    lines = plan("--config", recipe)
+    assert any("6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)" in line for line in lines)
+    assert any("72800 steps = 350 epochs x 208 steps, 14560 of warm-up; 3215 images" in line for line in lines)
+    assert any("peak learning rate 8.485" in line for line in lines)

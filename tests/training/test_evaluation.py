@@ -1,0 +1,60 @@
+"""Scores of an evaluation: exact counts over any division into batches. The engine's own part is its test's."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import MicroBatch
+from engines.base import Counts
+from recipe.errors import DataError
+from training.evaluation import Scores, evaluate
+
+
+class Ranker:
+    """Stands in for an engine: an image's first pixel is the rank of its label, its loss is a quarter of that."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def evaluate_step(self, batch):
+        self.batches += 1
+        ranks = batch.images[: batch.valid, 0, 0, 0].long()
+        return Counts(batch.valid, ranks.double().sum() / 4, (ranks < 1).sum(), (ranks < 5).sum())
+
+
+def batches(ranks, size, unreadable=()):
+    """Images of these ranks in batches of `size`, without those whose position is in `unreadable`."""
+    for number, start in enumerate(range(0, len(ranks), size)):
+        positions = range(start, min(start + size, len(ranks)))
+        read = [ranks[i] for i in positions if i not in unreadable]
+        images = torch.zeros(size, 3, 1, 1, dtype=torch.uint8)
+        images[: len(read)] = torch.tensor(read, dtype=torch.uint8)[:, None, None, None]
+        messages = tuple(f"{i}.jpg: empty" for i in positions if i in unreadable)
+        yield MicroBatch(images, torch.zeros(size, dtype=torch.int64), None, len(read), number, 0, messages)
+
+
+@pytest.mark.parametrize("size", [1, 7, 120, 359, 360, 500])
+def test_every_image_counts_once_whatever_the_batch_size(size):
+    """The last batch is padded with images of rank 0, each of which would be a hit. Sums of quarters are exact."""
+    ranks = np.random.default_rng(0).integers(0, 10, 360)
+    scores = evaluate(Ranker(), batches(ranks.tolist(), size))
+    assert scores == Scores(
+        top1=(ranks == 0).sum() / 360, top5=(ranks < 5).sum() / 360, loss=ranks.mean() / 4, images=360, unreadable=0
+    )
+
+
+def test_unreadable_images_are_counted_apart():
+    """Shares are of the images that could be read."""
+    scores = evaluate(Ranker(), batches([0, 0, 9, 3, 0, 9], 4, unreadable=(1, 5)))
+    assert scores == Scores(top1=2 / 4, top5=3 / 4, loss=12 / 4 / 4, images=4, unreadable=2)
+
+
+def test_a_batch_without_any_readable_image_is_not_given_to_the_engine():
+    ranker = Ranker()
+    assert evaluate(ranker, batches([0, 9, 0, 9], 2, unreadable=(0, 1))).images == 2
+    assert ranker.batches == 1
+
+
+def test_no_readable_image_at_all_is_an_error_that_names_the_first():
+    with pytest.raises(DataError, match=r"^no validation image can be read; the first: 0\.jpg: empty$"):
+        evaluate(Ranker(), batches([0, 9], 1, unreadable=(0, 1)))

@@ -1,0 +1,380 @@
+"""The loop: what happens when, what is written, and how it stops. Mostly on an engine that follows a script."""
+
+import json
+import signal
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data.loader import MicroBatch, training_batches
+from data.sources import open_source
+from engines import base
+from engines.base import Counts, Engine, StepResult
+from optim.half_weights import Norms
+from parallel.topology import Topology
+from recipe import batch as arithmetic
+from recipe.batch import Lengths
+from training.checkpoint import CheckpointFolder
+from training.loop import Progression, Stopped, Trainer, TrainingError
+from training.monitor import Metrics, Monitor, Progress
+
+
+class ScriptedEngine(Engine):
+    """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
+
+    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, before=lambda step: None, finite=lambda step: True, images=24, unreadable=()):
+        self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
+        self.steps, self.rates, self.measured, self.evaluated_after = [], [], [], []
+        self._skipped = self._in_row = 0
+
+    def train_step(self, micro_batches, step, lr, measure=False):
+        self._before(step)
+        next(micro_batches)
+        self.steps.append(step)
+        self.rates.append(lr)
+        if measure:
+            self.measured.append(step)
+        finite = self._finite(step)
+        self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
+        norms = Norms(
+            *(torch.tensor(10.0 * step + number) for number in range(3)), trust={"stem": torch.tensor(step / 3)}
+        )
+        return StepResult(
+            torch.tensor(float(step) if self._images else 0.0),
+            torch.tensor(step if self._images else 0),
+            self._images,
+            torch.tensor(self._skipped),
+            torch.tensor(self._in_row),
+            torch.tensor(128.0),
+            norms if measure else None,
+            self._unreadable,
+        )
+
+    def evaluate_step(self, batch):
+        self.evaluated_after.append(len(self.steps))
+        return Counts(10, torch.tensor(5.0, dtype=torch.float64), torch.tensor(len(self.steps)), torch.tensor(9))
+
+    def state_dict(self):
+        return {"steps": {"done": torch.tensor(len(self.steps))}}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+    def peak_flops(self):
+        return 1e9
+
+    def synchronize(self):
+        pass
+
+    def close(self):
+        pass
+
+
+EMPTY = MicroBatch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), None, 1, 0, 0, ())
+SIX_STEPS_AN_EPOCH = ("batch.global=24", "run.steps=12", "log.every_steps=4")
+
+
+@pytest.fixture
+def start(tiny, tmp_path):
+    """start(engine, *overrides): trains by the loop, 6 steps an epoch, and gives the events."""
+
+    def run(engine, *overrides, progression=None, say=lambda line: None):
+        recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
+        lengths = Lengths(steps_per_epoch=6, dropped=0, total=recipe.run.steps, warmup=2)
+        metrics = Metrics(tmp_path / "metrics.jsonl", 0)
+        monitor = Monitor(metrics, Progress(lengths.total, say), None, 0)
+        checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
+        progression = progression or Progression()
+        trainer = Trainer(recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image=1e6)
+        try:
+            trainer.run(iter([EMPTY] * 100))
+        finally:
+            monitor.close()
+        return events()
+
+    def events(*kinds):
+        found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [event for event in found if not kinds or event["event"] in kinds]
+
+    run.events = events
+    run.steps = lambda *kinds: [event["step"] for event in events(*kinds)]
+    run.saved = lambda: [manifest.step for manifest in CheckpointFolder(tmp_path / "checkpoints", 9, True).manifests()]
+    run.content = lambda: CheckpointFolder(tmp_path / "checkpoints", 9, True).load_newest(warn=pytest.fail)
+    return run
+
+
+def test_steps_come_in_order_with_the_rate_of_the_schedule(start):
+    """Linear over two steps from 0 to the peak of 3, then (1 - t)**2 down to 1e-5 of it over the other ten."""
+    engine = ScriptedEngine()
+    start(engine)
+    assert engine.steps == list(range(12))
+    final = 3e-5
+    decay = [final + (3 - final) * (1 - t / 10) ** 2 for t in range(10)]
+    assert engine.rates == pytest.approx([0.0, 1.5, *decay], rel=1e-12)
+
+
+def test_events_come_in_the_order_update_log_evaluation_checkpoint_end(start):
+    events = start(ScriptedEngine())
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("train", 4),
+        ("eval", 6),
+        ("checkpoint", 6),
+        ("train", 8),
+        ("train", 12),
+        ("eval", 12),
+        ("checkpoint", 12),
+        ("end", 12),
+    ]
+    assert [event["file"] for event in events if event["event"] == "checkpoint"] == [
+        "checkpoints/step-00000006.pt",
+        "checkpoints/step-00000012.pt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "logged", "evaluated", "saved"),
+    [
+        (("log.every_steps=5",), [5, 10, 12], [6, 12], [6, 12]),
+        (
+            ("evaluation.every_epochs=0.5", "checkpoint.every_epochs=0.34"),
+            [4, 8, 12],
+            [3, 6, 9, 12],
+            [2, 4, 6, 8, 10, 12],
+        ),
+        (("evaluation.every_epochs=9", "checkpoint.every_epochs=0.001"), [4, 8, 12], [12], list(range(1, 13))),
+        (("run.steps=7", "log.every_steps=100"), [7], [6, 7], [6, 7]),
+    ],
+)
+def test_the_last_step_is_always_logged_evaluated_and_saved(start, overrides, logged, evaluated, saved):
+    """The others at multiples of their interval, rounded to whole steps of at least one."""
+    engine = ScriptedEngine()
+    start(engine, *overrides)
+    assert start.steps("train") == logged
+    assert [step + 1 for step in engine.measured] == logged
+    assert start.steps("eval") == engine.evaluated_after == evaluated
+    assert start.steps("checkpoint") == saved
+
+
+def test_a_log_line_averages_the_steps_since_the_last_one(start):
+    """Steps 4 to 7 have losses and hits of 4, 5, 6 and 7 out of 24 images each; norms and trust ratios
+    (to six digits) are the last step's.
+    """
+    start(ScriptedEngine())
+    event = start.events("train")[1]
+    assert event["loss"] == 5.5
+    assert event["top1"] == pytest.approx(22 / 96)
+    assert event["epoch"] == pytest.approx(8 / 6)
+    assert (event["gradient_norm"], event["weight_norm"], event["update_norm"]) == (70.0, 71.0, 72.0)
+    assert event["trust"] == {"stem": 2.33333}
+    assert (event["skipped_steps"], event["unreadable_images"], event["loss_scale"]) == (0, 0, 128.0)
+
+
+def test_trust_ratios_can_be_left_out(start):
+    assert "trust" not in start(ScriptedEngine(), "log.trust_ratios=false")[0]
+
+
+def test_the_end_tells_the_last_and_the_best_scores(start):
+    """8 of 10 right at step 6, 3 at step 12."""
+    engine = ScriptedEngine()
+    count = engine.evaluate_step
+    engine.evaluate_step = lambda batch: count(batch)._replace(top1=torch.tensor(8 if len(engine.steps) == 6 else 3))
+    start(engine)
+    end = start.events("end")[0]
+    assert (end["top1"], end["best_top1"], end["top5"]) == (0.3, 0.8, 0.9)
+    assert end["images"] == 12 * 24
+    assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
+    assert start.saved() == [6, 12]
+
+
+def test_left_out_images_are_named_and_counted(start):
+    lines = []
+    start(ScriptedEngine(images=22, unreadable=("a.jpg: empty", "b.jpg: empty")), say=lines.append)
+    assert [event["unreadable_images"] for event in start.events("train")] == [8, 16, 24]
+    assert lines[:2] == ["left out: a.jpg: empty", "left out: b.jpg: empty"]
+    assert sum(line.startswith("left out: ") for line in lines) == 24
+
+
+def test_a_stretch_without_any_readable_image_is_survived(start):
+    event = start(ScriptedEngine(images=0))[0]
+    assert (event["loss"], event["top1"]) == (0.0, 0.0)
+    assert event["images_per_second"] > 0
+
+
+def test_a_stretch_of_skipped_steps_below_the_limit_is_told_and_survived(start):
+    start(ScriptedEngine(finite=lambda step: step not in (3, 4, 5)), "precision.max_skipped_steps=3")
+    assert [event["skipped_steps"] for event in start.events("train")] == [1, 3, 3]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start):
+    """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
+    engine = ScriptedEngine(finite=lambda step: step < 3)
+    with pytest.raises(TrainingError, match=r"^step 8: the last 5 updates .*lower schedule.peak .*loss_scale$"):
+        start(engine, "precision.max_skipped_steps=3")
+    assert len(engine.steps) == 8
+    assert start.saved() == [6]
+
+
+def raising(number, *at):
+    """Sends this process a signal before each of the steps named."""
+    return lambda step: [signal.raise_signal(number) for _ in range(at.count(step))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [0, 2, 3, 5, 10])
+def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
+    """Within a log window, at its end, at a scheduled checkpoint: never is there an event of the stop itself."""
+    engine = ScriptedEngine(before=raising(number, step))
+    lines = []
+    with pytest.raises(Stopped, match=rf"^{number.name}: saved at step {step + 1}; the same command resumes$"):
+        start(engine, say=lines.append)
+    assert f"{number.name}: finishing this step, then saving" in lines
+    assert start.saved()[-1] == step + 1
+    progression = start.content()["progression"]
+    assert progression["step"] == len(engine.steps) == step + 1
+    since_log = [n for n in range(step + 1) if n >= (step + 1) // 4 * 4]
+    assert (progression["loss"], progression["steps_in_window"]) == (float(sum(since_log)), len(since_log))
+    assert (progression["correct"], progression["images"]) == (sum(since_log), 24 * len(since_log))
+    assert progression["logged_checkpoint"] == (step == 5)
+    assert start.steps("checkpoint") == [n for n in (6,) if n <= step + 1]
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(start):
+    start(ScriptedEngine(before=raising(signal.SIGTERM, 11)))
+    assert start.steps("end") == [12]
+
+
+def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next(start, monkeypatch):
+    """Between the decision to save and the decision to stop there is a moment; what is said must be true then."""
+    from training.loop import Clock
+
+    pause = Clock.pause
+    engine = ScriptedEngine()
+
+    def interrupted(clock, seconds):
+        if len(engine.steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        pause(clock, seconds)
+
+    monkeypatch.setattr(Clock, "pause", interrupted)
+    with pytest.raises(Stopped, match="saved at step 3"):
+        start(engine)
+    assert start.saved() == [3]
+
+
+def test_a_second_interrupt_leaves_at_once(start):
+    engine = ScriptedEngine(before=raising(signal.SIGINT, 1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        start(engine)
+    assert engine.steps == [0]
+    assert start.saved() == []
+
+
+def test_a_termination_that_is_sent_twice_still_saves(start):
+    """As `timeout` and schedulers do, to the process and to its group."""
+    with pytest.raises(Stopped, match="SIGTERM: saved at step 2"):
+        start(ScriptedEngine(before=raising(signal.SIGTERM, 1, 1)))
+    assert start.saved() == [2]
+
+
+def test_a_signal_in_the_midst_of_printing_is_obeyed(start):
+    """Python's streams refuse to be written to from a handler that interrupted their own writing."""
+
+    def say(line):
+        if line.startswith("SIGTERM"):
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    with pytest.raises(Stopped):
+        start(ScriptedEngine(before=raising(signal.SIGTERM, 1)), say=say)
+    assert start.saved() == [2]
+
+
+def test_handlers_are_put_back(start):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    start(ScriptedEngine())
+    with pytest.raises(Stopped):
+        start(ScriptedEngine(before=raising(signal.SIGTERM, 1)))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_resumed_loop_goes_on_within_its_log_window(start):
+    """Six steps done, two of them (losses 4 and 5, 9 hits) since the last line at step 4."""
+    engine = ScriptedEngine()
+    progression = Progression(step=6, loss=9.0, correct=9, images=48, steps_in_window=2, unreadable=3, best_top1=0.99)
+    start(engine, progression=progression)
+    assert engine.steps == list(range(6, 12))
+    event = start.events("train")[0]
+    assert (event["step"], event["loss"], event["top1"]) == (8, 5.5, pytest.approx(22 / 96))
+    assert event["unreadable_images"] == 3
+    assert start.events("end")[0]["best_top1"] == 0.99
+
+
+def test_a_run_that_was_cut_off_before_its_last_word_only_says_it(start):
+    engine = ScriptedEngine()
+    scores = {"top1": 0.4, "top5": 0.9, "loss": 1.0, "images": 10, "unreadable": 0}
+    events = start(engine, progression=Progression(step=12, scores=scores, best_top1=0.4, seconds=60.0))
+    assert engine.steps == []
+    assert [(event["event"], event["top1"]) for event in events] == [("end", 0.4)]
+    assert events[0]["seconds"] >= 60
+
+
+class _Waits(TorchDispatchMode):
+    """Notes each time the host asks for a value: item(), bool(), int(), a mask as an index, a copy to the CPU."""
+
+    ASKING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function._schema.name.split("::")[1].lstrip("_") in [name.lstrip("_") for name in self.ASKING]:
+            self.seen.append(function._schema.name)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeypatch):
+    """With the real engine. On the CPU nothing ever waits, but the operations that would are the same ones.
+
+    Float32 weights: the CPU's stochastic rounding may ask, its kernel is not the one of other devices.
+    """
+    recipe = tiny("run.steps=12", "log.every_steps=4", "precision.weights=float32", "precision.dynamic_loss_scale=true")
+    source = open_source(recipe.data, 10, "train")
+    lengths = arithmetic.lengths(recipe, len(source))
+    engine = base.create(recipe, arithmetic.divide(recipe), Topology(1, 0, 1))
+    waits, by_step = _Waits(), {}
+    for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
+        real = getattr(torch.Tensor, method)
+
+        def noted(*arguments, method=method, real=real, **keywords):
+            waits.seen.append(method)
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(torch.Tensor, method, noted)
+    step = Trainer._step
+
+    def counted(trainer, micro_batches, number, window):
+        waits.seen.clear()
+        step(trainer, micro_batches, number, window)
+        by_step[number + 1] = list(waits.seen)
+
+    monkeypatch.setattr(Trainer, "_step", counted)
+    monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
+    monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(12, lambda line: None), None, 0)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
+    evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
+    trainer = Trainer(recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), 1e6)
+    batches = training_batches(
+        source, data=recipe.data, image_size=16, global_batch=24, micro=12, seed=0, first_step=0, last_step=12
+    )
+    loaded = list(batches)  # the loader is the host's own
+    with waits:
+        trainer.run(iter(loaded))
+    monitor.close()
+    assert [number for number, seen in by_step.items() if seen] == [4, 8, 12]
+    assert "aten::_local_scalar_dense" in by_step[4] and "tolist" in by_step[4]

@@ -1,0 +1,208 @@
+"""A run folder holds one recipe's run and one process at a time."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipe import loading
+from recipe.errors import CheckpointError, ConfigError
+from training import run_folder
+from training.run_folder import RunFolder
+
+
+@pytest.fixture
+def opened(tiny, tmp_path):
+    """opened(*overrides): the run folder of the tiny recipe, opened; closed after the test."""
+    folders = []
+
+    def open_folder(*overrides):
+        folders.append(RunFolder(tiny(f"run.output={tmp_path / 'run'}", *overrides)))
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        folder.close()
+
+
+def begin(folder):
+    """What the first log line leaves; from then on the folder belongs to its recipe."""
+    folder.metrics.write_text('{"event": "train"}\n')
+    folder.close()
+
+
+def test_a_new_folder_is_made_with_its_parents_and_says_what_runs_in_it(opened, tmp_path, tiny):
+    folder = opened("run.name=deep", f"run.output={tmp_path}/a/b/run")
+    assert loading.load(folder.path / "config.yaml") == tiny("run.name=deep", f"run.output={tmp_path}/a/b/run")
+    environment = json.loads((folder.path / "environment.json").read_text())["starts"][0]
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"torch", "timm", "numpy", "revision", "devices", "command", "started"} <= set(environment)
+
+
+def test_the_default_folder_is_named_after_the_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tiny("run.name=mine"))
+    folder.close()
+    assert (tmp_path / "runs" / "mine" / "config.yaml").exists()
+
+
+def test_each_start_is_noted(opened):
+    for _ in range(3):
+        folder = opened()
+        begin(folder)
+    assert len(json.loads((folder.path / "environment.json").read_text())["starts"]) == 3
+
+
+def test_a_damaged_note_of_the_environment_does_not_stop_a_run(opened):
+    folder = opened()
+    begin(folder)
+    (folder.path / "environment.json").write_text("{")
+    folder = opened()
+    assert len(json.loads((folder.path / "environment.json").read_text())["starts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.dropout=0.3", r"model.dropout is 0.0 there, 0.3 here"),
+        ("run.seed=1", r"run.seed is 0 there, 1 here"),
+        ("batch.global=48", r"batch.global is 24 there, 48 here"),
+        ("batch.micro=6", r"batch.micro is 12 there, 6 here"),
+        ("precision.weights=float32", r"precision.weights is float16 there, float32 here"),
+        ("run.epochs=1", r"run.epochs is None there, 1.0 here"),
+    ],
+)
+def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, override, said):
+    folder = opened()
+    begin(folder)
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    with pytest.raises(CheckpointError, match=rf"run belongs to another recipe: {said}; .*run.output=FOLDER"):
+        opened(override)
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.workers=3", "data.prefetch=7", "batch.evaluation=7"),
+        ("run.device=cpu", "parallel.stages=2", "log.tensorboard=true"),
+        ("checkpoint.keep_last=5", "checkpoint.keep_best=false", "data.root=/elsewhere"),
+        ("data.bad_images=skip",),
+    ],
+)
+def test_where_and_how_it_is_computed_may_change(opened, overrides):
+    """That unreadable images are left out is among it: an error advises it, and no image was left out before."""
+    begin(opened())
+    assert opened(*overrides).metrics.exists()
+
+
+def test_a_recipe_that_failed_before_it_trained_may_be_mended_in_place(opened):
+    """Nothing but its own description is there: the folder now describes the mended one."""
+    opened("model.norm_groups=3").close()
+    folder = opened("model.norm_groups=4")
+    assert loading.load(folder.path / "config.yaml").model.norm_groups == 4
+
+
+def test_a_checkpoint_makes_the_folder_its_recipes(opened):
+    folder = opened()
+    folder.checkpoints.mkdir()
+    folder.close()
+    with pytest.raises(CheckpointError, match="another recipe"):
+        opened("run.seed=1")
+
+
+def test_resume_never_refuses_a_used_folder(opened):
+    begin(opened())
+    with pytest.raises(ConfigError, match=r"already holds a run and run.resume is never; .*run.output=FOLDER"):
+        opened("run.resume=never")
+
+
+def test_resume_never_takes_an_empty_folder(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert opened("run.resume=never").path.exists()
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds files that are no run"):
+        opened()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_file_in_the_folders_place_is_refused_and_left_alone(opened, tmp_path, below):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ConfigError, match="a file is in the way; choose a folder"):
+        opened(f"run.output={tmp_path}/run{below}")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+_HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gone(opened):
+    folder = opened()
+    begin(folder)
+    before = (folder.path / "environment.json").read_bytes()
+    lock = folder.path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with pytest.raises(ConfigError, match=r"in use by another process; wait for it or give run.output=FOLDER"):
+        opened()
+    assert (folder.path / "environment.json").read_bytes() == before
+    holder.kill()
+    holder.communicate()
+    opened()
+
+
+def test_the_lock_ends_with_the_training_process_not_with_its_workers(opened):
+    """A worker process lives for seconds after its parent was killed; a restart must not be refused for that.
+
+    Here a child that inherited the open file outlives the close of the folder.
+    """
+    folder = opened()
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[folder._lock.fileno()])
+    begin(folder)
+    probe = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    try:
+        for kind in ("lockf", "flock"):
+            command = [sys.executable, "-c", probe.replace("lockf", kind), folder.path / "lock"]
+            assert subprocess.run(command).returncode == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_run_is_finished_once_its_last_event_is_the_end(opened):
+    folder = opened()
+    assert folder.finished() is None
+    folder.metrics.write_text('{"event": "train", "step": 8}\n')
+    assert folder.finished() is None
+    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "top1": 0.5}\n')
+    assert folder.finished() == {"event": "end", "top1": 0.5}
+    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "to')
+    assert folder.finished() is None
+
+
+def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "note"
+    run_folder.write_text(path, "old")
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError):
+        run_folder.write_text(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_start_that_was_cut_off_while_it_wrote_its_recipe_is_no_stranger(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("lock", "config.yaml.tmp"):
+        (tmp_path / "run" / name).write_text("")
+    assert (opened().path / "config.yaml").exists()

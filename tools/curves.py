@@ -1,0 +1,82 @@
+"""Draws the curves of one or more runs: python -m tools.curves RUN_FOLDER... --output FILE.png"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Dict, List, Optional
+
+from recipe.errors import UserError
+
+_PANELS = (
+    ("loss", "loss", "log"),
+    ("top1", "top-1 accuracy", "linear"),
+    ("lr", "learning rate", "linear"),
+    ("norms", "norms", "log"),
+)
+
+
+def read_events(folder: Path) -> Dict[str, List[dict]]:
+    """The events of a run by kind, in order. Raises UserError if the folder holds no run."""
+    path = folder / "metrics.jsonl"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
+    events: Dict[str, List[dict]] = {}
+    for line in lines:
+        event = json.loads(line)
+        events.setdefault(event["event"], []).append(event)
+    return events
+
+
+def draw(folders: List[Path], output: Path) -> None:
+    """Loss, accuracy, learning rate and norms over epochs, a colour per run; training thin, evaluation bold."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for number, folder in enumerate(folders):
+        events, colour = read_events(folder), f"C{number}"
+        train, evaluation = events.get("train", []), events.get("eval", [])
+        for (key, title, scale), axis in zip(_PANELS, axes.flat):
+            axis.set(title=title, xlabel="epoch", yscale=scale)
+            axis.grid(alpha=0.3)
+            if key == "norms":
+                for name, style in (("weight", "-"), ("gradient", "--"), ("update", ":")):
+                    _line(axis, train, f"{name}_norm", color=colour, ls=style, label=name if number == 0 else None)
+                continue
+            _line(axis, train, key, color=colour, lw=1, alpha=0.6, label="training" if number == 0 else None)
+            if key != "lr":
+                label = folder.name if len(folders) > 1 else "validation"
+                _line(axis, evaluation, key, color=colour, lw=2, label=label)
+    for axis in axes.flat:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+
+
+def _line(axis, events: List[dict], key: str, **style) -> None:
+    points = [(event["epoch"], event[key]) for event in events if event[key] is not None]
+    axis.plot([epoch for epoch, _ in points], [value for _, value in points], **style)
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.curves", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--output", type=Path, default=Path("curves.png"), metavar="FILE.png")
+    options = parser.parse_args(arguments)
+    try:
+        draw(options.folders, options.output)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
