@@ -10,19 +10,17 @@ docs/results/half_weights.{md,csv,png}.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import csv
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict, List, NamedTuple
+from typing import List, NamedTuple
 
-from benchmarks.claims import machine
+from benchmarks import claims
 from tools.curves import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,24 +80,19 @@ def summarise(runs: List[Run]) -> List[dict]:
     return rows
 
 
-def claims(rows: List[dict]) -> List[dict]:
-    """At each peak: the distance to float32 in standard errors of the difference of the two means."""
+def gaps(rows: List[dict]) -> List[dict]:
+    """Claims: how far the training loss ends above or below float32's, in standard errors of that difference."""
     table = {(row["peak"], row["weights"]): row for row in rows}
-    found = []
-    for peak in PEAKS:
-        reference = table[peak, "float32"]
-        for weights in ("float16 stochastic", "float16 nearest"):
-            row = table[peak, weights]
-            error = ((row["train_loss_sd"] ** 2 + reference["train_loss_sd"] ** 2) / row["seeds"]) ** 0.5
-            value = (row["train_loss_mean"] - reference["train_loss_mean"]) / error
-            name = f"loss_above_float32_{weights.split()[1]}_peak{peak:g}"
-            claim = {"name": name, "value": value, "unit": "standard errors", "spread": None}
-            if weights.endswith("stochastic"):
-                claim.update(goal="within +-3", holds=abs(value) <= 3)
-            elif peak == min(PEAKS):
-                claim.update(goal=">= 5 (nearest rounding stalls)", holds=value >= 5)
-            found.append(claim)
-    return found
+    small = min(PEAKS)
+
+    def gap(weights: str, peak: float) -> float:
+        row, reference = table[peak, weights], table[peak, "float32"]
+        error = ((row["train_loss_sd"] ** 2 + reference["train_loss_sd"] ** 2) / row["seeds"]) ** 0.5
+        return abs(row["train_loss_mean"] - reference["train_loss_mean"]) / error
+
+    expected = [(f"stochastic_gap_peak{peak:g}", gap("float16 stochastic", peak), "<= 3") for peak in PEAKS]
+    expected.append((f"nearest_gap_peak{small:g}", gap("float16 nearest", small), ">= 5"))
+    return [claims.claim(name, [value], "standard errors", goal) for name, value, goal in expected]
 
 
 def draw(runs: List[Run], path: Path) -> None:
@@ -141,7 +134,7 @@ def write(rows: List[dict], found: List[dict]) -> None:
 
 
 def _page(rows: List[dict], found: List[dict]) -> str:
-    def cell(row: Dict[str, float], key: str, digits: int, factor: float = 1) -> str:
+    def cell(row: dict, key: str, digits: int, factor: float = 1) -> str:
         return f"{factor * row[f'{key}_mean']:.{digits}f} ± {factor * row[f'{key}_sd']:.{digits}f}"
 
     table = [
@@ -149,52 +142,40 @@ def _page(rows: List[dict], found: List[dict]) -> str:
         for row in rows
     ]
     verdicts = [
-        f"| {claim['name']} | {claim['value']:.1f} | {claim.get('goal', 'shown for comparison')} | "
-        f"{ {True: 'holds', False: 'does not hold', None: ''}[claim.get('holds')] } |"
-        for claim in found
+        f"| {each['name']} | {each['value']:.1f} | {each['goal']} | {'holds' if each['holds'] else 'does not hold'} |"
+        for each in found
     ]
-    about = machine()
-    return "\n".join(
-        [
-            "# Float16 weights: stochastic rounding against float32 and against nearest rounding",
-            "",
-            f"Measured on {about['date']}, {about['cpu']}, torch {about['torch']}, by",
-            "`python -m benchmarks.half_weights`: the quickstart recipe on the embedded digits (1,437 training and 360",
-            f'validation scans), {len(SEEDS)} seeds, mean ± standard deviation over seeds. "Weights" is what persists:',
-            "weights and momentum. Arithmetic is float32 in all rows.",
-            "",
-            "| peak learning rate | weights | final validation top-1 (%) | final training loss |",
-            "| --- | --- | --- | --- |",
-            *table,
-            "",
-            "![curves](half_weights.png)",
-            "",
-            "Difference of the final training loss to float32's, in standard errors of the difference of means:",
-            "",
-            "| figure | value | goal | |",
-            "| --- | --- | --- | --- |",
-            *verdicts,
-            "",
-        ]
-    )
+    about = claims.machine()
+    head = f"""# Float16 weights: stochastic rounding beside float32 and beside nearest rounding
+
+Measured on {about["date"]}, {about["cpu"]}, torch {about["torch"]}, by `python -m benchmarks.half_weights`:
+the quickstart recipe on the embedded digits (1,437 training and 360 validation scans), {len(SEEDS)} seeds, mean ±
+standard deviation over the seeds. "Weights" is what persists: weights and momentum. Arithmetic is float32 in all rows.
+
+| peak learning rate | weights | final validation top-1 (%) | final training loss |
+| --- | --- | --- | --- |"""
+    gap_head = """
+![training loss and validation accuracy over epochs](half_weights.png)
+
+Distance of the final training loss from float32's, in standard errors of the difference of the two means:
+
+| claim | value | goal | |
+| --- | --- | --- | --- |"""
+    return "\n".join([head, *table, gap_head, *verdicts]) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.half_weights")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    options = parser.parse_args()
+    as_json = claims.wants_json(__doc__)
     runs = [Run(*choice) for choice in itertools.product(WEIGHTS, PEAKS, SEEDS)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         for number, _ in enumerate(pool.map(train, runs), start=1):
             print(f"{number} of {len(runs)} runs done", flush=True)
     rows = summarise(runs)
-    found = claims(rows)
+    found = gaps(rows)
     RESULTS.mkdir(parents=True, exist_ok=True)
     draw(runs, RESULTS / "half_weights.png")
     write(rows, found)
-    print((RESULTS / "half_weights.md").read_text())
-    if options.json:
-        print(json.dumps({"benchmark": "half_weights", "machine": machine(), "rows": rows, "claims": found}))
+    claims.report("half_weights", rows, found, as_json)
 
 
 if __name__ == "__main__":

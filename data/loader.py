@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from data.decode import UnreadableImage
 from data.sources import Source
 from data.transforms import evaluation_transform, train_transform
+from recipe.batch import steps_per_epoch
 from recipe.config import Data
-from recipe.errors import DataError
 from recipe.randomness import bits32, key
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -40,15 +40,6 @@ class MicroBatch(NamedTuple):
     number: int  # within the step, counted over all replicas
     step: int
     unreadable: Tuple[str, ...]  # why images were left out, one message each
-
-
-def steps_per_epoch(size: int, global_batch: int) -> int:
-    """Whole global batches in `size` training images. Raises DataError if there is none."""
-    if size < global_batch:
-        raise DataError(
-            f"{size} training images do not fill a global batch of {global_batch}; set batch.global to {size} or less"
-        )
-    return size // global_batch
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -80,17 +71,17 @@ def training_batches(
     start once and load ahead over the ends of epochs; closing the iterator ends them.
 
     Args:
-        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch.
+        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch, and
+            the source fills at least one.
         seed: of the run; order and augmentation are functions of it.
         replica, replicas: this replica's number, and how many there are.
         pin_memory: put the tensors into page-locked memory; needs an accelerator.
 
     Raises:
-        DataError: fewer images than one global batch; or, while iterating, an unreadable image
-            (UnreadableImage) under data.bad_images=error.
+        UnreadableImage: while iterating, under data.bad_images=error.
     """
     assert global_batch % (micro * replicas) == 0 and 0 <= replica < replicas, (global_batch, micro, replicas)
-    steps_per_epoch(len(source), global_batch)
+    assert len(source) >= global_batch, (len(source), global_batch)
     share = global_batch // micro // replicas
     requests = _training_requests(
         len(source), global_batch, micro, seed, range(first_step, last_step),

@@ -142,7 +142,7 @@ def open_source(data: Data, classes: int, split: str) -> Source:
         )
     count_key = "train_images" if split == "train" else "validation_images"
     expected = getattr(data, count_key)
-    if expected is not None and len(source) != expected:
+    if data.source == "folder" and expected is not None and len(source) != expected:
         raise DataError(
             f"{place}: {len(source)} images, but data.{count_key} is {expected}; "
             f"complete the images or set data.{count_key}={len(source)}"

@@ -45,7 +45,7 @@ def build(model: Model, seed: int) -> BlockList:
     Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key("weights", seed) >> 1)
+        torch.default_generator.manual_seed(key("weights", seed) >> 1)
         network = _timm_model(model)
     draws = Draws(seed)
     blocks = [

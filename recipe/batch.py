@@ -88,8 +88,8 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         ConfigError: a warm-up as long as the run.
     """
     size = recipe.batch.global_
-    steps_per_epoch = train_images // size
-    if steps_per_epoch == 0:
+    per_epoch = steps_per_epoch(train_images, size)
+    if per_epoch == 0:
         portion = recipe.batch.micro * (recipe.parallel.replicas or 1)
         fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else "a smaller batch.micro as well"
@@ -97,25 +97,31 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
             f"batch.global {size} is more than the {train_images} training images; give more images or {remedy}"
         )
     run, schedule = recipe.run, recipe.schedule
-    total = max(1, in_steps(run.epochs, run.steps, run.images, steps_per_epoch, size))
-    warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, steps_per_epoch, size)
+    total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
+    warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
     if warmup >= total:
         raise ConfigError(
             f"the warm-up of {warmup} steps is not shorter than the run of {total}; "
             f"lower schedule.warmup_epochs or lengthen run.epochs"
         )
-    return Lengths(steps_per_epoch, train_images - steps_per_epoch * size, total, warmup)
+    return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 
 
-def in_steps(
-    epochs: float | None, steps: int | None, images: int | None, steps_per_epoch: int, global_batch: int
-) -> int:
-    """A duration in whole steps; 0 if none of the three is given. Epochs round to the nearest step."""
+def steps_per_epoch(train_images: int, global_batch: int) -> int:
+    """Whole global batches in an epoch; the images left over are not trained on in that epoch."""
+    return train_images // global_batch
+
+
+def in_steps(epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int) -> int:
+    """A duration in whole steps, of which an epoch has `per_epoch`; 0 if none of the three is given.
+
+    Epochs round to the nearest step, images up to a whole one.
+    """
     if steps is not None:
         return steps
     if images is not None:
         return -(-images // global_batch)
-    return round((epochs or 0) * steps_per_epoch)
+    return round((epochs or 0) * per_epoch)
 
 
 def peak_learning_rate(recipe: Recipe) -> float:

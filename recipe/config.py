@@ -36,9 +36,11 @@ class Run(_Section):
         "auto", description="auto takes CUDA where there is one, else the CPU; ipu so far only plans (--dry-run)"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="every draw of the run is a function of it")
-    epochs: Optional[float] = Field(None, gt=0, description="length of the run in epochs (or give steps or images)")
-    steps: Optional[int] = Field(None, gt=0, description="length of the run in optimizer updates")
-    images: Optional[int] = Field(None, gt=0, description="length of the run in training images")
+    epochs: Optional[float] = Field(
+        None, gt=0, le=1e6, description="length of the run in epochs (or give steps or images)"
+    )
+    steps: Optional[int] = Field(None, gt=0, le=10**12, description="length of the run in optimizer updates")
+    images: Optional[int] = Field(None, gt=0, le=10**15, description="length of the run in training images")
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="auto continues from the newest good checkpoint of the run folder; never refuses a used folder",
@@ -77,7 +79,10 @@ class Model(_Section):
         None, ge=0, lt=1, description="dropout before the classifier; null takes the name's"
     )
     drop_path: float = Field(
-        0.2, ge=0, lt=1, description="stochastic depth of the last block, falling linearly to 0 at the first"
+        0.2,
+        ge=0,
+        lt=1,
+        description="stochastic depth: block i of n drops its branch at this rate x i / n, the first never",
     )
     classes: int = Field(1000, ge=2, description="classes of the data")
     mean: Tuple[float, float, float] = Field(
@@ -222,7 +227,7 @@ class Data(_Section):
     train_folder: str = Field("train", description="folder below root with one folder of images per class")
     validation_folder: str = Field("val", description="likewise, for evaluation")
     train_images: Optional[int] = Field(
-        None, gt=0, description="expected training images: a different count is an error"
+        None, gt=0, description="expected training images of a folder: another count is an error"
     )
     validation_images: Optional[int] = Field(None, gt=0, description="expected validation images, likewise")
     workers: int = Field(8, ge=0, description="processes that decode and augment; 0 does it in the training process")

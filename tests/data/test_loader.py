@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import EvaluationBatches, MicroBatch, epoch_order, steps_per_epoch, training_batches
+from data.loader import EvaluationBatches, MicroBatch, epoch_order, training_batches
 from data.sources import Source, UnreadableImage
 from data.transforms import evaluation_transform, train_transform
 from recipe.config import Data
-from recipe.errors import DataError
 from recipe.randomness import bits32, key
 
 SIZE = 16
@@ -158,15 +157,6 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
 def test_a_run_that_resumes_gets_what_it_would_have_got(workers):
     """Steps 0 to 3 are the first epoch, so 5 lies inside the second."""
     assert contents(train(first=5, workers=workers)) == [c for c in contents(train()) if c[0] >= 5]
-
-
-def test_a_data_set_smaller_than_the_global_batch_is_an_error_with_the_remedy():
-    assert steps_per_epoch(50, 12) == 4
-    message = "50 training images do not fill a global batch of 51; set batch.global to 50 or less"
-    for call in (lambda: steps_per_epoch(50, 51), lambda: train(global_batch=51)):
-        with pytest.raises(DataError) as caught:
-            call()
-        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -156,6 +156,11 @@ def test_a_good_recipe_opens_both_splits(root):
     assert len(open_source(Data(source="digits"), 10, "validation")) == 360
 
 
+def test_expected_counts_are_of_the_folders_and_do_not_bind_the_digits():
+    """A recipe for a folder, tried on the embedded digits by one override."""
+    assert len(open_source(Data(source="digits", train_images=1281167), 10, "train")) == 1437
+
+
 def test_a_validation_folder_can_do_without_training_images(root):
     (root / "train").rename(root / "gone")
     assert len(open_source(recipe(root), 2, "validation")) == 2

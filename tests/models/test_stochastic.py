@@ -94,7 +94,9 @@ def test_evaluation_and_a_rate_of_zero_change_nothing(kind):
 
 
 def stochastic(seed=0):
-    return build(Model(name="efficientnet_b0", width=0.25, classes=10, drop_path=0.5, dropout=0.5), seed=seed)
+    return build(
+        Model(name="efficientnet_b0", width=0.25, depth=0.6, classes=10, drop_path=0.5, dropout=0.5), seed=seed
+    )
 
 
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
