@@ -176,8 +176,8 @@ def test_a_device_that_is_not_there_is_refused(command):
 
 def test_the_folder_of_another_recipe_is_refused(command):
     command()
-    line = command.refuses("model.dropout=0.3")
-    assert "belongs to another recipe: model.dropout is 0.0 there, 0.3 here" in line and "run.output=FOLDER" in line
+    line = command.refuses("run.seed=1")
+    assert "belongs to another recipe: run.seed is 0 there, 1 here" in line and "run.output=FOLDER" in line
 
 
 def test_a_folder_that_is_no_run_is_refused(command):
@@ -421,10 +421,10 @@ def plan(*arguments):
 
 
 def test_the_plan_of_the_quickstart_is_printed_without_loading_torch(tmp_path):
-    """1437 digits in batches of 48: 29 steps an epoch (45 images over), 40 epochs, 4 of warm-up."""
-    lines = plan(f"run.output={tmp_path / 'run'}")
-    assert any("48 = 48 micro x 1 accumulation x 1 replica (1 device)" in line for line in lines)
-    assert any("1160 steps = 40 epochs x 29 steps, 116 of warm-up; 45 images left over" in line for line in lines)
+    """1437 digits in batches of 48: 29 steps an epoch and 45 images over."""
+    lines = plan(f"run.output={tmp_path / 'run'}", "batch.global=48", "batch.micro=12", "run.epochs=40")
+    assert any("48 = 12 micro x 4 accumulation x 1 replica (1 device)" in line for line in lines)
+    assert any("1160 steps = 40 epochs x 29 steps" in line and "45 images left over" in line for line in lines)
     assert not (tmp_path / "run").exists()
 
 

@@ -132,7 +132,7 @@ class Trainer:
         if save:
             self._save(window, scheduled)
         self._clock.pause(time.monotonic() - start)
-        if save and self._signal is not None and not last:  # a signal that came after a step without saving: the next
+        if save and self._signal is not None and not last:  # one that came since waits for the next step
             raise Stopped(f"{signal.Signals(self._signal).name}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, step: int, window: _Window) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import subprocess
+import warnings
 
 import pytest
 import torch
@@ -390,6 +391,17 @@ def test_any_other_file_is_refused_in_one_line(tmp_path):
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(path)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value), data
+
+
+def test_a_foreign_file_is_refused_without_torchs_warnings(tmp_path):
+    """Newer ones warn of pickle protocols other than 2, which would be a second line beside ours."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(pickle.dumps({"format": 1}, protocol=4))
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointError):
+            checkpoint.load(path)
+    assert given == []
 
 
 def test_a_missing_file_is_named(tmp_path):

