@@ -13,9 +13,16 @@ from recipe.errors import UserError
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error is said."""
+
+    def error(self, message):
+        self.exit(WRONG_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train.py", description="Train a recipe; a run that was cut off resumes from its last checkpoint."
     )
     parser.add_argument(

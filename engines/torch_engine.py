@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from data.loader import MicroBatch
 from engines.base import Counts, Engine, StepResult
 from models.efficientnet import build
+from models.stages import BlockList, split_names
 from optim import factory
 from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
@@ -38,6 +39,7 @@ class TorchEngine(Engine):
         self._classes = recipe.model.classes
         self._label_smoothing = recipe.data.label_smoothing
         self._model = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
+        _check_cuts(recipe, self._model)
         norms = _norm_parameters(self._model)
         self.weights = WeightState(
             self._model.named_parameters(),
@@ -93,6 +95,8 @@ class TorchEngine(Engine):
         return {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        if "loss_scale" not in state:
+            raise ValueError("loss_scale is missing")
         self.weights.load_state_dict(state)
         self._loss_scale.load_state_dict(state["loss_scale"])
 
@@ -154,6 +158,14 @@ def _set_determinism(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _check_cuts(recipe: Recipe, model: BlockList) -> None:
+    """One process computes all stages whatever the cuts, but a recipe that names wrong ones is wrong everywhere."""
+    try:
+        split_names(model.names, recipe.parallel.split)
+    except ValueError as error:
+        raise ConfigError(f"parallel.split: {error}") from None
 
 
 def _norm_parameters(model: nn.Module) -> List[str]:

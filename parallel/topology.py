@@ -28,9 +28,13 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
     """The topology that launcher and recipe agree on.
 
     Raises:
-        ConfigError: the launcher started several processes, or the recipe asks for several replicas.
+        ConfigError: the launcher started several processes or no number of them, or the recipe asks for
+            several replicas.
     """
-    world = int(environment.get("WORLD_SIZE", "1"))
+    text = environment.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ConfigError(f"WORLD_SIZE {text!r} in the environment is no number of processes; unset it")
+    world = int(text)
     replicas = recipe.parallel.replicas or 1
     if world > 1:
         raise ConfigError(f"{world} processes were started, but this version trains in one; start train.py once")

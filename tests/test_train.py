@@ -145,6 +145,13 @@ def test_a_recipe_that_cannot_be_run_is_refused_with_the_key_and_a_remedy(comman
     assert names in line and remedy in line
 
 
+def test_a_flag_that_does_not_exist_is_refused_in_one_line(capfd):
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--confog", "mine.yaml"])
+    assert exit.value.code == WRONG_INPUT
+    assert capfd.readouterr().err.splitlines() == ["train.py: unrecognized arguments: --confog; see train.py --help"]
+
+
 def test_the_file_that_is_wrong_is_named(command, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {QUICKSTART}\noptimizer: {{momentun: 0.9}}\n")

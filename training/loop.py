@@ -62,6 +62,12 @@ class _Window:
         self.correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
         self.images, self.steps = progression.images, progression.steps_in_window
 
+    def empty(self) -> None:
+        """Starts over, after a log line."""
+        self.loss.zero_()
+        self.correct.zero_()
+        self.images = self.steps = 0
+
     def add(self, result: StepResult) -> None:
         self.loss += result.loss
         self.correct += result.correct
@@ -156,14 +162,13 @@ class Trainer:
             ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
             values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
         left = (self._lengths.total - step - 1) * self._recipe.batch.global_ / values["images_per_second"]
-        text = (
-            f"epoch {values['epoch']:.2f}  loss {values['loss']:.4f}  top1 {values['top1']:.2%}  "
-            f"lr {values['lr']:.4g}  {values['images_per_second']:.0f} images/s  MFU {values['mfu']:.1%}  "
-            f"ETA {duration(left)}"
+        text = (  # with the bar before it, it fits a terminal of 80 columns
+            f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {values['images_per_second']:.0f} images/s "
+            f"MFU {values['mfu']:.0%} ETA {duration(left)}"
         )
         self._monitor.event("train", step + 1, values, "")
         self._monitor.progress.advance(step + 1, text)
-        window.__init__(Progression(), self._engine.device)
+        window.empty()
         if in_row > self._recipe.precision.max_skipped_steps:
             raise TrainingError(
                 f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out; "

@@ -111,7 +111,7 @@ class BarProgress(Progress):
     def __init__(self, total: int, step: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns)
         self._bar.start()
         self._task = self._bar.add_task("", total=total, completed=step)

@@ -42,6 +42,8 @@ def run(recipe: Recipe) -> None:
             )
             return
         print(batch.describe())
+        if batch.stages > 1:
+            print(f"one process computes all {batch.stages} stages itself, on one device")
         print(lengths.describe())
         _train(recipe, batch, lengths, base.create(recipe, batch, place), train, validation, folder)
     finally:

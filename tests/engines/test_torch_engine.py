@@ -384,6 +384,20 @@ def test_a_state_of_another_model_is_refused_by_name(engine):
         engine().load_state_dict(engine("model.depth=1").state_dict())
 
 
+def test_a_state_without_its_loss_scale_is_refused_before_anything_is_taken_from_it(engine):
+    run, other = engine(), engine("run.seed=1")
+    before = run.state_dict()
+    state = {name: value for name, value in other.state_dict().items() if name != "loss_scale"}
+    with pytest.raises(ValueError, match=r"^loss_scale is missing$"):
+        run.load_state_dict(state)
+    assert_bitwise_equal(run.state_dict(), before)
+
+
+def test_cut_points_that_are_no_blocks_are_refused_though_one_process_needs_none(engine):
+    with pytest.raises(ConfigError, match=r"^parallel.split: blocks.9.9 is not a block; the blocks are preprocess, "):
+        engine("parallel.stages=2", "parallel.split=[blocks.9.9]")
+
+
 @pytest.mark.parametrize(("compute", "epsilon"), [("float16", 2**-11), ("bfloat16", 2**-8)])
 def test_half_precision_compute_trains(tiny, engine, compute, epsilon):
     """Finite losses, no skipped step, and the first loss is float32's to within the format.

@@ -25,6 +25,11 @@ def test_several_processes_are_refused_before_each_trains_the_same_run(tiny):
         from_environment(tiny(), {"WORLD_SIZE": "2"})
 
 
+def test_a_world_size_that_is_no_number_is_the_users_to_mend(tiny):
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE 'two' .*unset it$"):
+        from_environment(tiny(), {"WORLD_SIZE": "two"})
+
+
 @pytest.mark.parametrize(("stages", "processes"), [(1, 3), (2, 6)])
 def test_several_replicas_are_refused_with_the_processes_they_need(tiny, stages, processes):
     """Each stage of each replica is a process of its own: replicas x stages."""
