@@ -11,8 +11,6 @@ from data.loader import MicroBatch
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe.batch import Batch
-from recipe.config import Recipe
-from recipe.errors import ConfigError
 
 
 class StepResult(NamedTuple):
@@ -85,18 +83,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases the hardware."""
-
-
-def create(recipe: Recipe, batch: Batch, topology: Topology) -> Engine:
-    """The engine that `run.device` asks for.
-
-    Raises:
-        ConfigError: a device that this machine does not have.
-    """
-    if recipe.run.device == "ipu":
-        raise ConfigError(
-            "run.device ipu: this version plans IPU runs (--dry-run) but cannot make them; use cuda or cpu"
-        )
-    from engines.torch_engine import TorchEngine
-
-    return TorchEngine(recipe, batch, topology)

@@ -31,27 +31,26 @@ class Draws:
         return mask.to(like.device, like.dtype, non_blocking=True)
 
 
-class Dropout(nn.Module):
-    """Zeroes single activations. Input and output: [N, features]. Source: Srivastava et al., JMLR 15 (2014)."""
+class _Dropping(nn.Module):
+    """A layer that drops a share `rate` of something while training; `name` tells its draws from other layers'."""
 
     def __init__(self, rate: float, name: str, draws: Draws):
         super().__init__()
         self.rate, self.name, self.draws = rate, name, draws
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.rate == 0:
-            return x
+        return self._drop(x) if self.training and self.rate else x
+
+
+class Dropout(_Dropping):
+    """Zeroes single activations. Input and output: [N, features]. Source: Srivastava et al., JMLR 15 (2014)."""
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.draws.keep_mask(self.name, self.rate, x.numel(), x).view_as(x)
 
 
-class DropPath(nn.Module):
+class DropPath(_Dropping):
     """Zeroes a residual branch per image. Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382."""
 
-    def __init__(self, rate: float, name: str, draws: Draws):
-        super().__init__()
-        self.rate, self.name, self.draws = rate, name, draws
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.rate == 0:
-            return x
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.draws.keep_mask(self.name, self.rate, x.shape[0], x).view(-1, 1, 1, 1)

@@ -1,5 +1,6 @@
 """Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each other."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,23 @@ TINY = (
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk("8m"): the folder of a real file system of that size; only root can make one, and not everywhere."""
+    mount = tmp_path / "disk"
+
+    def make(size):
+        mount.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("needs root and the right to mount")
+        return mount
+
+    yield make
+    if mount.is_mount():
+        subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 @pytest.fixture

@@ -18,15 +18,6 @@ from tests.conftest import QUICKSTART, ROOT, TINY
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other cost more than these small layers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _no_measuring(monkeypatch):
     """The machine's peak enters the utilisation alone, a timing field."""
@@ -361,15 +352,8 @@ def test_a_run_whose_gradients_stay_infinite_ends_with_1_and_a_remedy(command):
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """A real file system of 8 MiB: only root can make one, and not everywhere."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root and the right to mount")
-    yield mount
-    subprocess.run(["umount", "--lazy", mount], check=True)
+def disk(small_disk):
+    return small_disk("8m")
 
 
 def fill(disk, leaving):

@@ -6,7 +6,7 @@ import torch
 
 from data.loader import EvaluationBatches, training_batches
 from data.sources import open_source
-from engines import base
+from engines import factory
 from engines.base import Engine
 from models.efficientnet import build
 from models.stages import multiply_adds
@@ -45,7 +45,7 @@ def run(recipe: Recipe) -> None:
         if batch.stages > 1:
             print(f"one process computes all {batch.stages} stages itself, on one device")
         print(lengths.describe())
-        _train(recipe, batch, lengths, base.create(recipe, batch, place), train, validation, folder)
+        _train(recipe, batch, lengths, factory.create(recipe, batch, place), train, validation, folder)
     finally:
         folder.close()
 

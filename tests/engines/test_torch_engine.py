@@ -9,7 +9,7 @@ import torch
 
 from data.loader import EvaluationBatches, MicroBatch
 from data.sources import open_source
-from engines import base
+from engines import factory
 from engines.torch_engine import TorchEngine
 from models.efficientnet import build
 from parallel.topology import Topology
@@ -21,22 +21,13 @@ PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32", "d
 RANDOM_LAYERS = ("model.dropout=0.5", "model.drop_path=0.5")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other cost more than these small layers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def engine(tiny):
     """engine(*overrides): an engine of the tiny recipe."""
 
     def create(*overrides):
         recipe = tiny(*overrides)
-        return base.create(recipe, divide(recipe), Topology(1, 0, 1))
+        return factory.create(recipe, divide(recipe), Topology(1, 0, 1))
 
     return create
 

@@ -305,21 +305,9 @@ def test_files_of_others_are_left_alone(folder):
     assert files(checkpoints.folder) == sorted([*pair(3, 4), aside.name])
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 64 KiB: only root can make one, and not everywhere."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root and the right to mount")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
-
-
 def test_a_disk_that_is_really_full_leaves_the_last_one(small_disk, warnings_given):
     """64 KiB hold one checkpoint of 40 KiB and not two."""
-    checkpoints = CheckpointFolder(small_disk / "checkpoints", 2, False)
+    checkpoints = CheckpointFolder(small_disk("64k") / "checkpoints", 2, False)
     large = {"engine": {}, "progression": {"step": 1}, "weights": torch.zeros(10_000)}
     checkpoints.save(1, large, None)
     with pytest.raises(OSError) as caught:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.loader import MicroBatch, training_batches
 from data.sources import open_source
-from engines import base
+from engines import factory
 from engines.base import Counts, Engine, StepResult
 from optim.half_weights import Norms
 from parallel.topology import Topology
@@ -18,15 +18,6 @@ from recipe.batch import Lengths
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
 from training.monitor import Metrics, Monitor, Progress
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other cost more than these small layers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class ScriptedEngine(Engine):
@@ -359,7 +350,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
     recipe = tiny("run.steps=12", "log.every_steps=4", "precision.weights=float32", "precision.dynamic_loss_scale=true")
     source = open_source(recipe.data, 10, "train")
     lengths = arithmetic.lengths(recipe, len(source))
-    engine = base.create(recipe, arithmetic.divide(recipe), Topology(1, 0, 1))
+    engine = factory.create(recipe, arithmetic.divide(recipe), Topology(1, 0, 1))
     waits, by_step = _Waits(), {}
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)

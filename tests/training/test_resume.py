@@ -68,15 +68,6 @@ class Outcome:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads that wait for each other cost more than these small layers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
 def _no_measuring():
     """The machine's peak enters the utilisation alone, a timing field."""
     with pytest.MonkeyPatch.context() as patch:
