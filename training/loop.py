@@ -22,7 +22,7 @@ from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
 from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
-from training.monitor import Clock, Monitor, duration
+from training.monitor import Clock, Monitor, duration, pace
 
 
 class TrainingError(Exception):
@@ -163,7 +163,7 @@ class Trainer:
             values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
         left = (self._lengths.total - step - 1) * self._recipe.batch.global_ / values["images_per_second"]
         text = (  # with the bar before it, it fits a terminal of 80 columns
-            f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {values['images_per_second']:.0f} images/s "
+            f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(values['images_per_second'])} "
             f"MFU {values['mfu']:.0%} ETA {duration(left)}"
         )
         self._monitor.event("train", step + 1, values, "")
@@ -227,7 +227,7 @@ class Trainer:
         }
         text = (
             f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
-            f"{duration(seconds)}, {images / seconds:.0f} images/s with evaluation and checkpoints"
+            f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         self._monitor.event("end", self._lengths.total, values, text)
 

@@ -176,6 +176,11 @@ def _print_at_once(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def pace(images_per_second: float) -> str:
+    """Images a second, with two digits where there are only a few."""
+    return f"{images_per_second:.0f} images/s" if images_per_second >= 10 else f"{images_per_second:.2g} images/s"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds as H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from training import monitor
-from training.monitor import BarProgress, Clock, Metrics, Monitor, Progress, create_progress, duration
+from training.monitor import BarProgress, Clock, Metrics, Monitor, Progress, create_progress, duration, pace
 
 
 def read(path):
@@ -273,3 +273,11 @@ def test_seconds_add_up_over_sessions(now):
 )
 def test_durations_are_read_as_hours_minutes_seconds(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1234.5, "1234 images/s"), (12.34, "12 images/s"), (1.249, "1.2 images/s"), (0.0717, "0.072 images/s")],
+)
+def test_slow_rates_keep_two_digits(rate, text):
+    assert pace(rate) == text
