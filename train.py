@@ -5,6 +5,7 @@ remedy), 75 stopped by a signal after saving: the same command resumes.
 """
 
 import argparse
+import re
 import sys
 
 from recipe import batch, loading
@@ -40,6 +41,10 @@ def main(arguments=None) -> int:
         return _naming(options.config, _train, recipe)
     except UserError as error:
         return _fail(error, WRONG_INPUT)
+    except RuntimeError as error:
+        if not re.search("out of memory|can't allocate memory", str(error)):
+            raise
+        return _fail("the memory does not suffice; lower batch.micro, batch.evaluation or model.image_size", FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
 

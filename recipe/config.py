@@ -73,7 +73,7 @@ class Model(_Section):
         "same", description="same pads as TensorFlow does; torch pads symmetrically"
     )
     image_size: Optional[int] = Field(
-        None, ge=8, description="pixels a side in training and evaluation; null takes the name's"
+        None, ge=8, le=8192, description="pixels a side in training and evaluation; null takes the name's"
     )
     dropout: Optional[float] = Field(
         None, ge=0, lt=1, description="dropout before the classifier; null takes the name's"

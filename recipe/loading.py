@@ -144,6 +144,8 @@ def _override(text: str) -> tuple:
     parts = name.split(".")
     if not equals or len(parts) != 2 or not all(parts):
         raise ConfigError(f"{_COMMAND_LINE}: {text!r} is not an override; write section.key=value, e.g. run.seed=1")
+    if not value.strip():
+        raise ConfigError(f"{_COMMAND_LINE}: {name}: the value is empty; write {name}=null to unset it")
     return _COMMAND_LINE, {parts[0]: {parts[1]: parse_yaml(value, f"{_COMMAND_LINE}: {name}")}}
 
 

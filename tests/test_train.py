@@ -434,3 +434,17 @@ def test_the_plan_of_a_pod_needs_no_pod(tmp_path):
     assert any("6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)" in line for line in lines)
     assert any("72800 steps = 350 epochs x 208 steps, 14560 of warm-up; 3215 images" in line for line in lines)
     assert any("peak learning rate 8.485" in line for line in lines)
+
+
+def test_memory_that_does_not_suffice_is_one_line(command, monkeypatch):
+    """torch's words on a CPU; CUDA's error says "out of memory" and is a RuntimeError, too."""
+
+    def fail(*_, **__):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried to allocate 36000000000000 bytes"
+        )
+
+    monkeypatch.setattr(TorchEngine, "train_step", fail)
+    code, _, errors = command()
+    assert (code, len(errors)) == (FAILED, 1)
+    assert "lower batch.micro" in errors[0]

@@ -26,8 +26,13 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
     except OSError:
         raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
     events: Dict[str, List[dict]] = {}
-    for line in lines:
-        event = json.loads(line)
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            if number == len(lines):  # a run that is being written, or was killed while it wrote
+                break
+            raise UserError(f"{path}:{number}: not a line of metrics; remove it") from None
         events.setdefault(event["event"], []).append(event)
     return events
 
@@ -56,6 +61,8 @@ def draw(folders: List[Path], output: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"{output}: no kind of picture; name it like curves.png")
     figure.savefig(output, dpi=110)
 
 

@@ -73,6 +73,8 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
     evaluation = EvaluationBatches(
         validation, data=recipe.data, image_size=image_size, batch=recipe.batch.evaluation, pin_memory=pin
     )
+    if progression.metrics_bytes > (folder.metrics.stat().st_size if folder.metrics.exists() else 0):
+        print(f"{folder.metrics}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
     metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
     tensorboard = folder.tensorboard if recipe.log.tensorboard else None
     monitor = Monitor(metrics, create_progress(lengths.total, step), tensorboard, step)

@@ -153,7 +153,8 @@ def first_difference(old: Recipe, new: Recipe) -> str:
     for section, keys in after.items():
         for key, value in keys.items():
             if key not in _FREE.get(section, ()) and before[section][key] != value:
-                return f"{section}.{key} is {before[section][key]} there, {value} here"
+                there, here = ("null" if each is None else each for each in (before[section][key], value))
+                return f"{section}.{key} is {there} there, {here} here"
     return ""
 
 

@@ -141,18 +141,18 @@ def test_an_epoch_holds_a_whole_batch():
         (None, 47, "batch.global=45"),
         (5, 47, "batch.global=45"),
         (10, 47, "batch.global=30"),
-        (None, 2, "a smaller batch.micro as well"),
-        (16, 47, "a smaller batch.micro as well"),
+        (None, 2, "batch.global=2 batch.micro=2"),
+        (16, 47, "batch.global=32 batch.micro=2"),
     ):
         with pytest.raises(DataError) as caught:
             lengths(recipe(48, 3, replicas=replicas), images)
         assert str(caught.value) == (
             f"batch.global 48 is more than the {images} training images; give more images or {remedy}"
         )
-        if "=" in remedy:
-            mended = recipe(int(remedy.partition("=")[2]), 3, replicas=replicas)
-            assert divide(mended).global_ <= images
-            assert lengths(mended, images).steps_per_epoch == 1
+        values = dict(part.split("=") for part in remedy.split())
+        mended = recipe(int(values["batch.global"]), int(values.get("batch.micro", 3)), replicas=replicas)
+        assert divide(mended).global_ <= images
+        assert lengths(mended, images).steps_per_epoch == 1
 
 
 def test_the_peak_rate_is_given_or_grows_with_the_batch():

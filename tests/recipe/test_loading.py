@@ -93,7 +93,6 @@ def test_an_error_names_the_layer_that_made_it(write):
         ("run.seed=[1]", "must be a valid integer, found [1]"),
         ("run.seed={a: 1}", "must be a valid integer, found {'a': 1}"),
         ("run.seed=null", "must be a valid integer, found None"),
-        ("run.seed=", "must be a valid integer, found None"),
         ("run.deterministic=1", "must be a valid boolean, found 1"),
         ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
         ("run.name=5", "must be a valid string, found 5"),
@@ -235,8 +234,15 @@ def test_the_later_layer_wins_key_by_key(write):
 
 def test_null_takes_back_what_may_be_absent(write):
     path = write(SMALLEST + "data: {root: /a, train_images: 5}\nmodel: {width: 3.5}")
-    recipe = load(path, ["data.root=null", "data.train_images=~", "model.width="])
+    recipe = load(path, ["data.root=null", "data.train_images=~", "model.width=null"])
     assert (recipe.data.root, recipe.data.train_images, recipe.model.width) == (None, None, 1.4)
+
+
+def test_an_empty_value_is_refused_as_the_slip_of_a_shell_that_it_mostly_is(write):
+    with pytest.raises(
+        ConfigError, match=r"^command line: run.output: the value is empty; write run.output=null to unset"
+    ):
+        load(write(SMALLEST), ["run.output="])
 
 
 def test_bases_are_found_beside_the_file_that_names_them(write, tmp_path, monkeypatch):
@@ -339,7 +345,7 @@ def test_what_is_dumped_loads_as_the_same_recipe(path, write):
 
 # Values of each type that are awkward to write down, for the fields that take them.
 VALUES = (
-    True, False, 0, 1, 2, 3, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
+    True, False, 0, 1, 2, 3, 64, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
     "1e5", "08", "on", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', "\ud7ff\U0001f600\x85",
     " x ", "", "x" * 300 + " " + "y" * 300, [0.25, 0.5], [0.1, 1 / 3, 1.0], [], ["bias"], ["1e5"],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def test_a_damaged_note_of_the_environment_does_not_stop_a_run(opened):
         ("batch.global=48", r"batch.global is 24 there, 48 here"),
         ("batch.micro=6", r"batch.micro is 12 there, 6 here"),
         ("precision.rounding=nearest", r"precision.rounding is stochastic there, nearest here"),
-        ("run.epochs=1", r"run.epochs is None there, 1.0 here"),
+        ("run.epochs=1", r"run.epochs is null there, 1.0 here"),
     ],
 )
 def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, override, said):
