@@ -9,7 +9,7 @@ import re
 import sys
 
 from recipe import batch, loading
-from recipe.errors import UserError
+from recipe.errors import ConfigError, UserError
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
@@ -68,8 +68,6 @@ def _train(recipe) -> int:
 
 def _naming(config, function, recipe):
     """Calls function(recipe); puts the recipe's file before the complaint about what it says."""
-    from recipe.errors import ConfigError
-
     try:
         return function(recipe)
     except ConfigError as error:

@@ -90,10 +90,10 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
-        portion = recipe.batch.micro * (recipe.parallel.replicas or 1)
-        fitting = train_images // portion * portion
         replicas = recipe.parallel.replicas or 1
         each = train_images // replicas
+        portion = recipe.batch.micro * replicas
+        fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
         raise DataError(
             f"batch.global {size} is more than the {train_images} training images; give more images or {remedy}"

@@ -42,6 +42,8 @@ def draw(folders: List[Path], output: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
+    if output.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"{output}: no kind of picture; name it like curves.png")
     axes = figure.subplots(2, 2)
     for number, folder in enumerate(folders):
         events, colour = read_events(folder), f"C{number}"
@@ -61,8 +63,6 @@ def draw(folders: List[Path], output: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"{output}: no kind of picture; name it like curves.png")
     figure.savefig(output, dpi=110)
 
 

@@ -329,7 +329,9 @@ def test_a_state_that_does_not_fit_is_refused_whole(key, name, tensor, message):
 
 def test_what_belongs_to_others_in_a_state_is_let_be():
     state = weight_state(module_parameters())
+    before = bits_of(state)
     state.load_state_dict({**saved(state), "loss_scale": {"scale": torch.ones(())}})
+    assert_same_bits(bits_of(state), before)
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(HALF, 2), (SINGLE, 4)], ids=str)
