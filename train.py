@@ -4,26 +4,17 @@ Exit codes: 0 done, 1 the machine or the run failed, 2 the input is wrong (one l
 remedy), 75 stopped by a signal after saving: the same command resumes.
 """
 
-import argparse
 import re
 import sys
 
 from recipe import batch, loading
 from recipe.errors import ConfigError, UserError
-
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error is said."""
-
-    def error(self, message):
-        self.exit(WRONG_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+from training.command import DONE, FAILED, STOPPED, WRONG_INPUT, Parser
 
 
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
-    parser = _Parser(
+    parser = Parser(
         prog="train.py", description="Train a recipe; a run that was cut off resumes from its last checkpoint."
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from functools import partial
-from typing import Callable, Iterable, Iterator, List, NamedTuple, Tuple
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Tuple, Union
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def training_batches(
     source: Source,
     *,
     data: Data,
-    image_size: int,
+    image_size: Union[int, Callable[[int], int]],
     global_batch: int,
     micro: int,
     seed: int,
@@ -71,6 +71,8 @@ def training_batches(
     start once and load ahead over the ends of epochs; closing the iterator ends them.
 
     Args:
+        image_size: pixels a side of the images, or the function from an epoch, counted from 0, to them. It is
+            called in this process, once an epoch and ahead of the training; workers never see it.
         global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch, and
             the source fills at least one.
         seed: of the run; order and augmentation are functions of it.
@@ -84,11 +86,10 @@ def training_batches(
     assert len(source) >= global_batch, (len(source), global_batch)
     share = global_batch // micro // replicas
     requests = _training_requests(
-        len(source), global_batch, micro, seed, range(first_step, last_step),
+        len(source), image_size, global_batch, micro, seed, range(first_step, last_step),
         range(replica * share, (replica + 1) * share),
     )  # fmt: skip
-    transform = partial(_for_training, image_size=image_size, data=data, seed=seed)
-    dataset = _MicroBatches(source, micro, image_size, transform)
+    dataset = _MicroBatches(source, micro, partial(_for_training, data=data, seed=seed))
     return _delivered(_Loader(dataset, requests, data, pin_memory), data)
 
 
@@ -114,11 +115,10 @@ class EvaluationBatches:
         assert 0 <= replica < replicas, (replica, replicas)
         total = -(-len(source) // batch)
         self._requests = [
-            _Request(0, 0, number, list(range(number * batch, min((number + 1) * batch, len(source)))))
+            _Request(0, 0, number, image_size, list(range(number * batch, min((number + 1) * batch, len(source)))))
             for number in range(total * replica // replicas, total * (replica + 1) // replicas)
         ]
-        transform = partial(_for_evaluation, image_size=image_size, crop_fraction=data.crop_fraction)
-        dataset = _MicroBatches(source, batch, image_size, transform)
+        dataset = _MicroBatches(source, batch, partial(_for_evaluation, crop_fraction=data.crop_fraction))
         self._data = data
         self._loader = _Loader(dataset, self._requests, data, pin_memory, persistent_workers=data.workers > 0)
 
@@ -141,20 +141,28 @@ class _Request(NamedTuple):
     step: int
     epoch: int
     number: int
+    image_size: int
     indices: List[int]
 
 
 def _training_requests(
-    size: int, global_batch: int, micro: int, seed: int, steps: range, numbers: range
+    size: int,
+    image_size: Union[int, Callable[[int], int]],
+    global_batch: int,
+    micro: int,
+    seed: int,
+    steps: range,
+    numbers: range,
 ) -> Iterator[_Request]:
     ordered = None
     for step in steps:
         epoch, within = divmod(step, steps_per_epoch(size, global_batch))
         if epoch != ordered:
             order, ordered = epoch_order(seed, epoch, size), epoch
+            pixels = image_size(epoch) if callable(image_size) else image_size
         for number in numbers:
             start = within * global_batch + number * micro
-            yield _Request(step, epoch, number, order[start : start + micro].tolist())
+            yield _Request(step, epoch, number, pixels, order[start : start + micro].tolist())
 
 
 class _Loaded(NamedTuple):
@@ -179,17 +187,15 @@ class _MicroBatches(Dataset):
         self,
         source: Source,
         rows: int,
-        image_size: int,
-        transform: Callable[[torch.Tensor, int, int], torch.Tensor],
+        transform: Callable[[torch.Tensor, _Request, int], torch.Tensor],
     ):
-        """Args: transform: from (pixels, epoch, index) to uint8 [3, image_size, image_size]."""
+        """Args: transform: from (pixels, request, index) to uint8 [3, image_size, image_size]."""
         self._source = source
         self._rows = rows
-        self._image_size = image_size
         self._transform = transform
 
     def __getitem__(self, request: _Request) -> _Loaded:
-        images = torch.empty(self._rows, 3, self._image_size, self._image_size, dtype=torch.uint8)
+        images = torch.empty(self._rows, 3, request.image_size, request.image_size, dtype=torch.uint8)
         indices: List[int] = []
         unreadable = []
         for index in request.indices:
@@ -199,23 +205,19 @@ class _MicroBatches(Dataset):
                 # Not raised here: torch would wrap it into the traceback of a worker.
                 unreadable.append(str(error))
                 continue
-            images[len(indices)] = self._transform(image, request.epoch, index)
+            images[len(indices)] = self._transform(image, request, index)
             indices.append(index)
         images[len(indices) :] = 0
         labels = [int(self._source.labels[index]) for index in indices]
         return _Loaded(images, labels, indices, request.number, request.step, tuple(unreadable))
 
 
-def _for_training(
-    image: torch.Tensor, epoch: int, index: int, *, image_size: int, data: Data, seed: int
-) -> torch.Tensor:
-    return train_transform(image, image_size, data, seed, epoch, index)
+def _for_training(image: torch.Tensor, request: _Request, index: int, *, data: Data, seed: int) -> torch.Tensor:
+    return train_transform(image, request.image_size, data, seed, request.epoch, index)
 
 
-def _for_evaluation(
-    image: torch.Tensor, epoch: int, index: int, *, image_size: int, crop_fraction: float
-) -> torch.Tensor:
-    return evaluation_transform(image, image_size, crop_fraction)
+def _for_evaluation(image: torch.Tensor, request: _Request, index: int, *, crop_fraction: float) -> torch.Tensor:
+    return evaluation_transform(image, request.image_size, crop_fraction)
 
 
 class _Loader(DataLoader):

@@ -1,4 +1,4 @@
-"""Where images come from: class folders on disk, and the digits that come with the repository.
+"""Where images come from: class folders on disk, the digits that come with the repository, and drawn glyphs.
 
 A source numbers its images from 0 and reads any of them; order, augmentation and batches are loader.py's.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from data.decode import UnreadableImage, decode
+from recipe.batch import image_count
 from recipe.config import Data
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
@@ -130,6 +131,11 @@ def open_source(data: Data, classes: int, split: str) -> Source:
     if data.source == "digits":
         source: Source = DigitsSource(split)
         place = "data.source=digits"
+    elif data.source == "glyphs":
+        from data.glyphs import GlyphsSource  # which imports this file
+
+        source = GlyphsSource(classes, image_count(data, split), split, data.glyph_size, data.glyph_difficulty)
+        place = "data.source=glyphs"
     else:
         place = _split_folder(data, split)
         if split == "validation":

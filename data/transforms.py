@@ -1,19 +1,22 @@
-"""From a decoded image to the pixels that the model is shown: random crops and flips, centre crops.
+"""From a decoded image to the pixels that the model is shown: random crops, flips and operations, centre crops.
 
 What is drawn (`augmentation`) is separate from what is done to pixels, so that a reader that crops by
 itself can take the same draws. Everything stays uint8; mixing of images happens on the device.
 """
 
+import functools
 import math
-from typing import NamedTuple, Tuple
+from typing import Callable, NamedTuple, Tuple
 
 import torch
+import torchvision
 from torch.nn.functional import interpolate
 
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
 _LONGEST_ASPECT = 16
+_GREY = 128  # what operations that move pixels leave behind, as in the TensorFlow reference
 
 
 class Augmentation(NamedTuple):
@@ -67,7 +70,7 @@ def crop_box(
 def train_transform(
     image: torch.Tensor, image_size: int, data: Data, seed: int, epoch: int, index: int
 ) -> torch.Tensor:
-    """Random crop, resized to a square, mirrored or not.
+    """Random crop, resized to a square, mirrored or not, then whatever data.augment says.
 
     Args:
         image: uint8 [3, height, width].
@@ -79,7 +82,49 @@ def train_transform(
     """
     top, left, height, width, flip = augmentation(seed, epoch, index, image.shape[1], image.shape[2], data)
     image = _resized(image[:, top : top + height, left : left + width], image_size, image_size)
-    return image.flip(2) if flip else image
+    return operated(image.flip(2) if flip else image, data, seed, epoch, index)
+
+
+def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int) -> torch.Tensor:
+    """RandAugment, AutoAugment (its policy for ImageNet) or TrivialAugment, by torchvision; or the image as it is.
+
+    What is drawn is a function of (seed, epoch, sample index) and the installed torchvision, which draws in an
+    order of its own. Not safe in two threads at once, of which a worker has one.
+
+    Args:
+        image: uint8 [3, height, width].
+        seed, epoch, index: name the draws.
+
+    Returns:
+        uint8 [3, height, width].
+
+    Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
+    """
+    if data.augment == "none":
+        return image
+    operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
+    # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(key(data.augment, seed, epoch, index))
+    try:
+        return operations(image)
+    finally:
+        generator.set_state(state)
+
+
+@functools.lru_cache(maxsize=None)
+def _operations(augment: str, number: int, magnitude: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """torchvision's transform of that name, made once in each process."""
+    # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a third longer.
+    torchvision.disable_beta_transforms_warning()
+    from torchvision.transforms import v2
+
+    if augment == "randaugment":
+        return v2.RandAugment(num_ops=number, magnitude=magnitude, fill=_GREY)
+    if augment == "autoaugment":
+        return v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, fill=_GREY)
+    return v2.TrivialAugmentWide(fill=_GREY)
 
 
 def evaluation_transform(image: torch.Tensor, image_size: int, crop_fraction: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import ContextManager, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -11,6 +11,8 @@ from data.loader import MicroBatch
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe.batch import Batch
+
+AVERAGES = ("step_average", "epoch_average")
 
 
 class StepResult(NamedTuple):
@@ -61,8 +63,39 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def end_epoch(self) -> None:
+        """Takes the weights into the average over epochs, if there is one. The loop says when an epoch ends."""
+
+    @abstractmethod
+    def averages(self) -> Tuple[str, ...]:
+        """Names of the averages that hold something: `step_average`, `epoch_average`."""
+
+    @abstractmethod
+    def using(self, weights: str) -> ContextManager[None]:
+        """Within it, scores and predictions are those of an average; no training step may be made.
+
+        Args:
+            weights: one of `averages()`, or `trained` for the weights themselves.
+        """
+
+    @abstractmethod
     def evaluate_step(self, batch: MicroBatch) -> Counts:
-        """Scores the valid images of `batch` with the current weights, dropout off."""
+        """Scores the valid images of `batch` with the weights in use, dropout off."""
+
+    @abstractmethod
+    def predict_step(self, batch: MicroBatch) -> torch.Tensor:
+        """Logits of the valid images of `batch`, dropout off: float32 [valid, classes], on the device."""
+
+    @abstractmethod
+    def shapes(self) -> Dict[str, Tuple[int, ...]]:
+        """Shapes of the model's parameters and persistent buffers, by name."""
+
+    @abstractmethod
+    def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
+        """Puts floating-point tensors in the place of the parameters and buffers of those names; others stay.
+
+        The optimizer's state stays, too. Raises ValueError for a name or shape that is not the model's.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict:

@@ -9,7 +9,7 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
-from models.normalization import GroupNormAct
+from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 from models.preprocess import Preprocess
 from models.stages import BlockList
 from models.stochastic import Draws, Dropout, DropPath
@@ -33,11 +33,16 @@ _CHANNEL_DIVISOR = 8
 
 
 def build(model: Model, seed: int) -> BlockList:
-    """The model of a recipe: uint8 images [N, 3, H, W] in, logits [N, classes] out, float32, training mode.
+    """The model of a recipe: images [N, 3, H, W] in, logits [N, classes] out, float32, training mode.
 
-    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Parameter names are timm's behind the block's
-    name (`stem.conv_stem.weight`, `blocks.0.0.conv_dw.weight`, `head.classifier.weight`). Initial weights
-    follow timm's rules and depend on `seed` alone. `draws` of the returned list steers the random layers.
+    Images are uint8, or float32 from 0 to 255 where they have been mixed.
+
+    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Names of parameters and buffers are timm's behind
+    the block's name (`stem.conv_stem.weight`, `blocks.0.0.conv_dw.weight`, `head.classifier.weight`), so `timm_name`
+    maps a state dict to timm's but for `num_batches_tracked` and what belongs to proxy normalisation. Depthwise
+    with expansion 6 and batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5) or
+    `tf_efficientnet_bN` (padding same, norm_eps 1e-3). Initial weights follow timm's rules and depend on `seed`
+    alone. `draws` of the returned list steers the random layers.
 
     Raises:
         ConfigError: channels that do not divide into the groups of the normalisation.
@@ -61,7 +66,7 @@ def build(model: Model, seed: int) -> BlockList:
 
 
 def timm_name(name: str) -> str:
-    """A parameter's name in timm's EfficientNet, which knows no `stem` and `head`."""
+    """A parameter's or buffer's name in timm's EfficientNet, which knows no `stem` and `head`."""
     for block in ("stem.", "head."):
         if name.startswith(block):
             return name[len(block) :]
@@ -128,15 +133,21 @@ def _set_group_sizes(arguments: list, rounded: functools.partial, group_size: in
 
 
 def _norm_layer(model: Model):
-    def group_norm(channels: int, apply_act: bool = True, inplace: bool = True, **_: object) -> nn.Module:
-        if channels % model.norm_groups:
+    groups = 1 if model.norm == "layer" else model.norm_groups
+
+    def create(channels: int, apply_act: bool = True, inplace: bool = True, **_: object) -> nn.Module:
+        if model.norm == "batch":
+            return BatchNormAct(channels, model.norm_eps, model.norm_momentum, apply_act)
+        if channels % groups:
             raise ConfigError(
-                f"model.norm_groups {model.norm_groups} does not divide a layer of {channels} channels; "
+                f"model.norm_groups {groups} does not divide a layer of {channels} channels; "
                 f"use model.norm_groups=4 or another width"
             )
-        return GroupNormAct(channels, model.norm_groups, model.norm_eps, apply_act)
+        if model.proxy_norm and apply_act:
+            return ProxyNormAct(channels, groups, model.norm_eps, model.proxy_eps)
+        return GroupNormAct(channels, groups, model.norm_eps, apply_act, shift=not model.proxy_norm)
 
-    return group_norm
+    return create
 
 
 def _draw_by_counter(blocks: list, draws: Draws) -> None:

@@ -1,4 +1,4 @@
-"""From uint8 pixels to the network's input, on the device: a quarter of float32's bytes travel there."""
+"""From pixels to the network's input, on the device: of uint8, a quarter of float32's bytes travel there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 class Preprocess(nn.Module):
     """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
 
-    Input: uint8 [N, 3, H, W]; output: `dtype` [N, 3, H, W]. Mean and standard deviation are of RGB in [0, 1].
-    They belong to the recipe, not to the weights, and so are no part of the state dict.
+    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W]. Mean and
+    standard deviation are of RGB in [0, 1]. They belong to the recipe, not to the weights, and so are no part of the
+    state dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):

@@ -2,22 +2,48 @@
 
 Three kinds of memory, each one flat buffer with a view per parameter:
 - the state (weights, and one buffer per slot of the optimizer): all that persists, 4 bytes a parameter in
-  float16 with LARS;
+  float16 with LARS or SGD, 8 with RMSprop, 10 with LAMB, whose moments stay in float32;
 - the working copy: the module's own parameters in the compute dtype, refreshed from the state after each update;
 - scratch: float32 gradients, and what the optimizer needs in float32 while it steps.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple
+from types import MappingProxyType
+from typing import Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from optim.rounding import RoundingBits, round_stochastically
 
 _ALIGNMENT = 16  # elements: every parameter starts at a multiple of 32 bytes in float16, of 64 in float32
+# Of all optimizers here. A state is given with entries of others, and this tells them from what another optimizer kept.
+_SLOT_NAMES = ("momentum_buffer", "square_avg", "exp_avg", "exp_avg_sq")
+
+
+class Slot(NamedTuple):
+    """A state tensor of each parameter: its first value, and whether it may persist in float16."""
+
+    initial: float = 0.0
+    half: bool = True
+
+
+class HasSlots:
+    """What WeightState asks of an optimizer beside what torch's have: mixed into the class of each.
+
+    `slots`: by name, the tensors that the optimizer keeps in `state[parameter]`. `trust_ratios`: of the last step,
+    parameter -> float32 []; empty for an optimizer that has none or does not tell them.
+    """
+
+    slots: Mapping[str, Slot]
+    trust_ratios: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
+
+    def at_step(self, step: int) -> None:
+        """Called before update `step`, from 0: sets whatever else the optimizer counts, from this number alone.
+
+        So nothing of it is saved and a resumed run has it exactly. Steps that were skipped count like all others.
+        """
 
 
 class Norms(NamedTuple):
@@ -35,7 +61,7 @@ class WeightState:
     def __init__(
         self,
         parameters: Iterable[Tuple[str, nn.Parameter]],
-        create_optimizer: Callable[[Dict[str, nn.Parameter]], Optimizer],
+        create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots],
         *,
         dtype: torch.dtype,
         rounding: str,
@@ -45,9 +71,8 @@ class WeightState:
         Args:
             parameters: (name, parameter) of the module, all of one dtype (the compute dtype) and device. They
                 become views of the working copy; the weights start as their values, rounded to `dtype`.
-            create_optimizer: makes the optimizer of named float32 parameters; its class names its state
-                tensors in `slots`.
-            dtype: torch.float16 or torch.float32.
+            create_optimizer: makes the torch optimizer of named float32 parameters, a HasSlots.
+            dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
             rounding: "stochastic" or "nearest", for float16.
             seed: of the rounding.
         """
@@ -57,8 +82,8 @@ class WeightState:
         self._device = first.device
         self._compute = first.dtype
 
-        def flat(kind: torch.dtype) -> torch.Tensor:
-            return torch.zeros(length, dtype=kind, device=self._device)
+        def flat(kind: torch.dtype, value: float = 0.0) -> torch.Tensor:
+            return torch.full((length,), value, dtype=kind, device=self._device)
 
         self._working = flat(self._compute)
         for parameter, view in zip(self._parameters.values(), self._views(self._working)):
@@ -68,13 +93,17 @@ class WeightState:
         self._gradient_views = self._views(self._gradients)
         self._masters = self._create_masters(flat)
         self.optimizer = create_optimizer(self._masters)
-        self._scratch = {slot: flat(torch.float32) for slot in type(self.optimizer).slots}
+        assert set(self.optimizer.slots) <= set(_SLOT_NAMES), f"name {list(self.optimizer.slots)} in _SLOT_NAMES"
+        self._scratch = {name: flat(torch.float32) for name in self.optimizer.slots}
         for slot, buffer in self._scratch.items():
             for master, view in zip(self._masters.values(), self._views(buffer)):
                 self.optimizer.state[master][slot] = view
 
         self._weights = self._working.to(dtype, copy=True)
-        self._slots = {slot: flat(dtype) for slot in self._scratch}
+        self._slots = {
+            name: flat(dtype if slot.half else torch.float32, slot.initial)
+            for name, slot in self.optimizer.slots.items()
+        }
         self._bits: Optional[RoundingBits] = None
         if dtype == torch.float16 and rounding == "stochastic":
             places = {name: (start, parameter.numel()) for name, (start, parameter) in self._placed()}
@@ -107,7 +136,7 @@ class WeightState:
         If a gradient is not finite nothing changes; no host-device synchronisation either way.
 
         Args:
-            step: number of the update, from 0: selects the random bits.
+            step: number of the update, from 0: selects the random bits, and is the optimizer's count of steps.
             lr: learning rate.
             divisor: float32 []: loss scale times accumulation.
             measure: also return the norms.
@@ -122,8 +151,11 @@ class WeightState:
             group["lr"] = lr
         for master, view in zip(self._masters.values(), self._gradient_views):
             master.grad = view
+        # Before the step: some optimizers write into the gradients.
+        gradient = torch.linalg.vector_norm(self._gradients) if measure else None
+        self.optimizer.at_step(step)
         self.optimizer.step()
-        norms = self._norms() if measure else None
+        norms = self._norms(gradient) if measure else None
         self._store(self._weights, self._master, step, "weight", finite)
         for slot, buffer in self._slots.items():
             self._store(buffer, self._scratch[slot], step, slot, finite)
@@ -132,32 +164,62 @@ class WeightState:
 
     def state_dict(self) -> dict:
         """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
-        return {
-            key: {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._views(buffer))}
-            for key, buffer in self._buffers().items()
-        }
+        return {key: self.by_name(buffer) for key, buffer in self._buffers().items()}
 
     def load_state_dict(self, state: dict) -> None:
         """Takes over what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.
 
         Raises:
-            ValueError: tensors missing, unknown, or of another shape; names the first. Nothing is changed then.
+            ValueError: tensors missing, unknown, or of another shape; names the first. Slots missing, or kept by
+                another optimizer; names them all. Nothing is changed then.
         """
         buffers = self._buffers()
+        missing = [key for key in buffers if key not in state]
+        foreign = [key for key in _SLOT_NAMES if key in state and key not in buffers]
+        if missing or foreign:
+            faults = [f"{key} is missing" for key in missing]
+            faults += [f"{key} belongs to another optimizer than {type(self.optimizer).__name__}" for key in foreign]
+            raise ValueError("; ".join(faults))
         for key in buffers:
-            if key not in state:
-                raise ValueError(f"{key} is missing")
             self._check(state[key])
         for key, buffer in buffers.items():
-            for name, view in zip(self._parameters, self._views(buffer)):
-                view.copy_(state[key][name])
+            self._fill(buffer, state[key])
         self._refresh()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The persistent weights: [length], all parameters behind one another, padded with zeros between."""
+        return self._weights
+
+    def show(self, flat: torch.Tensor) -> None:
+        """Puts weights laid out as `flat` is into the module, until the next update or `show`; the state stays."""
+        self._working.copy_(flat)
+
+    def replace(self, weights: Dict[str, torch.Tensor]) -> None:
+        """Puts `weights` in the place of those parameters, rounded to nearest; the others and the slots stay."""
+        for name, view in zip(self._parameters, self._views(self._weights)):
+            if name in weights:
+                view.copy_(weights[name])
+        self._refresh()
+
+    def by_name(self, flat: torch.Tensor) -> Dict[str, torch.Tensor]:
+        """The parts of a buffer laid out as `flat` is, copied to the CPU."""
+        return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._views(flat))}
+
+    def load_flat(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
+        """Fills a buffer with what `by_name` gave. Raises ValueError as `load_state_dict` does."""
+        self._check(tensors)
+        self._fill(flat, tensors)
 
     @property
     def bytes_per_parameter(self) -> float:
         """Of the persistent state, alignment included."""
         total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers().values())
         return total / sum(parameter.numel() for parameter in self._parameters.values())
+
+    def _fill(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
+        for name, view in zip(self._parameters, self._views(flat)):
+            view.copy_(tensors[name])
 
     def _check(self, tensors: Dict[str, torch.Tensor]) -> None:
         for name in {**self._parameters, **tensors}:
@@ -184,7 +246,7 @@ class WeightState:
             self._scratch[slot].copy_(buffer)
 
     def _store(self, state: torch.Tensor, source: torch.Tensor, step: int, slot: str, finite: torch.Tensor) -> None:
-        if self._bits is not None:
+        if self._bits is not None and state.dtype == torch.float16:
             round_stochastically(source, self._bits, step, slot, out=state, keep=finite)
         else:
             state.copy_(torch.where(finite, source.to(state.dtype), state))
@@ -192,13 +254,13 @@ class WeightState:
     def _refresh(self) -> None:
         self._working.copy_(self._weights)
 
-    def _norms(self) -> Norms:
+    def _norms(self, gradient: torch.Tensor) -> Norms:
         """Before the update is stored: the difference to the state is what the optimizer subtracted."""
         names = {id(master): name for name, master in self._masters.items()}
         trust = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
         norm = torch.linalg.vector_norm
         before = self._weights.float()
-        return Norms(norm(self._gradients), norm(before), norm(self._master - before), trust)
+        return Norms(gradient, norm(before), norm(self._master - before), trust)
 
     def _buffers(self) -> Dict[str, torch.Tensor]:
         return {"weights": self._weights, **self._slots}

@@ -7,8 +7,10 @@ from typing import Any, Iterable, List
 import torch
 from torch.optim import Optimizer
 
+from optim.half_weights import HasSlots, Slot
 
-class LARS(Optimizer):
+
+class LARS(HasSlots, Optimizer):
     """Momentum SGD whose step for each tensor is proportional to the tensor's norm.
 
     With eta = `trust_coefficient`, mu = `momentum`, wd = `weight_decay`:
@@ -27,7 +29,7 @@ class LARS(Optimizer):
     rate follow the TensorFlow 1 implementation that the G16 recipe used. Second form: You et al., 1904.00962.
     """
 
-    slots = ("momentum_buffer",)  # the state tensors of each parameter
+    slots = {"momentum_buffer": Slot()}
 
     def __init__(
         self,

@@ -5,13 +5,14 @@ The only place with this arithmetic.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from recipe.config import Recipe
+from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError
 
-# Sources that ship with the repository: their size is known without reading them.
-EMBEDDED_TRAIN_IMAGES = {"digits": 1437}
+_DIGITS = (1437, 360)
+_GLYPHS = (10_000, 2_000)  # unless the recipe says otherwise
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,17 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
             f"batch.global {total} is not a multiple of {micro} micro x {_count(replicas, 'replica')} = {portion}; "
             f"nearest: {nearest}"
         )
+    _check_partners(recipe)
     return Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
+
+
+def _check_partners(recipe: Recipe) -> None:
+    """Mixing takes its partners from the same micro batch."""
+    data, micro = recipe.data, recipe.batch.micro
+    if micro == 1 and (data.mixup or data.cutmix is not None):
+        key = "data.mixup" if data.mixup else "data.cutmix"
+        off = "0" if data.mixup else "null"
+        raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
 
 
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
@@ -127,9 +138,33 @@ def in_steps(epochs: float | None, steps: int | None, images: int | None, per_ep
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """The learning rate at the end of the warm-up: given, or per image times the global batch."""
+    """The learning rate at the end of the warm-up, for the recipe's global batch.
+
+    Given per image it is multiplied by the batch; given for a reference batch it follows the rule: linear
+    (Goyal et al., 1706.02677) or square root (Krizhevsky, 1404.5997) of batch / reference.
+    """
     schedule = recipe.schedule
-    return schedule.peak if schedule.peak is not None else schedule.peak_per_image * recipe.batch.global_
+    if schedule.peak_per_image is not None:
+        return schedule.peak_per_image * recipe.batch.global_
+    if schedule.batch_rule == "none":
+        return schedule.peak
+    ratio = recipe.batch.global_ / schedule.reference_batch
+    return schedule.peak * (ratio if schedule.batch_rule == "linear" else math.sqrt(ratio))
+
+
+def image_count(data: Data, split: str) -> int | None:
+    """Images of the "train" or "validation" split as the recipe alone knows them; None: those in the folder."""
+    number = ("train", "validation").index(split)
+    if data.source == "digits":
+        return _DIGITS[number]
+    given = (data.train_images, data.validation_images)[number]
+    return given or _GLYPHS[number] if data.source == "glyphs" else given
+
+
+def training_image_size(recipe: Recipe, epoch: int) -> int:
+    """Pixels a side of the training images of an epoch, counted from 0."""
+    sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
+    return [pixels for first, pixels in sizes if first <= epoch][-1]
 
 
 def describe(recipe: Recipe) -> str:
@@ -143,15 +178,31 @@ def describe(recipe: Recipe) -> str:
         f"{model.classes} classes",
         f"batch      {batch.describe()}",
         f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
-        f"optimizer  {recipe.optimizer.name}, momentum {recipe.optimizer.momentum:g}, "
+        f"optimizer  {recipe.optimizer.name}, {recipe.schedule.name} schedule, "
         f"weight decay {recipe.optimizer.weight_decay:g}, peak learning rate {peak_learning_rate(recipe):.6g}",
     ]
-    images = EMBEDDED_TRAIN_IMAGES.get(data.source, data.train_images)
+    lines.append(f"data       {_describe_data(recipe)}")
+    images = image_count(data, "train")
     if images:
         lines.append(f"length     {images} training images; {lengths(recipe, images).describe()}")
     else:
         lines.append("length     known once data.root is read (or data.train_images given)")
     return "\n".join(lines)
+
+
+def _describe_data(recipe: Recipe) -> str:
+    data, average = recipe.data, recipe.average
+    parts = [data.source]
+    if data.image_sizes:
+        sizes = ", ".join(f"{pixels} px from epoch {epoch}" for epoch, pixels in data.image_sizes)
+        parts.append(f"training at {sizes}")
+    if data.augment != "none":
+        parts.append(data.augment)
+    switches = {"mixup": data.mixup, "cutmix": data.cutmix, "label smoothing": data.label_smoothing}
+    parts += [f"{name} {value:g}" for name, value in switches.items() if value]
+    decays = {"updates": average.step_decay, "epochs": average.epoch_decay}
+    parts += [f"average over {name} {decay:g}" for name, decay in decays.items() if decay is not None]
+    return ", ".join(parts)
 
 
 def output_folder(recipe: Recipe) -> str:

@@ -6,26 +6,14 @@ Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 
 from typing import Any, List, Literal, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
-# Compound scaling: Tan and Le, 1905.11946; the figures are those of the authors' published code.
-COMPOUND_SCALES = {
-    "efficientnet_b0": {"width": 1.0, "depth": 1.0, "image_size": 224, "dropout": 0.2},
-    "efficientnet_b1": {"width": 1.0, "depth": 1.1, "image_size": 240, "dropout": 0.2},
-    "efficientnet_b2": {"width": 1.1, "depth": 1.2, "image_size": 260, "dropout": 0.3},
-    "efficientnet_b3": {"width": 1.2, "depth": 1.4, "image_size": 300, "dropout": 0.3},
-    "efficientnet_b4": {"width": 1.4, "depth": 1.8, "image_size": 380, "dropout": 0.4},
-    "efficientnet_b5": {"width": 1.6, "depth": 2.2, "image_size": 456, "dropout": 0.4},
-    "efficientnet_b6": {"width": 1.8, "depth": 2.6, "image_size": 528, "dropout": 0.5},
-    "efficientnet_b7": {"width": 2.0, "depth": 3.1, "image_size": 600, "dropout": 0.5},
-}
+from recipe.by_name import COMPOUND_SCALES, fill
+from recipe.optimization import Average, Optimizer, Precision, Schedule
+from recipe.section import Section, exactly_one
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Run(_Section):
+class Run(Section):
     """One run: its name, place, device and length."""
 
     name: str = Field(
@@ -51,11 +39,11 @@ class Run(_Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> "Run":
-        _exactly_one(self, ("epochs", "steps", "images"), required=True)
+        exactly_one(self, ("epochs", "steps", "images"), required=True)
         return self
 
 
-class Model(_Section):
+class Model(Section):
     """The network. Width, depth, resolution and dropout follow the name unless they are given."""
 
     name: Literal[
@@ -66,9 +54,19 @@ class Model(_Section):
     depth: Optional[float] = Field(None, gt=0, description="layer multiplier; null takes the name's (B4: 1.8)")
     group_size: int = Field(16, ge=1, description="channels per group of the spatial convolutions; 1 is depthwise")
     expansion: int = Field(4, ge=1, description="expansion of the inverted bottlenecks (4 with G16, 6 in the original)")
-    norm: Literal["group"] = Field("group", description="normalisation layer")
+    norm: Literal["group", "layer", "batch"] = Field(
+        "group",
+        description="normalisation over groups of channels, over all channels, or over the micro batch",
+    )
     norm_groups: int = Field(4, ge=1, description="groups of a group normalisation")
     norm_eps: float = Field(1e-3, gt=0, description="epsilon of the normalisation")
+    norm_momentum: float = Field(
+        0.01, gt=0, le=1, description="share of each micro batch in the running statistics of a batch normalisation"
+    )
+    proxy_norm: bool = Field(
+        False, description="proxy normalisation of the activations after a group or layer normalisation"
+    )
+    proxy_eps: float = Field(0.03, gt=0, description="epsilon of the proxy normalisation")
     padding: Literal["same", "torch"] = Field(
         "same", description="same pads as TensorFlow does; torch pads symmetrically"
     )
@@ -92,14 +90,25 @@ class Model(_Section):
         (0.229, 0.224, 0.225), strict=False, description="divides the RGB values after the mean"
     )
 
+    init_from: Optional[str] = Field(
+        None,
+        description="weights to start from: run folder, checkpoint, .safetensors, or a timm or torch file; the "
+        "classifier starts anew if the classes differ",
+    )
+    init_weights: Literal["trained", "step_average", "epoch_average"] = Field(
+        "trained", description="which weights of a run folder or checkpoint to start from"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
-        name = values.get("name", "efficientnet_b4") if isinstance(values, dict) else None
-        if not isinstance(name, str) or name not in COMPOUND_SCALES:
-            return values
-        scale = COMPOUND_SCALES[name]
-        return {**values, **{key: number for key, number in scale.items() if values.get(key) is None}}
+        return fill(values, COMPOUND_SCALES, "efficientnet_b4")
+
+    @model_validator(mode="after")
+    def _proxy_fits(self) -> "Model":
+        if self.proxy_norm and self.norm == "batch":
+            raise ValueError("proxy_norm goes with norm group or layer, not with batch")
+        return self
 
     @field_validator("std")
     @classmethod
@@ -109,7 +118,7 @@ class Model(_Section):
         return value
 
 
-class BatchSection(_Section):
+class BatchSection(Section):
     """Images per update, and per forward pass. Accumulation follows and is never written."""
 
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
@@ -117,7 +126,7 @@ class BatchSection(_Section):
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
 
 
-class Parallel(_Section):
+class Parallel(Section):
     """How the model is cut and copied."""
 
     stages: int = Field(1, ge=1, description="pipeline stages of one replica; one process runs all of them itself")
@@ -147,89 +156,29 @@ class Parallel(_Section):
         return self
 
 
-class Precision(_Section):
-    """Number formats: of the arithmetic, and of the weights that persist."""
-
-    compute: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        "auto",
-        description="dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU",
-    )
-    weights: Literal["float16", "float32"] = Field(
-        "float16", description="dtype of the persistent weights and momentum"
-    )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="how updates enter float16 weights and momentum"
-    )
-    loss_scale: float = Field(
-        128.0, gt=0, description="factor on the loss; the first one when dynamic_loss_scale is on"
-    )
-    dynamic_loss_scale: bool = Field(
-        False, description="halve the scale after a non-finite step, double it after 2000 finite ones"
-    )
-    max_skipped_steps: int = Field(
-        20, ge=0, description="consecutive non-finite steps that are skipped before the run stops"
-    )
-
-
-class Optimizer(_Section):
-    """LARS, in the published form (trust: gradient) or in the one that IPUs can run (trust: momentum)."""
-
-    name: Literal["lars"] = Field("lars", description="optimizer")
-    momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
-    weight_decay: float = Field(
-        2.5e-6, ge=0, description="weight decay inside the trust ratio; none for skipped parameters"
-    )
-    trust_coefficient: float = Field(
-        0.001, gt=0, description="LARS eta: step length relative to the weight norm at rate 1"
-    )
-    trust: Literal["gradient", "momentum"] = Field(
-        "gradient",
-        description="the trust ratio divides by the gradient's norm (rate inside the momentum) or by the momentum's",
-    )
-    eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
-    skip: List[Literal["bias", "norm"]] = Field(
-        ["bias", "norm"],
-        description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
-    )
-    skip_lr_scale: float = Field(
-        1.0, gt=0, description="learning rate of the skipped parameters relative to the others'"
-    )
-
-
-class Schedule(_Section):
-    """Learning rate as a function of the step."""
-
-    name: Literal["polynomial"] = Field("polynomial", description="linear warm-up from 0, then polynomial decay")
-    peak: Optional[float] = Field(
-        None, gt=0, description="learning rate at the end of the warm-up (or give peak_per_image)"
-    )
-    peak_per_image: Optional[float] = Field(None, gt=0, description="peak learning rate divided by the global batch")
-    warmup_epochs: Optional[float] = Field(
-        None, ge=0, description="length of the warm-up in epochs (or steps, or images)"
-    )
-    warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
-    warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
-    power: float = Field(2.0, gt=0, description="exponent of the decay")
-    final_ratio: float = Field(1e-5, ge=0, le=1, description="last learning rate relative to the peak")
-
-    @model_validator(mode="after")
-    def _one_of_each(self) -> "Schedule":
-        _exactly_one(self, ("peak", "peak_per_image"), required=True)
-        _exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
-        return self
-
-
-class Data(_Section):
+class Data(Section):
     """Where images come from and how they are augmented. Everything up to the device is uint8."""
 
-    source: Literal["folder", "digits"] = Field("folder", description="class folders of images, or the embedded digits")
+    source: Literal["folder", "digits", "glyphs"] = Field(
+        "folder", description="class folders of images, the embedded digits, or glyphs drawn as they are asked for"
+    )
     root: Optional[str] = Field(None, description="folder that holds the training and the validation folder")
     train_folder: str = Field("train", description="folder below root with one folder of images per class")
     validation_folder: str = Field("val", description="likewise, for evaluation")
     train_images: Optional[int] = Field(
-        None, gt=0, description="expected training images of a folder: another count is an error"
+        None,
+        gt=0,
+        le=2**31,
+        description="expected training images of a folder: another count is an error; glyphs: how many to draw "
+        "(10,000)",
     )
-    validation_images: Optional[int] = Field(None, gt=0, description="expected validation images, likewise")
+    validation_images: Optional[int] = Field(
+        None, gt=0, le=2**31, description="expected validation images, likewise; glyphs: how many to draw (2,000)"
+    )
+    glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
+    glyph_difficulty: float = Field(
+        0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
+    )
     workers: int = Field(8, ge=0, description="processes that decode and augment; 0 does it in the training process")
     prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready")
     crop_area: Tuple[float, float] = Field(
@@ -239,6 +188,29 @@ class Data(_Section):
         (0.75, 4 / 3), strict=False, description="width over height of a random crop, low and high"
     )
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = Field(
+        "none", description="what else is done to each image after crop and flip"
+    )
+    randaugment_operations: int = Field(2, ge=1, le=16, description="operations that RandAugment strings together")
+    randaugment_magnitude: int = Field(9, ge=0, le=30, description="strength of RandAugment's operations, of 30")
+    mixup: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off",
+    )
+    cutmix: Optional[float] = Field(
+        None,
+        ge=0.62,
+        le=1,
+        description="about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); "
+        "null is off",
+    )
+    image_sizes: Optional[List[List[int]]] = Field(
+        None,
+        description="training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at "
+        "model.image_size, where evaluation always is",
+    )
     crop_fraction: float = Field(
         0.875,
         gt=0,
@@ -264,8 +236,22 @@ class Data(_Section):
             raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
         return value
 
+    @field_validator("image_sizes")
+    @classmethod
+    def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
+        if value is None:
+            return None
+        if not value or any(len(pair) != 2 for pair in value):
+            raise ValueError("must be [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]")
+        epochs = [epoch for epoch, _ in value]
+        if epochs[0] != 0 or any(after <= before for before, after in zip(epochs, epochs[1:])):
+            raise ValueError("the first pair must begin at epoch 0, and each later one after the one before it")
+        if not all(8 <= pixels <= 8192 for _, pixels in value):
+            raise ValueError("every size must be 8 to 8192 pixels")
+        return value
 
-class Log(_Section):
+
+class Log(Section):
     """What is written down while training."""
 
     every_steps: int = Field(
@@ -275,13 +261,13 @@ class Log(_Section):
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
 
 
-class Evaluation(_Section):
+class Evaluation(Section):
     """When the validation images are scored. The last step always is."""
 
     every_epochs: float = Field(1.0, gt=0, description="epochs between evaluations")
 
 
-class Checkpoint(_Section):
+class Checkpoint(Section):
     """When the run is saved. The last step always is."""
 
     every_epochs: float = Field(1.0, gt=0, le=1, description="epochs between checkpoints")
@@ -289,7 +275,7 @@ class Checkpoint(_Section):
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """Everything that a run is."""
 
     run: Run = Field(default_factory=Run)
@@ -300,6 +286,7 @@ class Recipe(_Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     schedule: Schedule = Field(default_factory=Schedule)
     data: Data = Field(default_factory=Data)
+    average: Average = Field(default_factory=Average)
     log: Log = Field(default_factory=Log)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
@@ -311,11 +298,3 @@ ALTERNATIVES = (
     ("schedule.peak", "schedule.peak_per_image"),
     ("schedule.warmup_epochs", "schedule.warmup_steps", "schedule.warmup_images"),
 )
-
-
-def _exactly_one(section: BaseModel, names: Tuple[str, ...], required: bool) -> None:
-    given = [name for name in names if getattr(section, name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; keep one")
-    if required and not given:
-        raise ValueError(f"one of {', '.join(names)} is needed")

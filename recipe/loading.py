@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from recipe.by_name import FAMILIES, keys_of_family
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 
@@ -72,14 +73,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or range, circular `extends`.
     """
+    return _checked(_chain(Path(path)), overrides, default=str(path))
+
+
+def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that `dump` wrote as `text`, then `overrides`; errors call it `place`. Raises ConfigError."""
+    return _checked([(place, _mapping(text, place))], overrides, default=place)
+
+
+def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
     merged: dict = {section: {} for section in Recipe.model_fields}
     origin: dict = {}
-    for place, layer in [*_chain(Path(path)), *(_override(text) for text in overrides)]:
+    # Names first: they decide which keys there are, and a new one unsets the keys of the old.
+    overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
+    for place, layer in [*layers, *(_override(text) for text in overrides)]:
         _merge(merged, layer, place, origin)
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_first_line(error, origin, default=str(path))) from None
+        raise ConfigError(_first_line(error, origin, default)) from None
 
 
 def parse_yaml(text: str, place: str) -> Any:
@@ -131,11 +143,15 @@ def _read(path: Path, child: str | None) -> dict:
         raise ConfigError(f"{path}: not a text file; a recipe is YAML in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{child or _COMMAND_LINE}: {str(path)!r} cannot name a file: {error}") from None
-    layer = parse_yaml(text, str(path))
+    return _mapping(text, str(path))
+
+
+def _mapping(text: str, place: str) -> dict:
+    layer = parse_yaml(text, place)
     if layer is None:
         return {}
     if not isinstance(layer, dict):
-        raise ConfigError(f"{path}: not a recipe: expected sections such as `run:` and `model:`")
+        raise ConfigError(f"{place}: not a recipe: expected sections such as `run:` and `model:`")
     return layer
 
 
@@ -167,8 +183,16 @@ def _merge(merged: dict, layer: dict, place: str, origin: dict) -> None:
             if given:
                 for name in names:
                     merged[section].pop(name, None)
+        if section in FAMILIES and content.get("name") not in (None, _name(merged, section)):
+            for name in keys_of_family(section):
+                merged[section].pop(name, None)
         merged[section].update(content)
         origin.update({f"{section}.{name}": place for name in content})
+
+
+def _name(merged: dict, section: str) -> str:
+    """The name that a family's section has so far; the first is the default."""
+    return merged[section].get("name") or next(iter(FAMILIES[section]))
 
 
 def _first_line(error: ValidationError, origin: dict, default: str) -> str:

@@ -134,6 +134,19 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     return content
 
 
+def unpickled(path: Path) -> object:
+    """What torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as stream:
+            return _unpacked(stream)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def _unpacked(stream: IO[bytes]) -> object:
     """What torch.save wrote; None for anything else, and for what could run code when it is loaded."""
     try:

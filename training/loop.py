@@ -10,12 +10,12 @@ import contextlib
 import signal
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Iterable, Iterator, Optional
+from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
 
 from data.loader import MicroBatch
-from engines.base import Engine, StepResult
+from engines.base import AVERAGES, Engine, StepResult
 from optim import schedule
 from recipe import loading
 from recipe.batch import Lengths, in_steps
@@ -87,9 +87,14 @@ class Trainer:
         checkpoints: CheckpointFolder,
         monitor: Monitor,
         progression: Progression,
-        flops_per_image: float,
+        flops_per_image: Callable[[int], float],
+        classes: Sequence[str],
     ):
-        """Args: flops_per_image: of forward and backward pass together, for the utilisation (MFU)."""
+        """
+        Args:
+            flops_per_image: from the epoch to those of forward and backward pass together, for the utilisation (MFU).
+            classes: their names, which checkpoints carry along.
+        """
         self._recipe, self._lengths, self._engine = recipe, lengths, engine
         self._evaluation_batches = evaluation_batches
         self._checkpoints, self._monitor = checkpoints, monitor
@@ -97,7 +102,8 @@ class Trainer:
         self._rate = schedule.create(recipe, lengths)
         self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
-        self._utilisation_per_rate = flops_per_image / engine.peak_flops()
+        self._flops_per_image, self._peak_flops = flops_per_image, engine.peak_flops()
+        self._classes = list(classes)
         self._clock = Clock(progression.seconds)
         self._signal: Optional[int] = None
 
@@ -122,11 +128,14 @@ class Trainer:
         log = last or done % self._recipe.log.every_steps == 0
         result = self._engine.train_step(micro_batches, step, self._rate(step), measure=log)
         window.add(result)
-        self._clock.count(self._recipe.batch.global_)  # also images that could not be read: they took their time
+        images = self._recipe.batch.global_  # also those that could not be read: they took their time
+        self._clock.count(images, images * self._flops_per_image(step // self._lengths.steps_per_epoch))
         for message in result.unreadable:
             self._progression.unreadable += 1
             self._monitor.progress.say(f"left out: {message}")
         self._progression.step = done
+        if done % self._lengths.steps_per_epoch == 0:
+            self._engine.end_epoch()
         if log:
             self._log(result, step, window)
         self._monitor.progress.tick(done)
@@ -176,23 +185,31 @@ class Trainer:
             )
 
     def _pace(self) -> dict:
-        rate = self._clock.lap()
+        rate, flops = self._clock.lap()
         return {
             "images_per_second": rate,
-            "mfu": rate * self._utilisation_per_rate,
+            "mfu": flops / self._peak_flops,
             "seconds": self._clock.seconds(),
         }
 
     def _evaluate(self, step: int) -> None:
+        """Scores the weights, and beside them the averages that there are so far."""
         scores: Scores = evaluate(self._engine, self._evaluation_batches)
-        self._progression.scores = scores._asdict()
+        values, text = scores._asdict(), f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
+        for name in self._engine.averages():
+            with self._engine.using(name):
+                average = evaluate(self._engine, self._evaluation_batches)
+            values[name] = {"top1": average.top1, "top5": average.top5, "loss": average.loss}
+            text += f"  {name.replace('_', ' ')} {average.top1:.2%}"
+        self._progression.scores = values
         self._progression.best_top1 = max(self._progression.best_top1, scores.top1)
-        text = (
-            f"evaluation after epoch {self._epochs(step):.2f}: top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  "
-            f"loss {scores.loss:.4f}  ({scores.images} images)"
-        )
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
-        self._monitor.event("eval", step, {"epoch": self._epochs(step), **scores._asdict()}, text + left_out)
+        self._monitor.event(
+            "eval",
+            step,
+            {"epoch": self._epochs(step), **values},
+            f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}",
+        )
 
     def _save(self, window: _Window, scheduled: bool) -> None:
         """Saves the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
@@ -206,6 +223,7 @@ class Trainer:
             "recipe": loading.dump(self._recipe),
             "engine": self._engine.state_dict(),
             "progression": asdict(progression),
+            "classes": self._classes,
         }
         evaluated = progression.step % self._evaluate_every == 0 or progression.step == self._lengths.total
         top1 = progression.scores["top1"] if evaluated else None
@@ -221,13 +239,15 @@ class Trainer:
             "top1": scores["top1"],
             "top5": scores["top5"],
             "best_top1": progression.best_top1,
+            **{name: scores[name] for name in AVERAGES if name in scores},
             "images": images,
             "images_per_second": images / seconds,
             "seconds": seconds,
         }
         text = (
             f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
-            f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
+            + "".join(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}  " for name in AVERAGES if name in scores)
+            + f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         self._monitor.event("end", self._lengths.total, values, text)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Callable, Optional
+from typing import IO, Callable, Optional, Tuple
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
 TIMING_FIELDS = ("images_per_second", "mfu", "seconds")
@@ -133,22 +133,25 @@ class Clock:
     def __init__(self, seconds_before: float):
         self._before = seconds_before
         self._start = self._mark = time.monotonic()
-        self._images = 0
+        self._images, self._work = 0, 0.0
         self._paused = 0.0
 
-    def count(self, images: int) -> None:
+    def count(self, images: int, work: float) -> None:
+        """Images that were trained on, and the floating-point operations that took."""
         self._images += images
+        self._work += work
 
     def pause(self, seconds: float) -> None:
         """Takes time that was not spent training (evaluation, saving) out of the rate."""
         self._paused += seconds
 
-    def lap(self) -> float:
-        """Images a second since the last lap."""
+    def lap(self) -> Tuple[float, float]:
+        """Images, and floating-point operations, a second since the last lap."""
         now = time.monotonic()
-        rate = self._images / max(now - self._mark - self._paused, 1e-9)
-        self._mark, self._images, self._paused = now, 0, 0.0
-        return rate
+        seconds = max(now - self._mark - self._paused, 1e-9)
+        rates = self._images / seconds, self._work / seconds
+        self._mark, self._images, self._work, self._paused = now, 0, 0.0, 0.0
+        return rates
 
     def seconds(self) -> float:
         return self._before + time.monotonic() - self._start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from data.loader import EvaluationBatches, training_batches
@@ -13,8 +15,9 @@ from models.stages import multiply_adds
 from parallel import topology
 from recipe import batch as arithmetic
 from recipe import loading
-from recipe.config import Recipe
+from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError
+from training import weights
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, create_progress, duration
@@ -56,11 +59,13 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
     step = progression.step
     if step:
         print(f"resuming at step {step} of {lengths.total}")
-    image_size, pin = recipe.model.image_size, engine.device.type == "cuda"
+    elif recipe.model.init_from:
+        _start_from(engine, recipe.model)
+    size_at, pin = functools.partial(arithmetic.training_image_size, recipe), engine.device.type == "cuda"
     micro_batches = training_batches(
         train,
         data=recipe.data,
-        image_size=image_size,
+        image_size=size_at,
         global_batch=batch.global_,
         micro=batch.micro,
         seed=recipe.run.seed,
@@ -71,7 +76,11 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
         pin_memory=pin,
     )
     evaluation = EvaluationBatches(
-        validation, data=recipe.data, image_size=image_size, batch=recipe.batch.evaluation, pin_memory=pin
+        validation,
+        data=recipe.data,
+        image_size=recipe.model.image_size,
+        batch=recipe.batch.evaluation,
+        pin_memory=pin,
     )
     if progression.metrics_bytes > (folder.metrics.stat().st_size if folder.metrics.exists() else 0):
         print(f"{folder.metrics}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
@@ -81,8 +90,18 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
+        sizes = {size for _, size in recipe.data.image_sizes or ()} | {recipe.model.image_size}
+        flops = {size: flops_per_image(recipe, size) for size in sizes}
         trainer = Trainer(
-            recipe, lengths, engine, evaluation, checkpoints, monitor, progression, flops_per_image(recipe)
+            recipe,
+            lengths,
+            engine,
+            evaluation,
+            checkpoints,
+            monitor,
+            progression,
+            flops_per_image=lambda epoch: flops[size_at(epoch)],
+            classes=train.classes,
         )
         trainer.run(micro_batches)
     finally:
@@ -92,11 +111,20 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
         engine.close()
 
 
-def flops_per_image(recipe: Recipe) -> float:
+def flops_per_image(recipe: Recipe, image_size: int) -> float:
     """Floating-point operations of training on one image: forward once, backward twice, two to a multiply-add."""
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
-    return 3 * 2 * sum(multiply_adds(model, recipe.model.image_size).values())
+    return 3 * 2 * sum(multiply_adds(model, image_size).values())
+
+
+def _start_from(engine: Engine, model: Model) -> None:
+    """The weights of another run or file as the first ones of this run."""
+    stored = weights.read(model.init_from, model.init_weights)
+    tensors, fresh = weights.fitted(stored, engine.shapes(), new_classifier=True)
+    engine.load_weights(tensors)
+    new = f"; new: {', '.join(fresh)}" if fresh else ""
+    print(f"starting from {stored.path}{new}")
 
 
 def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe) -> Progression:
@@ -105,7 +133,7 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe) -> Pr
     if content is None:
         return Progression()
     path, remedy = checkpoints.path(content["progression"]["step"]), "choose another folder by run.output=FOLDER"
-    written_by = Recipe.model_validate(loading.parse_yaml(content["recipe"], str(path)))
+    written_by = loading.loads(content["recipe"], str(path))
     difference = first_difference(written_by, recipe)
     if difference:
         raise CheckpointError(f"{path}: of another run: {difference}; {remedy}")

@@ -1,5 +1,6 @@
 """The loader: who gets which images, in any number of workers and replicas, and what bad images do."""
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -15,7 +16,8 @@ import torch
 from data.loader import EvaluationBatches, MicroBatch, epoch_order, training_batches
 from data.sources import Source, UnreadableImage
 from data.transforms import evaluation_transform, train_transform
-from recipe.config import Data
+from recipe.batch import training_image_size
+from recipe.config import Data, Recipe
 from recipe.randomness import bits32, key
 
 SIZE = 16
@@ -45,10 +47,10 @@ def section(workers=0, **options):
     return Data(source="digits", workers=workers, **options)
 
 
-def train(source=None, *, workers=0, first=0, last=9, bad_images="error", **options):
-    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, **options}
+def train(source=None, *, workers=0, first=0, last=9, bad_images="error", augment="none", **options):
+    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
     return training_batches(
-        source or Tinted(), data=section(workers, bad_images=bad_images), image_size=SIZE,
+        source or Tinted(), data=section(workers, bad_images=bad_images, augment=augment),
         first_step=first, last_step=last, **options,
     )  # fmt: skip
 
@@ -151,6 +153,35 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
         numbers = [number for _, number, *_ in share[: 4 // replicas]]
         assert numbers == list(range(replica * 4 // replicas, (replica + 1) * 4 // replicas))
     assert sorted(itertools.chain(*shares)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_each_epoch_has_images_of_its_size(workers):
+    """Four steps an epoch: two epochs of 12 pixels, one of 20, one of 16. Workers load over their ends."""
+    sizes = {"image_sizes": [[0, 12], [2, 20], [3, 16]]}
+    recipe = Recipe.model_validate({"run": {"epochs": 4}, "schedule": {"peak": 1.0}, "data": sizes})
+    image_size = functools.partial(training_image_size, recipe)
+    source = Tinted()
+    batches = list(train(source, workers=workers, last=16, image_size=image_size))
+    assert [(batch.step, batch.number) for batch in batches] == [(s, n) for s in range(16) for n in range(4)]
+    for batch in batches:
+        epoch = batch.step // 4
+        size = (12, 12, 20, 16)[epoch]
+        assert batch.images.shape == (MICRO, 3, size, size)
+        for image, index in zip(batch.images, batch.indices.tolist()):
+            assert torch.equal(image, train_transform(source.read(index), size, section(), 7, epoch, index))
+    resumed = train(workers=workers, first=10, last=16, image_size=image_size)
+    assert contents(resumed) == [content(batch) for batch in batches if batch.step >= 10]
+
+
+@pytest.mark.parametrize("augment", ["randaugment", "autoaugment", "trivialaugment"])
+def test_operations_are_the_same_in_any_number_of_workers(augment):
+    state = torch.random.get_rng_state()
+    alone = contents(train(augment=augment))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert alone != contents(train())
+    for workers in (1, 3):
+        assert contents(train(augment=augment, workers=workers)) == alone
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,15 +1,17 @@
-"""Crops against torchvision's, resizing against Pillow's, and what the draws depend on."""
+"""Crops and operations against torchvision's, resizing against Pillow's, and what the draws depend on."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as reference
 
-from data.transforms import augmentation, crop_box, evaluation_transform, train_transform
+from data.transforms import augmentation, crop_box, evaluation_transform, operated, train_transform
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
@@ -131,6 +133,115 @@ def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, wid
         assert difference.mean() < 0.1
         flips.add(box.flip)
     assert flips == {True, False}
+
+
+SECTIONS = {
+    "randaugment": Data(augment="randaugment"),
+    "three strong": Data(augment="randaugment", randaugment_operations=3, randaugment_magnitude=30),
+    "autoaugment": Data(augment="autoaugment"),
+    "trivialaugment": Data(augment="trivialaugment"),
+}
+
+
+@pytest.fixture(params=list(SECTIONS))
+def section(request):
+    return SECTIONS[request.param]
+
+
+def torchvisions(data):
+    """What a user of torchvision would write."""
+    torchvision.disable_beta_transforms_warning()
+    from torchvision.transforms import v2
+
+    if data.augment == "randaugment":
+        return v2.RandAugment(data.randaugment_operations, data.randaugment_magnitude, fill=128)
+    return {"autoaugment": v2.AutoAugment, "trivialaugment": v2.TrivialAugmentWide}[data.augment](fill=128)
+
+
+@pytest.mark.parametrize("planes", [True, False], ids=["planes", "interleaved"])
+def test_operations_are_torchvisions_under_a_seed_of_the_sample(section, planes):
+    """Applied to the crop that is shown without them, which is mirrored already. 80 samples, so that each of
+    RandAugment's 14 operations is there (missing one has a chance of 0.3 % at most)."""
+    image = picture(60, 80)
+    if not planes:  # the layout of decoded JPEGs
+        image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    transform, changed = torchvisions(section), 0
+    for index in range(80):
+        plain = train_transform(image, 48, Data(), 3, 1, index)
+        actual = train_transform(image, 48, section, 3, 1, index)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(section.augment, 3, 1, index))
+            expected = transform(plain.contiguous())
+        assert torch.equal(actual, expected)
+        assert actual.dtype == torch.uint8
+        assert actual.shape == (3, 48, 48)
+        changed += not torch.equal(actual, plain)
+    assert changed > 40
+
+
+def test_without_operations_pixels_are_the_crop_and_the_flip_to_the_bit():
+    image, flips = picture(60, 80), set()
+    for index in range(20):
+        box = augmentation(0, 0, index, 60, 80, Data())
+        crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+        expected = torch.nn.functional.interpolate(crop[None].contiguous(), (32, 32), mode="bilinear", antialias=True)
+        expected = expected[0].flip(2) if box.flip else expected[0]
+        assert torch.equal(train_transform(image, 32, Data(), 0, 0, index), expected)
+        assert operated(image, Data(), 0, 0, index) is image
+        flips.add(box.flip)
+    assert flips == {True, False}
+
+
+def test_operations_leave_grey_behind():
+    """A white image stays white but for what moves in, where it is moved or turned; 128 is no other operation's."""
+    white = torch.full((3, 32, 32), 255, dtype=torch.uint8)
+    data = Data(augment="randaugment", randaugment_operations=1, randaugment_magnitude=20)
+    moved = [operated(white, data, 0, 0, index) for index in range(60)]
+    assert sum((image == 128).any().item() for image in moved) > 12
+
+
+def test_operations_depend_on_seed_epoch_and_sample_alone(section):
+    """Not on what came before, nor on any global generator."""
+    image = picture(32, 32)
+    names = [(seed, epoch, index) for seed in (0, 1) for epoch in (0, 1) for index in range(12)]
+    first = [operated(image, section, *name) for name in names]
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    again = [operated(image, section, *name) for name in reversed(names)]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again)))
+    for other in (first[12:24], first[24:36]):
+        assert sum(torch.equal(a, b) for a, b in zip(first[:12], other)) < 6, "epochs and seeds draw anew"
+    assert len({image.numpy().tobytes() for image in first}) > 12
+
+
+def test_operations_leave_the_global_generators_alone(section, monkeypatch):
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
+
+    before = states()
+    for index in range(10):
+        operated(picture(32, 32), section, 0, 0, index)
+    assert states() == before
+
+    def failing(*_):
+        torch.rand(1)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("data.transforms._operations", lambda *_: failing)
+    with pytest.raises(ZeroDivisionError):
+        operated(picture(32, 32), section, 0, 0, 0)
+    assert states() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="reads a CUDA device's generator")
+def test_operations_leave_the_generator_of_a_gpu_alone(section):
+    torch.cuda.manual_seed(3)
+    torch.rand(1, device="cuda")
+    before = torch.cuda.get_rng_state()
+    operated(picture(32, 32), section, 0, 0, 0)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_evaluation_resizes_the_short_side_to_434_for_380_pixels():

@@ -1,4 +1,4 @@
-"""Group normalisation against its formula in float64, where half-precision statistics would show."""
+"""Group and layer normalisation against their formula in float64, where half-precision statistics would show."""
 
 import numpy as np
 import pytest
@@ -27,12 +27,13 @@ def closed_form(x, weight, bias, groups, eps, apply_act):
     return y / (1 + np.exp(-y)) if apply_act else y
 
 
-def layer(channels=24, groups=4, eps=1e-3, apply_act=True):
-    norm = GroupNormAct(channels, groups, eps, apply_act)
+def layer(channels=24, groups=4, eps=1e-3, apply_act=True, shift=True):
+    norm = GroupNormAct(channels, groups, eps, apply_act, shift)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
-        norm.bias.copy_(torch.randn(channels, generator=generator))
+        if shift:
+            norm.bias.copy_(torch.randn(channels, generator=generator))
     return norm
 
 
@@ -48,16 +49,17 @@ def inputs(mean, std, shape=(3, 24, 19, 17)):
 @pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("mean", "std"), [(0, 1), (100, 1), (0, 0.01)], ids=["even", "offset", "small"])
-def test_statistics_are_exact_in_every_dtype(mean, std, dtype, apply_act, device):
+@pytest.mark.parametrize("groups", [4, 1], ids=["group", "layer"])
+def test_statistics_are_exact_in_every_dtype(groups, mean, std, dtype, apply_act, device):
     """Two roundings to the dtype, of the normalised value and after SiLU, of eps / 2 each, relative to the
     value (at least 1) and with a margin of 2. A mean kept in float16 would be off by up to 0.03 at an offset
     of 100, in bfloat16 by 0.25; the square of 100 in float16 leaves no digit for a variance of 1.
 
     Of float32, the offset takes two digits itself: x - mean is exact to 100 eps / std.
     """
-    norm = layer(apply_act=apply_act).to(device, dtype)
+    norm = layer(groups=groups, apply_act=apply_act).to(device, dtype)
     x = inputs(mean, std).to(device, dtype)
-    expected = closed_form(x, norm.weight, norm.bias, 4, 1e-3, apply_act)
+    expected = closed_form(x, norm.weight, norm.bias, groups, 1e-3, apply_act)
     with torch.no_grad():
         actual = norm(x)
     assert actual.dtype == dtype
@@ -69,19 +71,20 @@ def test_statistics_are_exact_in_every_dtype(mean, std, dtype, apply_act, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
-def test_gradients_are_those_of_the_formula(dtype, apply_act, device):
+@pytest.mark.parametrize("groups", [4, 1], ids=["group", "layer"])
+def test_gradients_are_those_of_the_formula(groups, dtype, apply_act, device):
     """Against autograd through the formula in float64, relative to the largest gradient of each tensor.
 
     The gradient of x is rounded to the dtype at most three times; those of weight and bias are sums of 969
     terms of either sign, each a product of rounded factors: 8 eps of the largest holds all of them.
     """
-    norm = layer(apply_act=apply_act).to(device, dtype)
+    norm = layer(groups=groups, apply_act=apply_act).to(device, dtype)
     x = inputs(5, 1).to(device, dtype).requires_grad_()
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     norm(x).backward(upstream)
 
     leaves = [tensor.detach().double().requires_grad_() for tensor in (x, norm.weight, norm.bias)]
-    grouped = leaves[0].view(3, 4, -1)
+    grouped = leaves[0].view(3, groups, -1)
     centred = grouped - grouped.mean(2, keepdim=True)
     y = (centred / (centred.square().mean(2, keepdim=True) + 1e-3).sqrt()).view(x.shape)
     y = y * leaves[1].view(-1, 1, 1) + leaves[2].view(-1, 1, 1)
@@ -124,3 +127,13 @@ def test_the_input_is_left_as_it_was(device):
     copy = x.clone()
     layer().to(device)(x)
     assert torch.equal(x, copy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_a_bias_there_is_none(device):
+    """What stands in a model with proxy normalisation where no activation follows. One rounding of eps, twice."""
+    norm = layer(apply_act=False, shift=False).to(device)
+    assert list(norm.state_dict()) == ["weight"]
+    x = inputs(3, 1).float().to(device)
+    expected = closed_form(x, norm.weight, torch.zeros(24), 4, 1e-3, False)
+    assert np.abs(norm(x).detach().cpu().numpy() - expected).max() < 1e-5

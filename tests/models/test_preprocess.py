@@ -32,6 +32,18 @@ def test_every_pixel_value_is_normalised_right(dtype):
     assert (error <= 1e-6 + rounding * expected.abs()).all()
 
 
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_mixed_images_come_as_float32(dtype):
+    """Whole values are those of uint8 bit for bit; between them, as exact as there."""
+    block = Preprocess(MEAN, STD).to(dtype)
+    assert torch.equal(block(ALL_VALUES.float()), block(ALL_VALUES))
+    mixed = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 255
+    output, expected = block(mixed), exact(mixed)
+    assert output.dtype == dtype
+    rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    assert ((output.double() - expected).abs() <= 1e-6 + rounding * expected.abs()).all()
+
+
 def test_channels_are_red_green_blue():
     image = torch.zeros(1, 3, 1, 1, dtype=torch.uint8)
     expected = -torch.tensor(MEAN, dtype=torch.float64) / torch.tensor(STD, dtype=torch.float64)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from optim import factory
+from optim.controls import SGD, Lamb, RMSprop
 from recipe.config import Optimizer
 
 NORMS = ["block.norm.weight", "block.norm.bias"]
@@ -67,6 +68,56 @@ def test_the_numbers_of_the_section_arrive_in_the_groups():
     assert (adapted["adapt"], adapted["weight_decay"], adapted["lr_scale"]) == (True, 3e-4, 1.0)
     assert (skipped["adapt"], skipped["weight_decay"], skipped["lr_scale"]) == (False, 0.0, 0.25)
     assert optimizer.trust == "momentum"
+
+
+CONTROLS = {"sgd": SGD, "rmsprop": RMSprop, "lamb": Lamb}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("skip", [["bias", "norm"], ["bias"], ["norm"], []], ids=str)
+def test_a_control_skips_the_same_parameters(name, skip):
+    """Of weight decay; of LAMB's trust ratio too."""
+    named = parameters()
+    optimizer = factory.create(Optimizer(name=name, weight_decay=0.5, skip=skip), named, NORMS)
+    assert type(optimizer) is CONTROLS[name]
+    names = {parameter: name for name, parameter in named.items()}
+    found = {}
+    for group in optimizer.param_groups:
+        found.update({names[parameter]: group for parameter in group["params"]})
+    assert found.keys() == set(NAMES)
+    skipped = skipped_by(skip=skip)
+    for key, group in found.items():
+        assert group["weight_decay"] == (0.0 if key in skipped else 0.5)
+        if name == "lamb":
+            assert group["always_adapt"] is (key not in skipped)
+
+
+@pytest.mark.parametrize(
+    ("section", "numbers"),
+    [
+        (
+            {"name": "sgd", "momentum": 0.7, "nesterov": True},
+            {"momentum": 0.7, "nesterov": True, "dampening": 0, "maximize": False},
+        ),
+        ({"name": "sgd"}, {"momentum": 0.9, "nesterov": False}),
+        (
+            {"name": "rmsprop", "momentum": 0.7, "alpha": 0.8, "eps": 0.25},
+            {"momentum": 0.7, "alpha": 0.8, "eps": 0.25, "lr_in_momentum": True, "centered": False},
+        ),
+        ({"name": "rmsprop"}, {"momentum": 0.9, "alpha": 0.9, "eps": 1e-3}),
+        (
+            {"name": "lamb", "beta1": 0.7, "beta2": 0.8, "eps": 0.25},
+            {"betas": (0.7, 0.8), "eps": 0.25, "bias_correction": True, "trust_clip": False, "grad_averaging": True},
+        ),
+        ({"name": "lamb"}, {"betas": (0.9, 0.999), "eps": 1e-6, "max_grad_norm": None, "decoupled_decay": False}),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_control_arrive_in_its_groups(section, numbers):
+    optimizer = factory.create(Optimizer(**section), parameters(), NORMS)
+    assert len(optimizer.param_groups) == 2
+    for group in optimizer.param_groups:
+        assert {key: group[key] for key in numbers} == numbers
 
 
 def test_the_defaults_take_the_published_steps():

@@ -6,8 +6,8 @@ import pytest
 
 from data.sources import DigitsSource
 from recipe import batch
-from recipe.batch import EMBEDDED_TRAIN_IMAGES, Batch, divide, in_steps, lengths, peak_learning_rate
-from recipe.config import Recipe
+from recipe.batch import Batch, divide, image_count, in_steps, lengths, peak_learning_rate, training_image_size
+from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError
 
 IMAGENET = 1_281_167
@@ -164,14 +164,49 @@ def test_the_peak_rate_is_given_or_grows_with_the_batch():
     assert peak_learning_rate(given) == 3.0
 
 
-def test_images_of_embedded_data_are_counted_right():
-    assert {"digits": len(DigitsSource("train"))} == EMBEDDED_TRAIN_IMAGES
+@pytest.mark.parametrize(
+    ("rule", "size", "expected"),
+    [("none", 6144, 0.1), ("linear", 6144, 0.8), ("linear", 384, 0.05), ("sqrt", 3072, 0.2), ("sqrt", 192, 0.05)],
+)
+def test_the_peak_follows_the_rule_of_the_batch(rule, size, expected):
+    """A peak of 0.1 at 768."""
+    schedule = {
+        "peak": 0.1,
+        "peak_per_image": None,
+        "batch_rule": rule,
+        **({} if rule == "none" else {"reference_batch": 768}),
+    }
+    assert peak_learning_rate(recipe(size, schedule=schedule)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_images_that_need_no_folder_are_counted_by_the_recipe():
+    for split in ("train", "validation"):
+        digits = Data(source="digits", train_images=5, validation_images=5)
+        assert image_count(digits, split) == len(DigitsSource(split))
+    glyphs = Data(source="glyphs", train_images=123)
+    assert (image_count(glyphs, "train"), image_count(glyphs, "validation")) == (123, 2000)
+    folder = Data(validation_images=50_000)
+    assert (image_count(folder, "train"), image_count(folder, "validation")) == (None, 50_000)
+
+
+def test_the_training_size_changes_with_the_epoch():
+    plain = recipe(model={"image_size": 380})
+    assert {training_image_size(plain, epoch) for epoch in (0, 7, 349)} == {380}
+    growing = recipe(model={"image_size": 380}, data={"image_sizes": [[0, 160], [3, 252], [5, 380]]})
+    assert [training_image_size(growing, epoch) for epoch in range(7)] == [160, 160, 160, 252, 252, 380, 380]
+
+
+@pytest.mark.parametrize(("mixing", "key"), [({"mixup": 0.2}, "data.mixup"), ({"cutmix": 0.85}, "data.cutmix")])
+def test_mixing_needs_somebody_to_mix_with(mixing, key):
+    assert divide(recipe(micro=2, data=mixing)).micro == 2
+    with pytest.raises(ConfigError, match=f"{key} mixes images of one micro batch, but batch.micro is 1"):
+        divide(recipe(micro=1, data=mixing))
 
 
 def test_the_plan_says_what_the_recipe_determines():
     plan = batch.describe(recipe(replicas=64, data={"train_images": IMAGENET}))
     assert [line.split()[0] for line in plan.splitlines()] == [
-        "run", "model", "batch", "precision", "optimizer", "length",
+        "run", "model", "batch", "precision", "optimizer", "data", "length",
     ]  # fmt: skip
     for words in (
         "run -> runs/run",

@@ -4,7 +4,8 @@ import pytest
 import timm
 from pydantic import ValidationError
 
-from recipe.config import ALTERNATIVES, COMPOUND_SCALES, Data, Model, Parallel, Recipe, Run, Schedule
+from recipe.by_name import COMPOUND_SCALES
+from recipe.config import ALTERNATIVES, Data, Model, Parallel, Recipe, Run, Schedule
 from recipe.errors import ConfigError
 
 SECTIONS = {name: field.annotation for name, field in Recipe.model_fields.items()}

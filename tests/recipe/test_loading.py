@@ -1,6 +1,7 @@
 """From files and overrides to a recipe: what is read, what wins, and that every refusal is one useful line."""
 
 import copy
+import itertools
 import os
 import random
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipe.by_name import FAMILIES
 from recipe.config import Recipe
 from recipe.errors import ConfigError
 from recipe.loading import dump, load, parse_yaml
@@ -348,6 +350,7 @@ VALUES = (
     True, False, 0, 1, 2, 3, 64, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
     "1e5", "08", "on", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', "\ud7ff\U0001f600\x85",
     " x ", "", "x" * 300 + " " + "y" * 300, [0.25, 0.5], [0.1, 1 / 3, 1.0], [], ["bias"], ["1e5"],
+    [[0, 16], [3, 24]],
 )  # fmt: skip
 
 
@@ -359,8 +362,11 @@ def test_every_key_survives_dumping_whatever_its_value(section, write):
     for key, entry in schema.items():
         options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
         accepted = 0
-        for value in (*VALUES, *options):
-            layers = {**base, section: {**base.get(section, {}), key: value}}
+        for value, name in itertools.product((*VALUES, *options), FAMILIES.get(section, [None])):
+            named = {**base.get(section, {}), **({"name": name} if name else {})}
+            layers = {**base, section: {**named, key: value}}
+            if key in ("batch_rule", "reference_batch"):
+                layers[section] = {"batch_rule": "sqrt", "reference_batch": 8, **layers[section]}
             if (section, key) in (("run", "epochs"), ("run", "images"), ("schedule", "peak_per_image")):
                 layers[section] = {key: value}
             if key == "split":
@@ -370,7 +376,8 @@ def test_every_key_survives_dumping_whatever_its_value(section, write):
             except ValueError:
                 continue
             assert load(write(dump(recipe))) == recipe, (key, value)
-            accepted += getattr(recipe, section) != getattr(Recipe.model_validate(base), section)
+            default = Recipe.model_validate({**base, section: named})
+            accepted += getattr(recipe, section) != getattr(default, section)
         assert accepted or "const" in entry, f"no value was tried for {section}.{key}"
 
 

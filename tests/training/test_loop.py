@@ -1,5 +1,6 @@
 """The loop: what happens when, what is written, and how it stops. Mostly on an engine that follows a script."""
 
+import contextlib
 import json
 import signal
 
@@ -23,14 +24,16 @@ from training.monitor import Metrics, Monitor, Progress
 class ScriptedEngine(Engine):
     """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
 
-    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped.
+    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped. With
+    `averaging` the average over epochs scores one hit more for each epoch that ended.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, before=lambda step: None, finite=lambda step: True, images=24, unreadable=()):
+    def __init__(self, before=lambda step: None, finite=lambda step: True, images=24, unreadable=(), averaging=False):
         self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
-        self.steps, self.rates, self.measured, self.evaluated_after = [], [], [], []
+        self._averaging, self._epochs, self._extra_hits = averaging, 0, 0
+        self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
         self._skipped = self._in_row = 0
 
     def train_step(self, micro_batches, step, lr, measure=False):
@@ -57,8 +60,33 @@ class ScriptedEngine(Engine):
         )
 
     def evaluate_step(self, batch):
-        self.evaluated_after.append(len(self.steps))
-        return Counts(10, torch.tensor(5.0, dtype=torch.float64), torch.tensor(len(self.steps)), torch.tensor(9))
+        if not self._extra_hits:
+            self.evaluated_after.append(len(self.steps))
+        hits = torch.tensor(len(self.steps) + self._extra_hits)
+        return Counts(10, torch.tensor(5.0, dtype=torch.float64), hits, torch.tensor(9))
+
+    def end_epoch(self):
+        self._epochs += 1
+        self.epoch_ends.append(len(self.steps))
+
+    def averages(self):
+        return ("epoch_average",) if self._averaging and self._epochs else ()
+
+    @contextlib.contextmanager
+    def using(self, weights):
+        assert weights == "epoch_average"
+        self._extra_hits = self._epochs
+        yield
+        self._extra_hits = 0
+
+    def predict_step(self, batch):
+        raise NotImplementedError
+
+    def shapes(self):
+        raise NotImplementedError
+
+    def load_weights(self, weights):
+        raise NotImplementedError
 
     def state_dict(self):
         return {"steps": {"done": torch.tensor(len(self.steps))}}
@@ -87,14 +115,16 @@ SIX_STEPS_AN_EPOCH = (
 def start(tiny, tmp_path):
     """start(engine, *overrides): trains by the loop, 6 steps an epoch, and gives the events."""
 
-    def run(engine, *overrides, progression=None, say=lambda line: None):
+    def run(engine, *overrides, progression=None, say=lambda line: None, flops_per_image=lambda epoch: 1e6):
         recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
         lengths = Lengths(steps_per_epoch=6, dropped=0, total=recipe.run.steps, warmup=2)
         metrics = Metrics(tmp_path / "metrics.jsonl", 0)
         monitor = Monitor(metrics, Progress(lengths.total, say), None, 0)
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         progression = progression or Progression()
-        trainer = Trainer(recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image=1e6)
+        trainer = Trainer(
+            recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image, ["cat", "dog"]
+        )
         try:
             trainer.run(iter([EMPTY] * 100))
         finally:
@@ -193,6 +223,37 @@ def test_the_end_tells_the_last_and_the_best_scores(start):
     assert end["images"] == 12 * 24
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
     assert start.saved() == [6, 12]
+
+
+def test_epochs_end_before_their_evaluation_and_checkpoint(start):
+    """7 steps: one whole epoch of 6. What is left of the second is no epoch."""
+    engine = ScriptedEngine(averaging=True)
+    start(engine, "run.steps=7")
+    assert engine.epoch_ends == [6]
+
+
+def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
+    """Evaluations at steps 3, 6, 9, 12 of epochs of 6: 3, 6, 9 and 12 hits of 10, and one more per epoch averaged."""
+    events = start(ScriptedEngine(averaging=True), "evaluation.every_epochs=0.5", "run.steps=12")
+    scores = [(event["top1"], event.get("epoch_average")) for event in events if event["event"] == "eval"]
+    assert [top1 for top1, _ in scores] == [0.3, 0.6, 0.9, 1.2]
+    assert [average and average["top1"] for _, average in scores] == [None, 0.7, 1.0, 1.4]
+    assert events[-1]["epoch_average"] == {"top1": 1.4, "top5": 0.9, "loss": 0.5}
+    assert (events[-1]["top1"], events[-1]["best_top1"]) == (1.2, 1.2)
+    assert "step_average" not in events[-1]
+
+
+def test_a_checkpoint_carries_the_names_of_the_classes(start):
+    start(ScriptedEngine())
+    assert start.content()["classes"] == ["cat", "dog"]
+
+
+def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
+    """Images of epoch 1 cost three times those of epoch 0; the log line at step 8 covers two steps of each."""
+    monkeypatch.setattr(ScriptedEngine, "peak_flops", lambda engine: 1e6)
+    events = start(ScriptedEngine(), flops_per_image=lambda epoch: (1.0, 3.0)[epoch])
+    shares = [event["mfu"] * 1e6 / event["images_per_second"] for event in events if event["event"] == "train"]
+    assert shares == pytest.approx([1.0, 2.0, 3.0], rel=1e-12)
 
 
 def test_left_out_images_are_named_and_counted(start):
@@ -347,7 +408,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
 
     Float32 weights: the CPU's stochastic rounding may ask, its kernel is not the one of other devices.
     """
-    recipe = tiny("run.steps=12", "log.every_steps=4", "precision.weights=float32", "precision.dynamic_loss_scale=true")
+    mixing_and_averages = ("data.mixup=0.2", "data.cutmix=0.85", "average.step_decay=0.9", "average.epoch_decay=0.9")
+    precision = ("precision.weights=float32", "precision.dynamic_loss_scale=true")
+    recipe = tiny("run.steps=12", "log.every_steps=4", *precision, *mixing_and_averages)
     source = open_source(recipe.data, 10, "train")
     lengths = arithmetic.lengths(recipe, len(source))
     engine = factory.create(recipe, arithmetic.divide(recipe), Topology(1, 0, 1))
@@ -372,7 +435,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
     monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(12, lambda line: None), None, 0)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
-    trainer = Trainer(recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), 1e6)
+    trainer = Trainer(
+        recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), lambda epoch: 1e6, source.classes
+    )
     batches = training_batches(
         source, data=recipe.data, image_size=16, global_batch=24, micro=12, seed=0, first_step=0, last_step=12
     )

@@ -247,16 +247,16 @@ def now(monkeypatch):
 
 
 def test_the_rate_leaves_out_what_was_not_training(now):
-    """60 images in 10 seconds of which 4 went into an evaluation: 60 / 6. The next lap starts afresh."""
+    """60 images in 10 seconds of which 4 went into an evaluation: 60 / 6, work likewise. The next lap starts afresh."""
     clock = Clock(0.0)
     now[0] += 10
-    clock.count(20)
-    clock.count(40)
+    clock.count(20, 200.0)
+    clock.count(40, 1000.0)
     clock.pause(4.0)
-    assert clock.lap() == 60 / 6
+    assert clock.lap() == (60 / 6, 1200 / 6)
     now[0] += 5
-    clock.count(10)
-    assert clock.lap() == 10 / 5
+    clock.count(10, 30.0)
+    assert clock.lap() == (10 / 5, 30 / 5)
 
 
 def test_seconds_add_up_over_sessions(now):

@@ -1,8 +1,8 @@
 """A run that is stopped, killed or damaged and started again ends as the undisturbed run does, bit for bit.
 
-The recipe draws in every way a run can draw: dropout, stochastic depth, stochastic rounding, augmentation. It has
-10 steps in 2 epochs of 5, a log line every 4, an evaluation every 5, a checkpoint every 3: stops fall within epochs,
-within log windows, and between a checkpoint and the next.
+The recipe draws in every way a run can draw: dropout, stochastic depth, stochastic rounding, augmentation, mixing; it
+keeps both averages, and its second epoch has larger images. It has 10 steps in 2 epochs of 5, a log line every 4, an
+evaluation every 5, a checkpoint every 3: stops fall within epochs, within log windows, and between two checkpoints.
 """
 
 import itertools
@@ -38,6 +38,12 @@ OVERRIDES = (
     "run.epochs=2",
     "log.every_steps=4",
     "checkpoint.every_epochs=0.6",
+    "data.augment=randaugment",
+    "data.mixup=0.2",
+    "data.cutmix=0.85",
+    "data.image_sizes=[[0, 8], [1, 12]]",
+    "average.step_decay=0.9",
+    "average.epoch_decay=0.97",
 )
 
 
@@ -54,17 +60,22 @@ class Outcome:
         ]
 
     def tensors(self):
-        """{(section, name): (dtype, bytes)} of the engine's state."""
-        return {
-            (section, name): (tensor.dtype, tensor.numpy().tobytes())
-            for section, tensors in self.engine.items()
-            for name, tensor in tensors.items()
-        }
+        """{"part/name": (dtype, bytes)} of the engine's state."""
+        return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in flat(self.engine)}
 
     def assert_same(self, other):
         assert self.events == other.events
         assert self.progression == other.progression
         assert self.tensors() == other.tensors()
+
+
+def flat(tree, prefix=""):
+    """(path, tensor) for each tensor of nested dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        yield prefix, tree
+    else:
+        for name, branch in tree.items():
+            yield from flat(branch, f"{prefix}/{name}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,241 @@
+"""Is a training step as fast as timm's own, and is training from JPEG files faster?
+
+    python -m benchmarks.step [--json]
+
+The same EfficientNet-B0 G16 with LARS, the same batch, float32 arithmetic and weights on both sides, in turn:
+- `step`: images that lie in memory. timm's loop gets normalised float32 images, ours gets uint8 and normalises them.
+- `end to end`: a folder of JPEG files, decoded, cropped and flipped by each side's own workers. Each side is given the
+  threads and workers with which it is fastest here, found first.
+timm's side is the loop of its train.py (accumulation, meters, schedule by update) around timm's model, timm's Lars and
+timm's loader. Beside them: our step with float16 weights rounded stochastically, which timm has not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Callable, Iterator, List, Tuple
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.data import create_dataset, create_loader
+from timm.optim import create_optimizer_v2
+from timm.utils import AverageMeter
+from torch import nn
+
+from benchmarks import claims
+from benchmarks.timm_peer import create_g16
+from data.loader import MicroBatch, training_batches
+from data.sources import open_source
+from engines.torch_engine import TorchEngine
+from parallel.topology import Topology
+from recipe import loading
+from recipe.batch import divide
+from recipe.config import Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PHOTOS = ROOT / "benchmarks" / "cache" / "photos"
+CLASSES, IMAGES = 10, 640
+MICRO, ACCUMULATION = 32, 2
+SIZE = 64
+ROUNDS = 7
+STEPS = 4  # a round of either side
+SETTINGS = ((2, 0), (1, 1), (2, 1), (1, 2), (2, 2))  # threads of training, workers
+
+
+def recipe(*overrides: str) -> Recipe:
+    """B0 G16 at 64 px with LARS; an update of 2 micro batches of 32."""
+    fixed = [
+        "model.name=efficientnet_b0", f"model.image_size={SIZE}", f"model.classes={CLASSES}", "model.dropout=0.2",
+        f"batch.micro={MICRO}", f"batch.global={MICRO * ACCUMULATION}", "precision.weights=float32", "run.device=cpu",
+        "data.mixup=0", "data.cutmix=null", "average.epoch_decay=null", f"data.root={PHOTOS}", "data.train_images=null",
+        "data.validation_images=null",
+    ]  # fmt: skip
+    return loading.load(ROOT / "configs" / "gpu.yaml", [*fixed, *overrides])
+
+
+class Ours:
+    """Our engine."""
+
+    def __init__(self, plan: Recipe):
+        self.plan = plan
+        self.engine = TorchEngine(plan, divide(plan, 1), Topology(1, 0, 1))
+        self.step = 0
+
+    def update(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """One update from the next micro batches."""
+        self.engine.train_step(micro_batches, self.step, lr=0.1)
+        self.step += 1
+
+    def batches(self, workers: int) -> Iterator[MicroBatch]:
+        """Micro batches from the folder, without end for our purposes."""
+        data = self.plan.data.model_copy(update={"workers": workers})
+        return training_batches(
+            open_source(data, CLASSES, "train"),
+            data=data,
+            image_size=SIZE,
+            global_batch=self.plan.batch.global_,
+            micro=MICRO,
+            seed=0,
+            first_step=0,
+            last_step=10**6,
+        )
+
+
+class Timms:
+    """timm's model, optimizer, loss and the body of the loop in its train.py."""
+
+    def __init__(self, plan: Recipe):
+        self.plan = plan
+        self.model = create_g16(CLASSES, drop=plan.model.dropout, drop_path=plan.model.drop_path)
+        self.optimizer = create_optimizer_v2(
+            self.model, opt="lars", lr=0.1, momentum=0.885, weight_decay=2.5e-6, filter_bias_and_bn=True
+        )
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.losses = AverageMeter()
+
+    def update(self, micro_batches: Iterator[Tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """One update from the next micro batches; losses are accumulated as they are, divided by their number."""
+        for images, labels in itertools.islice(micro_batches, ACCUMULATION):
+            loss = self.loss(self.model(images), labels) / ACCUMULATION
+            loss.backward()
+            self.losses.update(loss.item() * ACCUMULATION, len(images))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def batches(self, workers: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        """Micro batches from the folder: timm's loader with crop and flip only, as the recipe has it."""
+        dataset = create_dataset("", root=str(PHOTOS / "train"), is_training=True)
+        data = self.plan.data
+        loader = create_loader(
+            dataset, (3, SIZE, SIZE), MICRO, is_training=True, use_prefetcher=False, scale=data.crop_area,
+            ratio=data.crop_aspect, hflip=data.flip, color_jitter=None, interpolation="bilinear", num_workers=workers,
+            mean=self.plan.model.mean, std=self.plan.model.std, persistent_workers=workers > 0,
+        )  # fmt: skip
+        return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def synthetic(plan: Recipe) -> Tuple[Iterator, Iterator]:
+    """The same images for both sides, without end: (ours, timm's)."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (MICRO, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, CLASSES, (MICRO,), generator=generator)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
+    ours = (MicroBatch(images, labels, labels, MICRO, number % 2, 0, ()) for number in itertools.count())
+    return ours, itertools.repeat(((images / 255 - mean) / std, labels))
+
+
+def seconds(function: Callable[[], None], times: int = STEPS) -> float:
+    """Seconds for one call, over `times` calls."""
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - start) / times
+
+
+def in_turn(sides: dict, rounds: int) -> dict:
+    """{name: seconds of each round}; the order turns around from round to round."""
+    times: dict = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            times[name].append(seconds(sides[name]))
+    return times
+
+
+def measure_steps() -> Tuple[List[dict], List[float]]:
+    """Rows, and timm's time over ours round by round."""
+    torch.set_num_threads(2)
+    plan, half = recipe(), recipe("precision.weights=float16")
+    ours, timms, ours_half = Ours(plan), Timms(plan), Ours(half)
+    our_images, their_images = synthetic(plan)
+    sides = {
+        "timm": lambda: timms.update(their_images),
+        "ours": lambda: ours.update(our_images),
+        "ours, float16 weights": lambda: ours_half.update(our_images),
+    }
+    for update in sides.values():
+        update()
+    times = in_turn(sides, ROUNDS)
+    rows = [row("step", name, (2, 0), values, times["timm"]) for name, values in times.items()]
+    return rows, [theirs / own for theirs, own in zip(times["timm"], times["ours"])]
+
+
+def measure_end_to_end() -> Tuple[List[dict], List[float]]:
+    """Rows, and timm's time over ours round by round, each with its fastest setting."""
+    make_photos()
+    plan = recipe()
+    sides = {"timm": Timms(plan), "ours": Ours(plan)}
+    rows, fastest = [], {}
+    for name, side in sides.items():
+        trials = {setting: end_to_end_seconds(side, setting) for setting in SETTINGS}
+        fastest[name] = min(trials, key=lambda setting: trials[setting])
+        rows += [row("end to end, trial", name, setting, [value], [value]) for setting, value in trials.items()]
+    times: dict = {name: [] for name in sides}
+    for number in range(ROUNDS):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            times[name].append(end_to_end_seconds(sides[name], fastest[name]))
+    rows += [row("end to end", name, fastest[name], times[name], times["timm"]) for name in sides]
+    return rows, [theirs / own for theirs, own in zip(times["timm"], times["ours"])]
+
+
+def end_to_end_seconds(side: Ours | Timms, setting: Tuple[int, int]) -> float:
+    """Seconds per update from files, once the workers have started and what they loaded ahead is used up."""
+    threads, workers = setting
+    torch.set_num_threads(threads)
+    batches = iter(side.batches(workers))
+    for _ in range(4):
+        side.update(batches)
+    return seconds(lambda: side.update(batches), times=2 * STEPS)
+
+
+def make_photos() -> None:
+    """JPEG files of 500 x 375 pixels, quality 90, with the spectrum of photographs (amplitude 1 / frequency)."""
+    if (PHOTOS / "val").exists():
+        return
+    generator = np.random.default_rng(0)
+    frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.fftfreq(500)[None])
+    frequency[0, 0] = 1
+    for number in range(IMAGES):
+        folder = PHOTOS / ("train" if number >= CLASSES else "val") / f"class{number % CLASSES}"
+        folder.mkdir(parents=True, exist_ok=True)
+        noise = np.fft.ifft2(np.fft.fft2(generator.normal(size=(3, 375, 500))) / frequency).real
+        common = noise.mean(0, keepdims=True)  # the colours of a photograph go together
+        pixels = 128 + 50 * (0.25 * noise + common) / common.std()
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)).save(
+            folder / f"{number:04d}.jpg", quality=90
+        )
+
+
+def row(part: str, side: str, setting: Tuple[int, int], values: List[float], reference: List[float]) -> dict:
+    images = MICRO * ACCUMULATION
+    return {
+        "part": part,
+        "side": side,
+        "threads": setting[0],
+        "workers": setting[1],
+        "ms_per_update": 1000 * statistics.median(values),
+        "fastest": 1000 * min(values),
+        "slowest": 1000 * max(values),
+        "images_per_second": images / statistics.median(values),
+        "speedup_over_timm": statistics.median(theirs / own for theirs, own in zip(reference, values)),
+    }
+
+
+def main() -> None:
+    as_json = claims.wants_json(__doc__)
+    step_rows, step_ratios = measure_steps()
+    file_rows, file_ratios = measure_end_to_end()
+    print(f"timm {timm.__version__}; {IMAGES - CLASSES} JPEG files of 500 x 375 pixels, trained on at {SIZE} px")
+    made = [
+        claims.claim("step_speedup_over_timm", step_ratios, "times", ">= 1.0"),
+        claims.claim("end_to_end_speedup_over_timm", file_ratios, "times", ">= 1.2"),
+    ]
+    claims.report("step", [*step_rows, *file_rows], made, as_json)
+
+
+if __name__ == "__main__":
+    main()

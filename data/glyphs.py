@@ -1,0 +1,250 @@
+"""Glyphs: images of up to a thousand kinds of characters, drawn as they are asked for, where there is no data.
+
+Shapes come from the fonts inside matplotlib. What is drawn of them is a function of the image's number, so
+nothing is stored; Pillow 10.4 and 13.0 draw the same pixels.
+"""
+
+import functools
+import io
+import math
+import os
+from typing import NamedTuple, Tuple
+from unicodedata import name as unicode_name
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from data.sources import Source
+from recipe.errors import DataError
+from recipe.randomness import Stream, bits32, key
+
+# The first is the only one at difficulty 0.
+FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSerif-Italic")
+# By class; never reorder. From what the fonts share, all were left out that resemble an earlier one, whichever fonts
+# the two are in, with place and size evened out and up to 10 degrees of rotation: Greek Alpha for A, O for 0, c for C.
+# Resemblance is the cosine of blurred images that tests/data/test_glyphs.py measures. It is at most 0.966: of digits
+# and Latin letters, which come first; of the rest, by code point, those below 0.92 come next, then those below 0.945.
+GLYPHS = (
+    "0123456789ABCDEFGHJKLMNPQRSTUVWXYZabdefghkmnopqrtuy#$%&()*+/:;<=>?@^~¢£¤§©«¬±¶»¿Æ×ÞæþŒƁƄƆƇƑƒƔƕƛƜƝƢƤƦ"
+    "ƧƩƫƴƸƺƾǁǂǶȜȠȡȤȴȵȸȹȻȾȿɀɁɕɖɘɚɝɧɬɮɰɱɲɳɸɹɻɽʁʇʍʎʐʑʕʛʝʞʤʦʧʩʪʫʬʭʮʯ˦˧˨˩ΞΨαβζνχωϗϙϚϞϟϠϻЂЉЋЏДЖЛФЧЪЫЮЯѣҐҔҖҘҚңҥҬ"
+    "ҲӋӶԳԶԷԸԹԻԾԿՀՁՂՃՄՊՌՎՒՔՖ՟թխծջֆგდეთკლრუფქშჩჭჯჰჴჹ჻ᴖᴗᴝᴞᴟᴻ‡‰‹›⁋€₯₸₹←→↓↖↗↘↙↜↝↟↢↣↧↨↫↬↭↯↰↱↲↳↵↶↷↸↹↺↻↽↾↿⇀⇄⇅⇆⇇⇈⇉"
+    "⇊⇐⇒⇕⇖⇗⇘⇙⇚⇛⇡⇤⇥⇧⇩⇫⇰⇱⇲⇵⇶⇷⇸∆∇∈∓√∛∝∞∟∠∸∹∺∽≐≑≒≓≤≥⊂⊆⊇⊏⊐⊗⊞⊠⊢⊣⊥⋄⌂⌐⌑⌘⌙⌥⎡⎫⎬⏏␣□▣▭▮▯▰▱▲▶▷▻▼◀◁◅◈◉◊○◌◐◑◒◓◔◚◢◣◤◥◧◨◫◬"
+    "◭◴◶◸◹◺◿☀☸☼☿♀♁♂♃♄♅♆♠♡♢♤♥♧♩♪♫♬♭♮♯⟅⟆⧫⩪⩫⬒⬓⬖⬗⬘⬙⬚ⱤⱵ⸟꜈꜍꜓꜔꜕꜖ꞐꞪª¼ÅÈÍÑÒÚÝàåèìñóÿĄĆćĘęĞğĥķņŉŔŕŗŚśťŴŹźưǖǢǣǨǩǬǮȘΈ"
+    "ΎΏΐήϊώϒϔϰЍќӁӚӟӬӴӸևḁḂḄḉḍḎḜḝḺḾḿṂṊṔṕṜṝṩṫṲṼẈẊẓẘẬậỨứỰἂἆἊἎἐἚἦἪἮἺἾὊὌὛὟὦὮᾀᾈᾏᾘᾚᾞᾠᾦᾨᾪᾭᾮᾳῦ…‴‷‼⁇⁈⁉№™⅐⅔⅘⅚⅟⇎∄∉≠⊄⊅!"
+    "[{¡¥ßðŋƊƋƓƣƱƳƷɐɠɥɷɾɿʅʆʔʣʨΩξςτϡ϶ЊЩЬђѢҺӄӇԵԺՆՇՉՐէձճմնչ฿აზოჟსტღყცჱჲჳჵჶჺᴔᶅ‱‽₴↤↦↪↴⇁⇂⇃⇋⇞⇮⇻⇿∂∜∻≂≃≈≡⊑⊒⊔⊕⎝⎞⎠⎣⎨"
+    "▤▬►▽◄◍◎◕◖◘◙◛◠◡◩◪◮◰◱◲◳◵◷◾☺♇➡⟠⬅⬆⬇⬈⬉⬊⬋⬔⬕⸘⸮º¾íďĢĳĶŤơǭǿȑȱΊΰЃйӛӵᶳḅḈḟḸḹḼṃṵṾẁẍẙỡỢỴἌἒἸἼὈᾆᾊῊῳῺῼ⅑⅞↉ꟹﬁ}®Ø÷ŁłƂƈƍƎ"
+    "ƏƐƗƪƶƻƼƽƿȺɄɗɞɨɩɪʈʋʌʓʖʗʘʚʠ˥ΓδκμσφϛϺϼϾϿдлщыєћґғҫұԱԲԴԽՅՋՏբըշվփბიპძწჸᴈ†⁆₦↑↕↠↩⇌⇑⇓⇔⇠⇢⇣⇦⇨⇪⇭⇯⇺⇼∀∏∧∫≔⊍⊓⊖⊘⊟⊡⌨⍽"
+    "⎛⎜▥▧▨△◇●◗☹♣⟩⟷ⱭⱮⱷⱹⱾ꜉꜊꜋꜌꜎꜏꜐꜑꜒ÏáâéêîòúąĉĎĤĭĴĵĽľĿōŖŝūŮųżƠǯǾȚțʱΆάϐϑϓϖϱӂӞӪӭӹჼᴭᴷᶡḀḒḘḞḤḩḬṟṯṸẋẒẕẗợựἔἘἜἰἳἴἶὃὖὙ"
+)
+
+_MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
+
+
+class GlyphsSource(Source):
+    """Glyphs of a class each, in many fonts, poses and colours, among clutter: how many is the difficulty's.
+
+    Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1 all of these are
+    drawn at random, over pieces of other glyphs, behind lines, blurred and noisy, but so that a person still
+    can tell. Some glyphs mirror others (b and d), so recipes do better with data.flip=0.
+
+    It holds names and labels; fonts and other tools are the process's, so that pickling is cheap.
+    """
+
+    def __init__(self, classes: int, images: int, split: str, size: int, difficulty: float):
+        """Prepare to draw.
+
+        Args:
+            classes: the first so many of GLYPHS.
+            images: how many there are; a class has as many as any other, or one more.
+            split: "train" or "validation"; they share no draws.
+            size: pixels a side.
+            difficulty: in [0, 1].
+
+        Raises:
+            DataError: more classes than glyphs; or no fonts.
+        """
+        assert classes > 0 and size > 1 and 0 <= difficulty <= 1, (classes, size, difficulty)
+        if classes > len(GLYPHS):
+            raise DataError(
+                f"data.source=glyphs: model.classes is {classes}, but there are glyphs for {len(GLYPHS)}; "
+                f"set model.classes={len(GLYPHS)} or lower"
+            )
+        self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
+        self.labels = np.arange(images, dtype=np.int64) % classes
+        self._split = split
+        self._size = size
+        self._difficulty = difficulty
+        self._folder = _font_folder()
+        _tools(self._folder, size)  # errors come now, and forked workers inherit them
+
+    def name(self, index: int) -> str:
+        return f"glyphs/{self._split}/{index}"
+
+    def read(self, index: int) -> torch.Tensor:
+        size, hard = self._size, self._difficulty
+        stream = Stream(key("glyphs", self._split, int(index)))  # NumPy's integers would be other keys
+        tools = _tools(self._folder, size)
+        glyph = GLYPHS[self.labels[index]]
+        mask = _posed(glyph, tools.fonts[stream.integer(1 + round(hard * (len(FONTS) - 1)))], size, hard, stream)
+        light_on_dark = stream.uniform() < hard / 2
+        near, far = (_colour(stream, not light_on_dark, hard) for _ in range(2))
+        ink = _colour(stream, light_on_dark, hard)
+
+        image = Image.new("RGB", (size, size), near)
+        if hard:
+            image.paste(far, (0, 0), _gradient(tools.ramp, size, stream.uniform(0, 2 * math.pi)))
+        draw = ImageDraw.Draw(image)
+        behind, before = stream.integer(1 + round(5 * hard)), stream.integer(1 + round(2 * hard))
+        for _ in range(behind):
+            _add_scrap(image, tools.scraps[stream.integer(len(tools.scraps))], stream)
+            _add_line(draw, size, stream)
+        image.paste(ink, (0, 0), mask)
+        for _ in range(before):
+            _add_line(draw, size, stream)
+        radius = 0.02 * size * hard * stream.uniform()
+        if radius > 0.05:  # less is not seen
+            image = image.filter(ImageFilter.BoxBlur(radius))
+        pixels = np.frombuffer(image.tobytes(), dtype=np.uint8).reshape(size, size, 3).transpose(2, 0, 1)
+        strength = round(80 * hard * stream.uniform())
+        if strength:
+            start = stream.integer(len(tools.noise) - pixels.size + 1)
+            return torch.from_numpy(_noisy(pixels, strength, tools.noise[start : start + pixels.size]))
+        return torch.from_numpy(np.array(pixels, order="C"))
+
+
+def _font_folder() -> str:
+    """Where matplotlib keeps its fonts. Raises DataError."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise DataError(
+            "data.source=glyphs: its fonts come with matplotlib, which is not installed; pip install matplotlib"
+        ) from None
+    return os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
+
+
+class _Tools(NamedTuple):
+    """What every image of a size is drawn with."""
+
+    fonts: Tuple[ImageFont.FreeTypeFont, ...]  # as FONTS
+    scraps: Tuple[Image.Image, ...]  # coverage of small glyphs, for clutter
+    ramp: Image.Image  # 256 rows, from 0 to 255
+    noise: np.ndarray  # int16 in [-128, 128), twice what an image needs
+
+
+@functools.lru_cache(maxsize=4)
+def _tools(folder: str, size: int) -> _Tools:
+    """For images of `size` pixels a side. Raises DataError."""
+    large, small = [], []
+    for font in FONTS:
+        path = os.path.join(folder, f"{font}.ttf")
+        try:
+            with open(path, "rb") as file:
+                encoded = file.read()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; it comes with matplotlib: install that again") from None
+        # From memory: forked workers would share the position in an open file. Raqm, which not every Pillow has,
+        # lays out single glyphs alike but takes longer.
+        for fonts, em in (large, size), (small, size // 2):
+            fonts.append(ImageFont.truetype(io.BytesIO(encoded), em, layout_engine=ImageFont.Layout.BASIC))
+    words = bits32(key("glyphs noise"), np.arange(-(-6 * size * size // 4), dtype=np.int64))
+    return _Tools(
+        fonts=tuple(large),
+        scraps=tuple(_upright(glyph, font) for glyph in GLYPHS[:: len(GLYPHS) // 50] for font in small),
+        ramp=Image.linear_gradient("L"),
+        noise=words.astype("<u4").view(np.int8).astype(np.int16),
+    )
+
+
+def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
+    """Coverage of the glyph as the font has it: "L" image of its size and a margin."""
+    left, top, right, bottom = font.getbbox(glyph)
+    image = Image.new("L", (right - left + 2 * _MARGIN, bottom - top + 2 * _MARGIN))
+    ImageDraw.Draw(image).text((_MARGIN - left, _MARGIN - top), glyph, fill=255, font=font)
+    return image
+
+
+def _posed(glyph: str, font: ImageFont.FreeTypeFont, size: int, hard: float, stream: Stream) -> Image.Image:
+    """Coverage of the glyph in a random pose: "L" image of size x size.
+
+    The longer side of its box, upright, is a drawn share of the image: capitals and small letters look alike.
+    """
+    upright = _upright(glyph, font)
+    left, top, right, bottom = upright.getbbox()
+
+    share = stream.uniform(0.68 - 0.2 * hard, 0.72 + 0.1 * hard)
+    angle = math.radians(20) * hard * stream.uniform(-1, 1)
+    shear = 0.3 * hard * stream.uniform(-1, 1)
+    stretch = math.exp(0.2 * hard * stream.uniform(-1, 1))
+    reach = min(0.02 + 0.13 * hard, (1 - share) / 2) * size
+    x, y = (size / 2 + reach * stream.uniform(-1, 1) for _ in range(2))
+
+    # Pillow asks where in `upright` a pixel of the result comes from: the inverse of
+    # rotation x shear x stretch, about the centres of both.
+    scale = max(right - left, bottom - top) / (share * size)
+    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    a, b = (cos + shear * sin) / stretch, (sin - shear * cos) / stretch
+    d, e = -sin * stretch, cos * stretch
+    c = (left + right) / 2 - a * x - b * y
+    f = (top + bottom) / 2 - d * x - e * y
+    return upright.transform((size, size), Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR)
+
+
+def _gradient(ramp: Image.Image, size: int, angle: float) -> Image.Image:
+    """The ramp turned by `angle`, in radians: "L" image of size x size."""
+    scale = ramp.width / math.sqrt(2) / size  # the image stays inside the ramp at every angle
+    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    middle, half = ramp.width / 2, size / 2
+    rows = (cos, -sin, middle - (cos - sin) * half, sin, cos, middle - (sin + cos) * half)
+    return ramp.transform((size, size), Image.Transform.AFFINE, rows)
+
+
+def _colour(stream: Stream, light: bool, hard: float) -> Tuple[int, ...]:
+    """A light or a dark colour: every channel of the one is at least 35 levels above that of the other."""
+    levels = [round(110 / 255 * hard * byte) for byte in _bytes(stream)[:3]]
+    return tuple(255 - level if light else level for level in levels)
+
+
+def _add_scrap(image: Image.Image, scrap: Image.Image, stream: Stream) -> None:
+    """Put another glyph, a small one, around the border, which cuts it: the whole and central one is meant."""
+    turn, distance, red, green, blue, *_ = _bytes(stream)
+    angle, distance = 2 * math.pi / 256 * turn, image.width * (0.45 + 0.2 / 255 * distance)
+    left = (image.width - scrap.width) / 2 + distance * math.cos(angle)
+    top = (image.height - scrap.height) / 2 + distance * math.sin(angle)
+    image.paste(_middling(red, green, blue), (round(left), round(top)), scrap)
+
+
+def _add_line(draw: ImageDraw.ImageDraw, size: int, stream: Stream) -> None:
+    """Draw a thin line between any two points."""
+    *ends, red, green, blue, _ = _bytes(stream)
+    draw.line([size / 255 * end for end in ends], fill=_middling(red, green, blue), width=max(1, size // 40))
+
+
+def _middling(*channels: int) -> Tuple[int, ...]:
+    """A colour neither light nor dark, from a byte a channel."""
+    return tuple(60 + (channel >> 1) for channel in channels)
+
+
+def _bytes(stream: Stream) -> bytes:
+    """Eight random bytes: a draw each would take most of the time of an image."""
+    return stream.bits().to_bytes(8, "little")
+
+
+def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
+    """Add noise of `strength` levels from end to end.
+
+    Args:
+        pixels: uint8, any strides.
+        noise: int16 in [-128, 128), as many.
+
+    Returns:
+        uint8, contiguous, of the shape of `pixels`.
+    """
+    levels = noise.reshape(pixels.shape) * np.int16(strength)
+    levels >>= 8
+    levels += pixels
+    # A third of the time of np.clip, for small images.
+    np.maximum(levels, 0, out=levels)
+    np.minimum(levels, 255, out=levels)
+    return levels.astype(np.uint8)

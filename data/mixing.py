@@ -1,0 +1,148 @@
+"""Mixup and cutmix of a micro batch: what is drawn on the host, what is done to images and targets on the device.
+
+The rules are those of the published G16 recipe. Partners are rows of the same micro batch, and draws are a function
+of (seed, step, micro batch), so neither workers nor replicas nor a resumed run change them.
+
+Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
+"""
+
+import math
+from typing import NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+
+from recipe.config import Data
+from recipe.randomness import Stream, key
+
+_Box = Tuple[int, int, int, int]
+
+_NO_BOX = (0, 0, 0, 0)
+_DENOMINATOR = 4.0  # of the logarithm that a cutmix share is drawn by
+_SMALLEST_ALPHA = 1e-6  # such shares are 0 and 1 already; from 1e-100, numpy 1.24 never returns
+
+
+class Mixing(NamedTuple):
+    """How the N rows of one micro batch are mixed. Tensors are on the host.
+
+    Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on what came
+    out: inside the box, row i shows row donor[i]. Padding rows are their own partners and donors.
+    """
+
+    share: torch.Tensor  # float32 [N], from 0.5 to 1
+    partner: torch.Tensor  # int64 [N]
+    box: _Box  # top, left, height, width in pixels, the same in all rows; height or width 0: none
+    donor: torch.Tensor  # int64 [N]
+    kept: float  # share of the image's pixels that are outside the box
+
+
+def draw(
+    data: Data, seed: int, step: int, number: int, rows: int, valid: int, height: int, width: int
+) -> Optional[Mixing]:
+    """Draw how a micro batch is mixed; None if the recipe neither mixes up nor cuts.
+
+    Args:
+        seed, step, number: of the run, of the update, and of the micro batch in it over all replicas.
+        rows, valid: rows of the micro batch, and how many of them are images; the others are padding.
+        height, width: of the images, in pixels.
+
+    The partner is the image before (i - 1), the donor the one two before, or before where there are but two. A
+    single image has nobody to mix with and stays as it is.
+    """
+    assert 0 <= valid <= rows, (valid, rows)
+    if not data.mixup and data.cutmix is None:
+        return None
+    share, box = np.ones(rows), _NO_BOX
+    if data.mixup and valid > 1:
+        share[:valid] = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)[:valid]
+    if data.cutmix is not None and valid > 1:
+        box = _cutmix_box(data.cutmix, Stream(key("cutmix", seed, step, number)), height, width)
+    return Mixing(
+        share=torch.from_numpy(share.astype(np.float32)),
+        partner=_before(1, rows, valid),
+        box=box,
+        donor=_before(2 if valid > 2 else 1, rows, valid),
+        kept=1 - box[2] * box[3] / (height * width),
+    )
+
+
+def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
+    """Mix a micro batch's images as planned; the host does not wait for the device.
+
+    Args:
+        images: uint8 [N, 3, H, W], on any device; they stay as they are.
+
+    Returns:
+        float32 [N, 3, H, W] from 0 to 255, on the same device.
+    """
+    mixed = _mixed_up(images.float(), plan)
+    top, left, height, width = plan.box
+    if height and width:
+        inside = mixed[:, :, top : top + height, left : left + width]
+        inside.copy_(inside[plan.donor.to(images.device, non_blocking=True)])
+    return mixed
+
+
+def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> torch.Tensor:
+    """Each class's share in a row: by pixels, so the box counts with the area that it has.
+
+    Args:
+        labels: int64 [N], on any device, from 0 to classes - 1.
+        plan: None leaves one-hot targets.
+
+    Returns:
+        float32 [N, classes] on the same device; rows sum to 1.
+    """
+    targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
+    if plan is None:
+        return targets
+    targets = _mixed_up(targets, plan)
+    return torch.lerp(targets[plan.donor.to(labels.device, non_blocking=True)], targets, plan.kept)
+
+
+def _mixed_up(rows: torch.Tensor, plan: Mixing) -> torch.Tensor:
+    """share x row + (1 - share) x partner, for rows of any shape; exactly the row where the two are equal."""
+    partner = plan.partner.to(rows.device, non_blocking=True)
+    share = plan.share.to(rows.device, non_blocking=True)
+    return torch.lerp(rows[partner], rows, share.view(-1, *[1] * (rows.dim() - 1)))
+
+
+def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
+    """Number of the image `distance` before each row, round the valid ones; int64 [rows]."""
+    numbers = np.arange(rows)
+    numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
+    return torch.from_numpy(numbers)
+
+
+def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
+    """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count], each image with more of itself than of another.
+
+    Philox counts, so the draws are a function of the key. That they stay the same with later versions rests on
+    NumPy's Beta sampler, which may change in a release (NEP 19); versions 1.24 and 2.4 agree, and a test has the
+    values. To write a sampler here, for every alpha, would be code that is harder to trust.
+    """
+    alpha = max(alpha, _SMALLEST_ALPHA)
+    drawn = np.random.Generator(np.random.Philox(key=draw)).beta(alpha, alpha, count)
+    return np.maximum(drawn, 1 - drawn)
+
+
+def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
+    """One box for a micro batch, of the image's aspect: (top, left, height, width), or that of no pixel.
+
+    With probability 1.55 x cutmix - 0.96 there is none; else its share of the area is -ln(u) / 4 for u uniform in
+    [e^-4, 1). On average an image keeps 0.85 of itself at cutmix 0.85, 0.77 at 0.62 and 0.91 at 1. The centre is
+    uniform over the image, then moved as far as the box needs to lie inside, so boxes at the edges are frequent.
+    """
+    if stream.uniform() < 1.55 * cutmix - 0.96:
+        return _NO_BOX
+    side = math.sqrt(-math.log(stream.uniform(math.exp(-_DENOMINATOR), 1.0)) / _DENOMINATOR)
+    top, bottom = _edges(stream.uniform(), side, height)
+    left, right = _edges(stream.uniform(), side, width)
+    return top, left, bottom - top, right - left
+
+
+def _edges(centre: float, side: float, pixels: int) -> Tuple[int, int]:
+    """Where a box begins and ends on an axis, given its centre and side as shares of the image's `pixels`."""
+    half = side / 2
+    centre = min(max(centre, half), 1 - half)
+    return round((centre - half) * pixels), round((centre + half) * pixels)

@@ -1,0 +1,166 @@
+"""Scores trained weights, or classifies images:
+
+    python evaluate.py --checkpoint runs/quickstart [section.key=value ...]
+    python evaluate.py --checkpoint runs/quickstart --images FILE ...
+
+PATH is a run folder (its newest checkpoint), a checkpoint, or weights: .safetensors, a timm or torch file. Weights that
+do not carry their recipe need --config. Exit codes are train.py's: 0 done, 1 failed, 2 wrong input.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from recipe import loading
+from recipe.errors import ConfigError, DataError, UserError
+from training.command import DONE, FAILED, WRONG_INPUT, Parser
+
+_WORST = 10  # classes that the terminal shows; the file has all
+
+
+def main(arguments=None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        return _classify(options) if options.images else _score(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+    except OSError as error:
+        print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
+
+
+def _parser():
+    parser = Parser(prog="evaluate.py", description="Score trained weights on validation images, or classify images.")
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="run folder, checkpoint or weights file")
+    parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
+    parser.add_argument(
+        "--weights",
+        default="trained",
+        choices=("trained", "step_average", "epoch_average"),
+        help="which weights of a run (default: %(default)s)",
+    )
+    parser.add_argument("--images", nargs="+", metavar="FILE", help="classify these instead of scoring")
+    parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: evaluation/ in the run)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    return parser
+
+
+def _opened(options):
+    """The stored weights, their recipe, and an engine that holds them."""
+    # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
+    from engines import factory
+    from parallel.topology import Topology
+    from recipe.batch import divide
+    from training import weights
+
+    overrides = options.overrides
+    if options.images:  # argparse gives everything behind --images to it
+        overrides = [*overrides, *(text for text in options.images if _is_override(text))]
+        options.images = [text for text in options.images if not _is_override(text)]
+    stored = weights.read(options.checkpoint, options.weights)
+    if options.config:
+        recipe = loading.load(options.config, overrides)
+    elif stored.recipe is None:
+        raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
+    else:
+        recipe = loading.loads(stored.recipe, str(stored.path), overrides)
+    engine = factory.create(recipe, divide(recipe, 1), Topology(1, 0, 1))
+    engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
+    return stored, recipe, engine
+
+
+def _score(options) -> int:
+    from data.loader import EvaluationBatches
+    from data.sources import open_source
+    from training import scoring
+    from training.weights import run_folder_of
+
+    stored, recipe, engine = _opened(options)
+    source = open_source(recipe.data, recipe.model.classes, "validation")
+    batches = EvaluationBatches(
+        source, data=recipe.data, image_size=recipe.model.image_size, batch=recipe.batch.evaluation
+    )
+    try:
+        report = scoring.score(engine, batches, recipe.model.classes)
+    finally:
+        batches.close()
+        engine.close()
+    title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
+    left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
+    print(
+        f"{stored.path}, {options.weights} weights: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})"
+    )
+    rows = scoring.class_rows(report, source.classes)
+    _print_classes(rows)
+    run = run_folder_of(stored.path)
+    folder = Path(options.output or (run / "evaluation" if run else "evaluation"))
+    folder.mkdir(parents=True, exist_ok=True)
+    scoring.write_class_table(folder / "classes.csv", rows)
+    scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
+    summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
+    summary = {"weights": options.weights, "file": str(stored.path), **summary}
+    (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json")
+    return DONE
+
+
+def _print_classes(rows) -> None:
+    """The worst classes as a table."""
+    missed = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]
+    if not missed:
+        print("every class: 100 %")
+        return
+    width = max(len("class"), *(len(row["class"]) for row in missed))
+    print(f"{'class':{width}}  images    top1  most often taken for")
+    for row in missed:
+        print(
+            f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {row['taken_for']} ({row['times']} times)"
+        )
+
+
+def _classify(options) -> int:
+    import torch
+
+    from data.decode import decode
+    from data.loader import MicroBatch
+    from data.transforms import evaluation_transform
+
+    stored, recipe, engine = _opened(options)
+    names = _class_names(stored, recipe)
+    size = recipe.model.image_size
+    for file in options.images:
+        try:
+            encoded = Path(file).read_bytes()
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; name an image file") from None
+        pixels = evaluation_transform(decode(encoded, file), size, recipe.data.crop_fraction)[None]
+        none = torch.zeros(1, dtype=torch.int64)
+        batch = MicroBatch(pixels, none, none, 1, 0, 0, ())
+        best = engine.predict_step(batch).softmax(1)[0].topk(min(5, recipe.model.classes))
+        guesses = zip(best.values.tolist(), best.indices.tolist())
+        print(f"{file}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
+    engine.close()
+    return DONE
+
+
+def _class_names(stored, recipe) -> list:
+    """As the checkpoint has them, or the data; else numbers."""
+    from data.sources import open_source
+
+    if stored.classes:
+        return stored.classes
+    try:
+        return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
+    except DataError:
+        return [f"class {label}" for label in range(recipe.model.classes)]
+
+
+def _is_override(text: str) -> bool:
+    name, equals, _ = text.partition("=")
+    return bool(equals) and not Path(text).exists() and len(name.split(".")) == 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

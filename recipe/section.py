@@ -1,0 +1,20 @@
+"""What all sections of a recipe share: strict types, no unknown keys, no change once made."""
+
+from typing import Tuple
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of a recipe. Annotations are evaluated at run time and must work on Python 3.8."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> None:
+    """Raises ValueError if more than one of the keys `names` is given, or none where one is required."""
+    given = [name for name in names if getattr(section, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both given; keep one")
+    if required and not given:
+        raise ValueError(f"one of {', '.join(names)} is needed")

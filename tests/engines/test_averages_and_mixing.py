@@ -1,0 +1,251 @@
+"""What the engine does beside plain steps: averages of weights, mixing of images, running statistics, other weights."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from data import mixing
+from data.loader import MicroBatch
+from engines import factory
+from models.efficientnet import build
+from models.preprocess import Preprocess
+from optim.averaging import WeightAverage
+from parallel.topology import Topology
+from recipe.batch import divide
+
+BOTH = ("average.step_decay=0.6", "average.epoch_decay=0.9")
+BATCH_NORM = ("model.norm=batch",)
+PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32")
+
+
+@pytest.fixture
+def create(tiny):
+    """create(*overrides): an engine of the tiny recipe."""
+
+    def make(*overrides):
+        recipe = tiny(*overrides)
+        return factory.create(recipe, divide(recipe), Topology(1, 0, 1))
+
+    return make
+
+
+def micro_batches(step, micro=12, count=24, valid=None):
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 10, (count,), generator=generator)
+    for number, start in enumerate(range(0, count, micro)):
+        rows = slice(start, start + micro)
+        yield MicroBatch(
+            images[rows], labels[rows], torch.arange(start, start + micro), valid or micro, number, step, ()
+        )
+
+
+def train(engine, steps, lr=1.0, **keywords):
+    return [engine.train_step(micro_batches(step, **keywords), step, lr) for step in steps]
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("norm", [(), BATCH_NORM])
+def test_averages_take_in_the_persistent_weights_after_each_update_and_epoch(create, norm):
+    """The reference averages what `state_dict` gives after every step, through the tested WeightAverage."""
+    engine = create(*BOTH, *norm)
+    expected = {}
+    for step in range(6):
+        train(engine, [step])
+        state = engine.state_dict()
+        current = {**state["weights"], **state["buffers"]}
+        names = ["step_average"]
+        if step % 3 == 2:
+            engine.end_epoch()
+            names.append("epoch_average")
+        for name in names:
+            decay = {"step_average": 0.6, "epoch_average": 0.9}[name]
+            average = expected.setdefault(name, WeightAverage(decay, list(current.values())))
+            average.add(list(current.values()))
+    assert engine.averages() == ("step_average", "epoch_average")
+    for name, average in expected.items():
+        found = engine.state_dict()["averages"][name]
+        assert found["count"] == average.count == {"step_average": 6, "epoch_average": 2}[name]
+        for ours, reference in zip({**found["weights"], **found["buffers"]}.values(), average.tensors):
+            assert torch.equal(ours, reference)
+    assert bool(engine.state_dict()["buffers"]) == (norm == BATCH_NORM)
+
+
+def test_an_average_that_holds_nothing_is_not_there(create):
+    engine = create(*BOTH)
+    assert engine.averages() == ()
+    train(engine, [0])
+    assert engine.averages() == ("step_average",)
+    assert create().averages() == ()
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_within_using_the_average_is_scored_and_afterwards_the_weights_again(create, compute):
+    """Predictions within are those of an engine that was given the average as its weights."""
+    precision = (f"precision.compute={compute}", "precision.weights=float32")
+    engine, other = create(*BOTH, *BATCH_NORM, *precision), create(*BATCH_NORM, *precision)
+    train(engine, range(4), lr=3.0)
+    batch = next(micro_batches(99))
+    before, state = engine.predict_step(batch), engine.state_dict()
+    average = state["averages"]["step_average"]
+    other.load_weights({**average["weights"], **average["buffers"]})
+    with engine.using("step_average"):
+        within = engine.predict_step(batch)
+        assert engine.evaluate_step(batch).loss == other.evaluate_step(batch).loss
+    assert torch.equal(within, other.predict_step(batch)) and not torch.equal(within, before)
+    assert torch.equal(engine.predict_step(batch), before)
+    with engine.using("trained"):
+        assert torch.equal(engine.predict_step(batch), before)
+    after = engine.state_dict()
+    assert same(after["weights"], state["weights"]) and same(after["buffers"], state["buffers"])
+
+
+def test_looking_at_averages_does_not_change_the_training(create):
+    quiet, looking = create(*BOTH, *BATCH_NORM), create(*BOTH, *BATCH_NORM)
+    for step in range(4):
+        for engine in (quiet, looking):
+            train(engine, [step])
+        with looking.using("step_average"):
+            looking.predict_step(next(micro_batches(99)))
+    assert same(quiet.state_dict()["weights"], looking.state_dict()["weights"])
+    assert same(quiet.state_dict()["buffers"], looking.state_dict()["buffers"])
+
+
+def test_an_error_within_using_gives_the_weights_back(create):
+    engine = create(*BOTH)
+    train(engine, range(3), lr=3.0)
+    batch = next(micro_batches(99))
+    before = engine.predict_step(batch)
+    with pytest.raises(KeyboardInterrupt), engine.using("step_average"):
+        raise KeyboardInterrupt
+    assert torch.equal(engine.predict_step(batch), before)
+
+
+@pytest.mark.parametrize("norm", [(), BATCH_NORM])
+def test_a_step_that_is_not_finite_changes_neither_averages_nor_statistics(create, norm):
+    """A loss scale beyond float32's range overflows every gradient."""
+    engine = create(*BOTH, *norm, "precision.loss_scale=1e38")
+    train(engine, [0])
+    state = engine.state_dict()
+    assert state["loss_scale"]["skipped"] == 1 and state["averages"]["step_average"]["count"] == 0
+    assert same(state["buffers"], create(*BOTH, *norm).state_dict()["buffers"])
+
+
+def test_statistics_come_from_images_not_from_padding(create):
+    """4 of 12 rows are images: the statistics are those of the four alone, repeated to fill the micro batch."""
+    keywords = {"micro": 12, "count": 12, "valid": 4}
+    black, white = create(*BATCH_NORM, "batch.global=12"), create(*BATCH_NORM, "batch.global=12")
+    padded = list(micro_batches(0, **keywords))
+    for engine, filling in ((black, 0), (white, 255)):
+        for batch in padded:
+            batch.images[4:] = filling
+        engine.train_step(iter(padded), 0, 1.0)
+    assert same(black.state_dict()["buffers"], white.state_dict()["buffers"])
+    repeated = create(*BATCH_NORM, "batch.global=12")
+    padded[0].images[4:8] = padded[0].images[8:] = padded[0].images[:4]
+    repeated.train_step(iter(padded), 0, 1.0)
+    assert same(repeated.state_dict()["buffers"], black.state_dict()["buffers"])
+
+
+def test_the_whole_state_survives_a_save(create, tmp_path):
+    """With averages and statistics; the loaded engine goes on as the first one does."""
+    first, second = create(*BOTH, *BATCH_NORM), create(*BOTH, *BATCH_NORM)
+    train(first, range(3))
+    first.end_epoch()
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for engine in (first, second):
+        train(engine, range(3, 5))
+        engine.end_epoch()
+    one, other = first.state_dict(), second.state_dict()
+    for part in ("weights", "momentum_buffer", "buffers"):
+        assert same(one[part], other[part])
+    for name in ("step_average", "epoch_average"):
+        assert one["averages"][name]["count"] == other["averages"][name]["count"]
+        for part in ("weights", "buffers"):
+            assert same(one["averages"][name][part], other["averages"][name][part])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda state: state.pop("averages"), "averages is missing"),
+        (lambda state: state["averages"].pop("epoch_average"), "averages.epoch_average is missing"),
+        (lambda state: state["buffers"].popitem(), "running_var is missing"),
+        (lambda state: state["buffers"].update(extra=torch.zeros(1)), "extra is unknown"),
+        (lambda state: state["averages"]["step_average"]["weights"].popitem(), "head.classifier.bias is missing"),
+    ],
+)
+def test_a_state_without_a_part_is_refused_by_its_name(create, damage, said):
+    engine = create(*BOTH, *BATCH_NORM)
+    state = engine.state_dict()
+    damage(state)
+    with pytest.raises(ValueError, match=said):
+        engine.load_state_dict(state)
+
+
+def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(create, tiny):
+    """The reference mixes by the tested functions of data.mixing and takes the cross entropy in float64 by hand.
+
+    Tolerance of a gradient: float32 against float64 over some 20 layers, as in test_torch_engine.py.
+    """
+    overrides = (*PLAIN, "data.mixup=0.4", "data.cutmix=0.7", "data.label_smoothing=0.1", "batch.micro=3")
+    recipe, engine = tiny(*overrides), create(*overrides)
+    model = build(recipe.model, recipe.run.seed).double()
+    loss, boxes = 0.0, 0
+    for batch in micro_batches(5, micro=3):
+        plan = mixing.draw(recipe.data, recipe.run.seed, 5, batch.number, 3, 3, 16, 16)
+        boxes += plan.kept < 1
+        targets = mixing.mix_targets(batch.labels, plan, 10).double() * 0.9 + 0.1 / 10
+        log_p = F.log_softmax(model(mixing.mix_images(batch.images, plan)), dim=1)
+        loss = loss - (targets * log_p).sum(1).mean() / 8
+    assert 0 < boxes < 8, "some micro batches cut, some not"
+    loss.backward()
+    result = engine.train_step(micro_batches(5, micro=3), 5, 1.0, measure=True)
+    assert result.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)
+
+
+def test_mixing_depends_on_step_and_number_alone(create):
+    """The same two micro batches, given in either order, mix as their numbers say: only summation order differs."""
+    overrides = (*PLAIN, "data.mixup=0.4", "data.cutmix=0.7")
+    forward, backward, later = (create(*overrides) for _ in range(3))
+    losses = [
+        engine.train_step(iter(batches), step, 1.0).loss.item()
+        for engine, batches, step in (
+            (forward, list(micro_batches(0)), 3),
+            (backward, list(micro_batches(0))[::-1], 3),
+            (later, list(micro_batches(0)), 4),
+        )
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert abs(losses[0] - losses[2]) > 1e-3
+
+
+def test_loaded_weights_replace_those_of_their_names_only(create):
+    engine = create(*BATCH_NORM, "precision.weights=float32")
+    train(engine, range(2))
+    before, momentum = engine.state_dict()["weights"], engine.state_dict()["momentum_buffer"]
+    name, buffer = "stem.conv_stem.weight", "stem.bn1.running_mean"
+    given = {name: torch.randn_like(before[name]), buffer: torch.randn(engine.shapes()[buffer])}
+    engine.load_weights(given)
+    state = engine.state_dict()
+    assert torch.equal(state["weights"][name], given[name]) and torch.equal(state["buffers"][buffer], given[buffer])
+    assert all(torch.equal(state["weights"][other], before[other]) for other in before if other != name)
+    assert same(state["momentum_buffer"], momentum)
+    with pytest.raises(ValueError, match="nobody is unknown"):
+        engine.load_weights({"nobody": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"stem.conv_stem.weight is \[1\], the model's is \[8, 3, 3, 3\]"):
+        engine.load_weights({name: torch.zeros(1)})
+
+
+def test_preprocessing_is_no_weight(create):
+    """Its constants belong to the recipe: a file of weights need not have them."""
+    engine = create()
+    assert not any("preprocess" in name for name in engine.shapes())
+    assert isinstance(engine._model.block("preprocess"), Preprocess)

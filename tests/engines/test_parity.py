@@ -1,0 +1,150 @@
+"""Twenty updates of our engine against timm's model and timm's optimizers in a plain loop.
+
+Weights in float32 on both sides drift apart by rounding, and how fast depends on the problem. The yardstick is
+therefore timm's own loop: in float64 it is the reference, and in float32 it shows what rounding alone does over these
+updates. Ours may be off by twice that: the same roundings in another order. The last test shows what an error costs.
+"""
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+from benchmarks.timm_peer import create_g16
+from data.loader import MicroBatch
+from engines import factory
+from models.efficientnet import timm_name
+from optim import schedule
+from parallel.topology import Topology
+from recipe.batch import Lengths, divide
+
+UPDATES, BATCH, SIZE, CLASSES = 20, 8, 64, 10
+COMMON = (
+    "model.width=1.0", "model.depth=1.0", f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
+    f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",
+    "schedule.name=constant", "schedule.warmup_steps=0", f"run.steps={UPDATES}",
+)  # fmt: skip
+G1_BN_SGD = (
+    "model.group_size=1", "model.expansion=6", "model.norm=batch", "model.norm_momentum=0.1",
+    "optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1",
+    "schedule.peak=3e-4",
+)  # fmt: skip
+G16_GN_LARS = (
+    "optimizer.momentum=0.885", "optimizer.weight_decay=1e-2", "optimizer.trust_coefficient=0.02",
+    "optimizer.skip_lr_scale=1", "schedule.peak=0.1",
+)  # fmt: skip
+
+
+def micro_batches():
+    """Noise, other images in each update."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(UPDATES):
+        images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
+        yield MicroBatch(images, labels, torch.arange(BATCH), BATCH, 0, step, ())
+
+
+def ours(recipe):
+    """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
+    engine = factory.create(recipe, divide(recipe), Topology(1, 0, 1))
+    rate = schedule.create(recipe, Lengths(steps_per_epoch=UPDATES, dropped=0, total=UPDATES, warmup=0))
+    before = by_timm_name(engine.state_dict())
+    batches = micro_batches()
+    losses = [engine.train_step(batches, step, rate(step)).loss.item() for step in range(UPDATES)]
+    return before, by_timm_name(engine.state_dict()), losses
+
+
+def by_timm_name(state):
+    return {timm_name(name): tensor.clone() for part in ("weights", "buffers") for name, tensor in state[part].items()}
+
+
+def timms(model, create_optimizer, recipe, weights, dtype):
+    """The same from timm's model, starting from `weights`, in a plain loop in `dtype`."""
+    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
+    model.load_state_dict({**counters, **weights})
+    model = model.to(dtype).train()
+    optimizer = create_optimizer(model)
+    mean, std = (torch.tensor(values, dtype=dtype).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
+    losses = []
+    for batch in micro_batches():
+        logits = model((batch.images.to(dtype) / 255 - mean) / std)
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in counters}, losses
+
+
+def sgd(model):
+    return timm.optim.create_optimizer_v2(model, opt="momentum", lr=3e-4, momentum=0.9, weight_decay=0.1)
+
+
+def lars(model):
+    return timm.optim.create_optimizer_v2(
+        model, opt="lars", lr=0.1, momentum=0.885, weight_decay=1e-2, trust_coeff=0.02, eps=0.0
+    )
+
+
+def distance(one, other, before):
+    """|one - other| over |other - before|, over all tensors together: float64."""
+    names = before.keys()
+    difference = torch.cat([(one[name].double() - other[name].double()).flatten() for name in names]).norm()
+    return (difference / torch.cat([(other[name].double() - before[name]).flatten() for name in names]).norm()).item()
+
+
+CASES = {
+    "g1_bn_sgd": (
+        G1_BN_SGD,
+        lambda: timm.create_model("tf_efficientnet_b0", num_classes=CLASSES, drop_rate=0, bn_momentum=0.1),
+        sgd,
+    ),
+    "g16_gn_lars": (G16_GN_LARS, lambda: create_g16(CLASSES), lars),
+}
+
+
+@pytest.fixture(scope="module")
+def references():
+    """references(recipe, case, before): timm's loop in float64 and in float32, each run once per case."""
+    done = {}
+
+    def run(recipe, case, before):
+        _, create, create_optimizer = CASES[case]
+        if case not in done:
+            dtypes = (torch.float64, torch.float32)
+            done[case] = [timms(create(), create_optimizer, recipe, before, dtype) for dtype in dtypes]
+        return done[case]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_updates_are_those_of_timm(tiny, references, case):
+    recipe = tiny(*COMMON, *CASES[case][0])
+    before, after, losses = ours(recipe)
+    (exact, exact_losses), (rounded, rounded_losses) = references(recipe, case, before)
+    yardstick = distance(rounded, exact, before)
+    assert yardstick < 1e-2, "the problem is too chaotic to compare"
+    assert distance(after, exact, before) < 2 * yardstick
+    off = [max(abs(a - b) for a, b in zip(each, exact_losses)) for each in (losses, rounded_losses)]
+    assert off[0] < 2 * off[1] + 1e-6
+    assert exact_losses[0] > 1 and abs(exact_losses[-1] - exact_losses[0]) > 0.01, "nothing was trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "override"),
+    [
+        ("g1_bn_sgd", "optimizer.weight_decay=0.05"),
+        ("g1_bn_sgd", "optimizer.nesterov=true"),
+        ("g1_bn_sgd", "model.norm_momentum=0.09"),
+        ("g16_gn_lars", "optimizer.weight_decay=9e-3"),
+        ("g16_gn_lars", "optimizer.trust=momentum"),
+        ("g16_gn_lars", "optimizer.skip=[bias]"),
+    ],
+)
+def test_a_small_change_of_the_recipe_would_be_seen(tiny, references, case, override):
+    """Each is ten times the yardstick away and more, so the test above can fail."""
+    recipe = tiny(*COMMON, *CASES[case][0])
+    before, after, _ = ours(tiny(*COMMON, *CASES[case][0], override))
+    (exact, _), (rounded, _) = references(recipe, case, before)
+    assert distance(after, exact, before) > 10 * distance(rounded, exact, before)

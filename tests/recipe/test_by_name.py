@@ -1,0 +1,98 @@
+"""Names that bring their keys: defaults, refusals, and what a change of name does to keys of lower layers."""
+
+import itertools
+
+import pytest
+
+from recipe.by_name import FAMILIES, OPTIMIZERS, SCHEDULES, keys_of_family
+from recipe.errors import ConfigError
+from recipe.loading import load, loads
+
+BASE = "run: {epochs: 3}\nschedule: {peak: 1}\n"
+EVERY_NAME = [(section, name) for section, names in FAMILIES.items() for name in names]
+
+
+def from_base(*overrides):
+    return loads(BASE, "mine.yaml", overrides)
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY_NAME)
+def test_a_name_has_its_own_keys_with_their_defaults_and_no_others(section, name):
+    found = getattr(from_base(f"{section}.name={name}"), section)
+    for key in keys_of_family(section):
+        assert getattr(found, key) == FAMILIES[section][name].get(key), key
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY_NAME)
+def test_a_key_of_another_name_is_refused_and_whose_it_is_said(section, name):
+    for other, keys in FAMILIES[section].items():
+        for key in keys.keys() - FAMILIES[section][name].keys():
+            value = {"trust": "momentum", "nesterov": "true"}.get(key, 0.5)
+            with pytest.raises(ConfigError) as refusal:
+                from_base(f"{section}.{key}={value}", f"{section}.name={name}")
+            owner = next(each for each, own in FAMILIES[section].items() if key in own)
+            assert f"{key} belongs to {owner}, not to {name}" in str(refusal.value)
+            assert other == owner or key in FAMILIES[section][owner]
+
+
+def test_the_order_on_the_command_line_does_not_matter():
+    orders = itertools.permutations(["optimizer.name=sgd", "optimizer.momentum=0.7", "optimizer.nesterov=true"])
+    recipes = [from_base(*overrides) for overrides in orders]
+    assert all(recipe == recipes[0] for recipe in recipes)
+    assert (recipes[0].optimizer.name, recipes[0].optimizer.momentum, recipes[0].optimizer.nesterov) == (
+        "sgd",
+        0.7,
+        True,
+    )
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / "child.yaml"
+
+
+def test_a_new_name_drops_what_the_old_ones_keys_said(tmp_path):
+    """A momentum of 0.5 was meant for LARS; the skip list and the peak are nobody's own and stay."""
+    base = (
+        "run: {epochs: 3}\nschedule: {peak: 1, power: 3}\noptimizer: {momentum: 0.5, trust: momentum, skip: [bias]}\n"
+    )
+    child = write(tmp_path, base=base, child="extends: base.yaml\noptimizer: {name: sgd}\nschedule: {name: cosine}\n")
+    recipe = load(child)
+    assert (recipe.optimizer.momentum, recipe.optimizer.trust) == (OPTIMIZERS["sgd"]["momentum"], None)
+    assert recipe.optimizer.skip == ["bias"]
+    assert (recipe.schedule.peak, recipe.schedule.power, recipe.schedule.final_ratio) == (
+        1, None, SCHEDULES["cosine"]["final_ratio"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", ["", "name: lars, "])
+def test_saying_the_same_name_again_drops_nothing(tmp_path, named):
+    base = f"run: {{epochs: 3}}\nschedule: {{peak: 1}}\noptimizer: {{{named}momentum: 0.5}}\n"
+    assert (
+        load(write(tmp_path, base=base, child="extends: base.yaml\noptimizer: {name: lars}")).optimizer.momentum == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.name=adam", "must be 'lars', 'sgd', 'rmsprop' or 'lamb'"),
+        ("schedule.reference_batch=768", "reference_batch says nothing without a batch_rule"),
+        ("schedule.batch_rule=sqrt", "batch_rule sqrt needs peak and reference_batch"),
+        ("model.proxy_norm=true model.norm=batch", "proxy_norm goes with norm group or layer, not with batch"),
+        ("optimizer.name=sgd optimizer.momentum=0 optimizer.nesterov=true", "nesterov needs a momentum above 0"),
+        ("optimizer.name=lamb optimizer.eps=0", "eps must be above 0 for lamb"),
+        ("data.image_sizes=[[1,8]]", "the first pair must begin at epoch 0"),
+        ("data.image_sizes=[[0,8],[0,9]]", "each later one after the one before it"),
+        ("data.image_sizes=[[0,8],[2,7]]", "every size must be 8 to 8192 pixels"),
+        ("data.image_sizes=[[0,8,9]]", r"must be [first epoch, pixels] pairs"),
+        ("data.image_sizes=[]", r"must be [first epoch, pixels] pairs"),
+        ("data.cutmix=0.5", "must be greater than or equal to 0.62"),
+        ("average.step_decay=1", "must be less than 1"),
+    ],
+)
+def test_impossible_combinations_are_one_line(override, said):
+    with pytest.raises(ConfigError) as refusal:
+        from_base(*override.split())
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,0 +1,170 @@
+"""evaluate.py: the scores that training told, tables and picture beside the run, guesses by name, useful refusals."""
+
+import csv
+import json
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+import evaluate
+import train
+from data.sources import DigitsSource
+from engines.torch_engine import TorchEngine
+from tests.conftest import QUICKSTART, TINY
+from training.checkpoint import load
+
+DONE, WRONG_INPUT = 0, 2
+AVERAGES = ("average.step_decay=0.5", "average.epoch_decay=0.5")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, _one_thread):
+    """A finished run of two epochs of four steps with both averages, and its end event."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    overrides = [*TINY, *AVERAGES, "batch.global=359", "batch.micro=359", f"run.output={folder}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
+        assert train.main(["--config", str(QUICKSTART), *overrides]) == DONE
+    return folder, json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.fixture
+def command(capsys):
+    """command(*arguments): exit code, lines of stdout, lines of stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = evaluate.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def digit(tmp_path):
+    """Some validation scans as PNG files: {path: label}."""
+    source = DigitsSource("validation")
+    paths = {}
+    for index in range(3):
+        path = tmp_path / f"{index}.png"
+        Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(path)
+        paths[path] = int(source.labels[index])
+    return paths
+
+
+@pytest.mark.parametrize("weights", ["trained", "step_average", "epoch_average"])
+def test_it_finds_the_scores_that_training_told(run, command, weights):
+    """The same engine on the same images: equal to the bit, and the batch size must not matter beyond 1e-6."""
+    folder, end = run
+    told = end if weights == "trained" else end[weights]
+    code, lines, errors = command("--checkpoint", folder, "--weights", weights)
+    assert (code, errors) == (DONE, [])
+    assert f"{weights} weights: top1 {told['top1']:.2%}  top5 {told['top5']:.2%}" in lines[0]
+    scores = json.loads((folder / "evaluation" / "scores.json").read_text())
+    assert (scores["top1"], scores["top5"]) == (told["top1"], told["top5"])
+    assert (scores["weights"], scores["images"], scores["unreadable"]) == (weights, 360, 0)
+    code, _, _ = command("--checkpoint", folder, "--weights", weights, "batch.evaluation=7")
+    assert json.loads((folder / "evaluation" / "scores.json").read_text())["loss"] == pytest.approx(
+        scores["loss"], 1e-6
+    )
+
+
+def test_the_averages_are_weights_of_their_own(run, command):
+    end = run[1]
+    assert len({end["top1"], end["step_average"]["loss"], end["epoch_average"]["loss"]}) == 3
+
+
+def test_table_and_picture_are_written_beside_the_run(run, command):
+    folder, end = run
+    _, lines, _ = command("--checkpoint", folder)
+    with open(folder / "evaluation" / "classes.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert sum(int(row["images"]) for row in rows) == 360 and len(rows) == 10
+    right = sum(float(row["top1"]) * int(row["images"]) for row in rows)
+    assert right / 360 == pytest.approx(end["top1"])
+    shares = [float(row["top1"]) for row in rows]
+    assert shares == sorted(shares)
+    assert lines[2].split()[0] == rows[0]["class"], "the worst class is shown first"
+    with Image.open(folder / "evaluation" / "confusion.png") as picture:
+        assert min(picture.size) > 300
+
+
+def test_another_place_for_the_output_is_taken(run, command, tmp_path):
+    folder, _ = run
+    assert (
+        command("--checkpoint", folder / "checkpoints" / "step-00000008.pt", "--output", tmp_path / "a" / "b")[0] == 0
+    )
+    assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {"classes.csv", "confusion.png", "scores.json"}
+
+
+def test_images_are_classified_by_name(run, command, digit):
+    """The shares are those of the softmax, best first; five of them."""
+    folder, _ = run
+    code, lines, _ = command("--checkpoint", folder, "--images", *digit)
+    assert code == DONE and len(lines) == len(digit)
+    for path, line in zip(digit, lines):
+        assert line.startswith(f"{path}: ")
+        guesses = re.findall(r"(\d) (\d+\.\d)%", line[len(str(path)) :])
+        assert len(guesses) == 5
+        shares = [float(share) for _, share in guesses]
+        assert shares == sorted(shares, reverse=True) and sum(shares) <= 100.3
+
+
+def test_overrides_may_stand_behind_the_images(run, command, digit):
+    folder, _ = run
+    path = next(iter(digit))
+    plain = command("--checkpoint", folder, "--images", path)[1]
+    assert command("--checkpoint", folder, "--images", path, "data.crop_fraction=0.5")[1] != plain
+    assert command("--checkpoint", folder, "--images", path, "batch.evaluation=7")[1] == plain
+
+
+def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, tmp_path):
+    folder, end = run
+    content = load(folder / "checkpoints" / "step-00000008.pt")
+    path = tmp_path / "exported.safetensors"
+    safetensors.torch.save_file(content["engine"]["weights"], path)
+    code, _, errors = command("--checkpoint", path)
+    assert (code, len(errors)) == (WRONG_INPUT, 1)
+    assert errors[0] == f"{path}: does not say which recipe it was trained by; name it by --config FILE"
+    code, lines, _ = command("--checkpoint", path, "--config", folder / "config.yaml", "--output", tmp_path / "out")
+    assert code == DONE and f"top1 {end['top1']:.2%}" in lines[0]
+    safetensors.torch.save_file(content["engine"]["weights"], path, {"recipe": content["recipe"]})
+    assert command("--checkpoint", path, "--output", tmp_path / "out")[1][0] == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--checkpoint", "nowhere"), "nowhere: no such file or folder"),
+        (("--checkpoint", "RUN", "--images", "nowhere.png"), "nowhere.png: No such file or directory; name an image"),
+        (("--checkpoint", "RUN", "--images", "RUN/config.yaml"), "config.yaml: neither JPEG nor PNG"),
+        (("--checkpoint", "RUN", "model.width=0.5"), r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16"),
+        (("--checkpoint", "RUN", "modl.width=0.5"), "command line: modl: unknown key"),
+        (("--checkpoint", "RUN", "--config", "nowhere.yaml"), "nowhere.yaml: No such file"),
+    ],
+)
+def test_refusals_are_one_line(run, command, arguments, said):
+    code, lines, errors = command(*(argument.replace("RUN", str(run[0])) for argument in arguments))
+    assert (code, lines, len(errors)) == (WRONG_INPUT, [], 1), errors
+    assert re.search(said, errors[0])
+
+
+def test_a_wrong_command_line_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        evaluate.main([])
+    assert end.value.code == WRONG_INPUT
+    assert capsys.readouterr().err == (
+        "evaluate.py: the following arguments are required: --checkpoint; see evaluate.py --help\n"
+    )
+
+
+def test_an_average_that_the_run_has_not_is_refused_with_those_it_has(tmp_path, command, run):
+    content = load(run[0] / "checkpoints" / "step-00000008.pt")
+    content["engine"]["averages"].pop("epoch_average")
+    torch.save(content, tmp_path / "old.pt")
+    code, _, errors = command("--checkpoint", tmp_path / "old.pt", "--weights", "epoch_average")
+    assert (code, errors) == (2, [f"{tmp_path / 'old.pt'}: has no epoch_average; it has trained, step_average"])

@@ -1,0 +1,178 @@
+"""Weights from every kind of file, under our names or timm's, and refusals that name file, tensor and remedy."""
+
+import json
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from data.loader import MicroBatch
+from engines import factory
+from models.efficientnet import timm_name
+from parallel.topology import Topology
+from recipe import loading
+from recipe.batch import divide
+from recipe.errors import CheckpointError
+from tests.conftest import ROOT
+from training.checkpoint import CheckpointFolder
+from training.weights import fitted, read, run_folder_of
+
+MODEL = {"stem.conv_stem.weight": (2, 3), "blocks.0.0.bn1.running_mean": (2,), "head.classifier.weight": (10, 2)}
+
+
+def tensors(shapes=None, value=1.0):
+    return {name: torch.full(shape, value) for name, shape in (shapes or MODEL).items()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints of steps 1 and 2; weights are the step, averages ten and twenty times that."""
+    folder = tmp_path / "run"
+    checkpoints = CheckpointFolder(folder / "checkpoints", 2, True)
+    for step in (1, 2):
+        shapes = dict(MODEL)
+        buffers = {"blocks.0.0.bn1.running_mean": shapes.pop("blocks.0.0.bn1.running_mean")}
+        kinds = {"step_average": (10.0 * step, 3), "epoch_average": (20.0 * step, step - 1)}
+        engine = {
+            "weights": tensors(shapes, step),
+            "buffers": tensors(buffers, step),
+            "momentum_buffer": tensors(shapes, -1.0),
+            "averages": {
+                name: {"weights": tensors(shapes, v), "buffers": tensors(buffers, v), "count": torch.tensor(n)}
+                for name, (v, n) in kinds.items()
+            },
+        }
+        content = {"recipe": "run: {steps: 2}", "engine": engine, "progression": {"step": step}, "classes": ["a", "b"]}
+        checkpoints.save(step, content, top1=None)
+    (folder / "config.yaml").write_text("run: {steps: 2}")
+    return folder
+
+
+def test_a_run_folder_gives_its_newest_checkpoint(run):
+    stored = read(str(run))
+    assert stored.path == run / "checkpoints" / "step-00000002.pt"
+    assert (stored.recipe, stored.classes) == ("run: {steps: 2}", ["a", "b"])
+    assert {name: tensor.flatten()[0].item() for name, tensor in stored.tensors.items()} == dict.fromkeys(MODEL, 2.0)
+    assert run_folder_of(stored.path) == run
+
+
+def test_a_checkpoint_gives_itself_and_its_averages(run):
+    path = str(run / "checkpoints" / "step-00000001.pt")
+    assert set(read(path).tensors) == set(MODEL)
+    assert read(path, "step_average").tensors["blocks.0.0.bn1.running_mean"].tolist() == [10.0, 10.0]
+    assert read(str(run), "epoch_average").tensors["stem.conv_stem.weight"][0, 0] == 40.0
+
+
+def test_an_average_that_holds_nothing_yet_is_refused(run):
+    with pytest.raises(CheckpointError, match=r"step-00000001\.pt: has no epoch_average; it has trained, step_average"):
+        read(str(run / "checkpoints" / "step-00000001.pt"), "epoch_average")
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda d: {"state_dict": d, "epoch": 3}, lambda d: {"model": d}])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_state_dicts_of_others_are_found_where_their_scripts_put_them(tmp_path, wrap, prefix):
+    torch.save(wrap({prefix + name: tensor for name, tensor in tensors().items()}), tmp_path / "w.pth")
+    stored = read(str(tmp_path / "w.pth"))
+    assert set(stored.tensors) == set(MODEL) and stored.recipe is None and stored.classes is None
+
+
+def test_safetensors_carry_recipe_and_classes_if_they_were_written_so(tmp_path):
+    plain, full = tmp_path / "plain.safetensors", tmp_path / "full.safetensors"
+    safetensors.torch.save_file(tensors(), plain)
+    safetensors.torch.save_file(tensors(), full, {"recipe": "run: {steps: 2}", "classes": json.dumps(["a", "b"])})
+    assert (read(str(plain)).recipe, read(str(plain)).classes) == (None, None)
+    assert (read(str(full)).recipe, read(str(full)).classes) == ("run: {steps: 2}", ["a", "b"])
+    assert set(read(str(full)).tensors) == set(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.pt", None, "no such file or folder; name a run folder, a checkpoint or a weights file"),
+        ("text.pth", b"hello", "not weights: neither a checkpoint of this program nor a state dict"),
+        ("text.safetensors", b"hello", "not a whole .safetensors file"),
+        ("empty.safetensors", b"", "not a whole .safetensors file"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path, name, content, said):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError) as refusal:
+        read(str(path))
+    assert str(refusal.value).startswith(f"{path}: {said}")
+
+
+@pytest.mark.parametrize("content", [{}, {"a": 1}, [torch.zeros(2)], {"state_dict": {}}, torch.zeros(3)])
+def test_torch_files_that_hold_no_state_dict_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="not weights"):
+        read(str(tmp_path / "w.pt"))
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
+        read(str(tmp_path))
+
+
+def stored(tmp_path, shapes):
+    torch.save(tensors(shapes), tmp_path / "w.pt")
+    return read(str(tmp_path / "w.pt"))
+
+
+def test_timms_names_find_their_places_and_its_counters_are_left(tmp_path):
+    shapes = {timm_name(name): shape for name, shape in MODEL.items()}
+    assert shapes.keys() != MODEL.keys()
+    found, fresh = fitted(stored(tmp_path, {**shapes, "blocks.0.0.bn1.num_batches_tracked": ()}), MODEL, False)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == MODEL and not fresh
+
+
+def test_a_classifier_of_other_classes_starts_anew_only_where_that_is_wanted(tmp_path):
+    other = stored(tmp_path, {**MODEL, "head.classifier.weight": (1000, 2)})
+    found, fresh = fitted(other, MODEL, new_classifier=True)
+    assert fresh == ["head.classifier.weight"] and set(found) == set(MODEL) - set(fresh)
+    with pytest.raises(CheckpointError, match=r"head.classifier.weight is \[1000, 2\], the model's is \[10, 2\]"):
+        fitted(other, MODEL, new_classifier=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stem.conv_stem.weight": (3, 3)}, r"stem.conv_stem.weight is \[3, 3\], the model's is \[2, 3\]"),
+        ({"extra.weight": (1,)}, "extra.weight has no place in the model of the recipe"),
+        ({"stem.conv_stem.weight": None}, "stem.conv_stem.weight is missing"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path, change, said):
+    shapes = {name: shape for name, shape in {**MODEL, **change}.items() if shape is not None}
+    with pytest.raises(CheckpointError, match=said):
+        fitted(stored(tmp_path, shapes), MODEL, new_classifier=True)
+
+
+def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
+    """The file as timm's training script writes it, into the engine by way of the recipe's names.
+
+    Both sum the same products in float32; only the preprocessing differs, by one rounding of each pixel.
+    """
+    torch.manual_seed(0)
+    reference = timm.create_model("tf_efficientnet_b0", num_classes=10)
+    for module in reference.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    torch.save({"state_dict": reference.state_dict(), "epoch": 3}, tmp_path / "checkpoint.pth.tar")
+    g1 = ["model.name=efficientnet_b0", "model.group_size=1", "model.expansion=6", "model.norm=batch"]
+    same = ["model.classes=10", "model.image_size=64", "precision.weights=float32", "run.device=cpu"]
+    recipe = loading.load(ROOT / "configs" / "gpu.yaml", [*g1, *same])
+    engine = factory.create(recipe, divide(recipe, 1), Topology(1, 0, 1))
+    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes(), new_classifier=False)
+    engine.load_weights(weights)
+    images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
+    with torch.no_grad():
+        expected = reference.eval()((images / 255 - mean) / std)
+    labels = torch.zeros(4, dtype=torch.int64)
+    actual = engine.predict_step(MicroBatch(images, labels, labels, 4, 0, 0, ()))
+    assert not fresh
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())

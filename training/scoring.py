@@ -1,0 +1,99 @@
+"""Scores of a classifier image by image: which class was taken for which, as a table and as a picture."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Iterable, List, NamedTuple, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from data.loader import MicroBatch
+from engines.base import Engine
+from recipe.errors import DataError
+
+_NAMED_CLASSES = 40  # more do not fit beside the picture's rows
+
+
+class Report(NamedTuple):
+    """Over `images` readable images. confusion: int64 [classes, classes], rows are labels, columns predictions.
+
+    top1, top5: shares in [0, 1]; loss: mean cross entropy in nats; unreadable: images that were left out.
+    """
+
+    images: int
+    top1: float
+    top5: float
+    loss: float
+    unreadable: int
+    confusion: torch.Tensor
+
+
+def score(engine: Engine, batches: Iterable[MicroBatch], classes: int) -> Report:
+    """Classifies every image of `batches` once.
+
+    Raises:
+        DataError: none of them can be read.
+    """
+    confusion = torch.zeros(classes * classes, dtype=torch.int64)
+    images = among_five = 0
+    loss = 0.0
+    unreadable: List[str] = []
+    for batch in batches:
+        unreadable.extend(batch.unreadable)
+        if not batch.valid:
+            continue
+        logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
+        best = logits.topk(min(5, classes), dim=1).indices
+        confusion += torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
+        among_five += (best == labels[:, None]).sum().item()
+        loss += F.cross_entropy(logits.double(), labels, reduction="sum").item()
+        images += batch.valid
+    if not images:
+        raise DataError(f"no image can be read; the first: {unreadable[0]}")
+    confusion = confusion.view(classes, classes)
+    top1 = confusion.diagonal().sum().item() / images
+    return Report(images, top1, among_five / images, loss / images, len(unreadable), confusion)
+
+
+def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
+    """A row per class: images, top1, and the class that most of its misses were taken for. Worst first."""
+    rows = []
+    for label, name in enumerate(names):
+        counts = report.confusion[label].clone()
+        total, right = int(counts.sum()), int(counts[label])
+        counts[label] = 0
+        wrong = int(counts.argmax())
+        taken_for = names[wrong] if counts[wrong] else ""
+        top1 = right / total if total else None
+        rows.append({"class": name, "images": total, "top1": top1, "taken_for": taken_for, "times": int(counts[wrong])})
+    return sorted(rows, key=lambda row: (row["top1"] is None, row["top1"]))
+
+
+def write_class_table(path: Path, rows: Sequence[dict]) -> None:
+    """The rows as CSV; top1 of a class without images stays empty."""
+    with open(path, "w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:
+    """The confusion matrix as a picture: shares of each row, so that rare classes show as well as frequent ones."""
+    from matplotlib.figure import Figure
+
+    shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)
+    side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.add_subplot()
+    # The square root lifts a few percent of mistakes out of the white.
+    picture = axes.imshow(shares.sqrt().numpy(), cmap="magma_r", vmin=0, vmax=1, interpolation="nearest")
+    bar = figure.colorbar(picture, ax=axes, ticks=[share**0.5 for share in (0, 0.01, 0.1, 0.25, 0.5, 1)], shrink=0.8)
+    bar.ax.set_yticklabels(["0", "1 %", "10 %", "25 %", "50 %", "all"])
+    bar.set_label("share of the images of the class")
+    if len(names) <= _NAMED_CLASSES:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="taken for", ylabel="class", title=title)
+    figure.savefig(path, dpi=110)

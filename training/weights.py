@@ -1,0 +1,147 @@
+"""Weights from wherever they come: run folders, checkpoints, exported files, timm's and torch's state dicts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from models.efficientnet import timm_name
+from recipe.errors import CheckpointError
+from training.checkpoint import CheckpointFolder, load, unpickled
+
+TRAINED = "trained"
+_CLASSIFIER = "classifier."
+
+
+class StoredWeights(NamedTuple):
+    """Weights of a model as a file has them.
+
+    path: of the file. tensors: by name, on the CPU. recipe: YAML text of the run they come from, classes: names of
+    its classes; None where the file does not say.
+    """
+
+    path: Path
+    tensors: Dict[str, torch.Tensor]
+    recipe: Optional[str]
+    classes: Optional[List[str]]
+
+
+def read(path: str, which: str = TRAINED) -> StoredWeights:
+    """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, or a torch file.
+
+    Args:
+        which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one.
+
+    Raises:
+        CheckpointError: nothing there, not readable, not weights, or without the average that is asked for.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return _of_run(place, which)
+    if not place.exists():
+        raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
+    if place.suffix == ".safetensors":
+        return _of_safetensors(place)
+    content = unpickled(place)
+    if isinstance(content, dict) and "format" in content:
+        return _of_checkpoint(place, load(place), which)
+    return StoredWeights(place, _state_dict(place, content), None, None)
+
+
+def fitted(
+    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], new_classifier: bool
+) -> Tuple[Dict[str, torch.Tensor], List[str]]:
+    """The stored tensors under the names of a model, and the names of those that do not come from the file.
+
+    Args:
+        shapes: the model's parameters and persistent buffers. The file may use these names or timm's.
+        new_classifier: whether a classifier for another number of classes may be left out.
+
+    Raises:
+        CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
+    """
+    by_timm = {timm_name(name): name for name in shapes}
+    found = {}
+    for name, tensor in stored.tensors.items():
+        ours = name if name in shapes else by_timm.get(name)
+        if ours is None:
+            if name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
+                continue
+            raise CheckpointError(f"{stored.path}: {name} has no place in the model of the recipe")
+        found[ours] = tensor
+    fresh = []
+    for name, shape in shapes.items():
+        problem = _problem(found.get(name), shape)
+        if not problem:
+            continue
+        if new_classifier and timm_name(name).startswith(_CLASSIFIER):
+            found.pop(name, None)
+            fresh.append(name)
+        else:
+            raise CheckpointError(f"{stored.path}: {name} {problem}")
+    return found, fresh
+
+
+def _problem(tensor: Optional[torch.Tensor], shape: Tuple[int, ...]) -> str:
+    if tensor is None:
+        return "is missing"
+    return "" if tuple(tensor.shape) == tuple(shape) else f"is {list(tensor.shape)}, the model's is {list(shape)}"
+
+
+def _of_run(folder: Path, which: str) -> StoredWeights:
+    checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
+    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
+    if content is None:
+        raise CheckpointError(f"{folder}: no checkpoint in this folder; name a run folder that holds one")
+    return _of_checkpoint(checkpoints.path(content["progression"]["step"]), content, which)
+
+
+def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
+    state = content["engine"]
+    if which != TRAINED:
+        averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
+        if which not in averages:
+            has = ", ".join([TRAINED, *averages])
+            raise CheckpointError(f"{path}: has no {which}; it has {has}")
+        state = averages[which]
+    tensors = {**state["weights"], **state.get("buffers", {})}
+    return StoredWeights(path, tensors, content["recipe"], content.get("classes"))
+
+
+def _of_safetensors(path: Path) -> StoredWeights:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
+    classes = json.loads(metadata["classes"]) if "classes" in metadata else None
+    return StoredWeights(path, tensors, metadata.get("recipe"), classes)
+
+
+def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
+    """The state dict in what torch.load gave: itself, or below the key that timm's and others' scripts use."""
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors = content if isinstance(content, dict) else {}
+    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path}: not weights: neither a checkpoint of this program nor a state dict")
+    return {_without_wrapper(name): tensor for name, tensor in tensors.items()}
+
+
+def _without_wrapper(name: str) -> str:
+    """DistributedDataParallel puts `module.` before every name."""
+    return name[len("module.") :] if name.startswith("module.") else name
+
+
+def run_folder_of(path: Path) -> Optional[Path]:
+    """The run folder that a checkpoint lies in, if it does."""
+    folder = path.parent.parent
+    return folder if os.path.exists(folder / "config.yaml") and path.parent.name == "checkpoints" else None
