@@ -107,13 +107,12 @@ class TorchEngine(Engine):
             yield
             return
         average, trained = self._averages[weights].tensors, [buffer.clone() for buffer in self._buffers.values()]
-        try:
-            self.weights.show(average[0])
-            _copy_all(self._buffers.values(), average[1:])
-            yield
-        finally:
-            self.weights.show(self.weights.flat)
-            _copy_all(self._buffers.values(), trained)
+        with self.weights.shown(average[0]):
+            try:
+                _copy_all(self._buffers.values(), average[1:])
+                yield
+            finally:
+                _copy_all(self._buffers.values(), trained)
 
     def evaluate_step(self, batch: MicroBatch) -> Counts:
         logits = self.predict_step(batch)

@@ -18,7 +18,7 @@ _NODES = 32
 
 
 class GroupNormAct(nn.GroupNorm):
-    """Group normalisation over [N, C, H, W], scale and bias per channel, then SiLU (in place) or nothing.
+    """Group normalisation over [N, C, H, W], scale and bias per channel, then SiLU or nothing.
 
     Statistics are float32 also for half-precision input: torch's kernels accumulate them so on CPU and
     CUDA, which tests/models/test_normalization.py holds them to. Not for channels-last input on the CPU: there
@@ -36,7 +36,7 @@ class GroupNormAct(nn.GroupNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-        return F.silu(x, inplace=True) if self.apply_act else x
+        return _silu(x) if self.apply_act else x
 
 
 class _FullPrecisionBuffers(nn.Module):
@@ -52,7 +52,7 @@ class _FullPrecisionBuffers(nn.Module):
 
 
 class BatchNormAct(_FullPrecisionBuffers):
-    """Batch normalisation over N, H and W of [N, C, H, W], scale and bias per channel, then SiLU (in place) or nothing.
+    """Batch normalisation over N, H and W of [N, C, H, W], scale and bias per channel, then SiLU or nothing.
 
     In training, x is normalised by its own mean and variance, and the running statistics move towards them:
     running = (1 - momentum) running + momentum batch, with the variance divided by one less than its count. In
@@ -79,7 +79,7 @@ class BatchNormAct(_FullPrecisionBuffers):
         """Raises ValueError, torch's, for one value per channel in training: it would have no variance."""
         weight, bias = (parameter.to(self.running_mean.dtype) for parameter in (self.weight, self.bias))
         x = F.batch_norm(x, self.running_mean, self.running_var, weight, bias, self.training, self.momentum, self.eps)
-        return F.silu(x, inplace=True) if self.apply_act else x
+        return _silu(x) if self.apply_act else x
 
 
 class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
@@ -131,6 +131,11 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         # A sum and no matrix product: that may be rounded to 10 bits (TF32).
         mean = (z * self.shares).sum(1)
         return mean, ((z - mean[:, None]).square() * self.shares).sum(1)
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """In place where no gradient is wanted; where one is, that would first make the copy that backward needs."""
+    return F.silu(x, inplace=not torch.is_grad_enabled())
 
 
 # The layers whose parameters an optimizer may treat on their own. A ProxyNormAct is a GroupNormAct.

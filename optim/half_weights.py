@@ -5,12 +5,15 @@ Three kinds of memory, each one flat buffer with a view per parameter:
   float16 with LARS or SGD, 8 with RMSprop, 10 with LAMB, whose moments stay in float32;
 - the working copy: the module's own parameters in the compute dtype, refreshed from the state after each update;
 - scratch: float32 gradients, and what the optimizer needs in float32 while it steps.
+Where all is float32 on a CPU the three are one: a step that must not be made can be left out there, because to ask
+costs nothing. Other devices make every step in scratch, and store it under a mask.
 """
 
 from __future__ import annotations
 
+import contextlib
 from types import MappingProxyType
-from typing import Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -99,11 +102,17 @@ class WeightState:
             for master, view in zip(self._masters.values(), self._views(buffer)):
                 self.optimizer.state[master][slot] = view
 
-        self._weights = self._working.to(dtype, copy=True)
-        self._slots = {
-            name: flat(dtype if slot.half else torch.float32, slot.initial)
-            for name, slot in self.optimizer.slots.items()
-        }
+        self._in_place = self._device.type == "cpu" and dtype == self._compute == torch.float32
+        if self._in_place:
+            self._weights, self._slots = self._working, self._scratch
+            for name, slot in self.optimizer.slots.items():
+                self._slots[name].fill_(slot.initial)
+        else:
+            self._weights = self._working.to(dtype, copy=True)
+            self._slots = {
+                name: flat(dtype if slot.half else torch.float32, slot.initial)
+                for name, slot in self.optimizer.slots.items()
+            }
         self._bits: Optional[RoundingBits] = None
         if dtype == torch.float16 and rounding == "stochastic":
             places = {name: (start, parameter.numel()) for name, (start, parameter) in self._placed()}
@@ -145,22 +154,30 @@ class WeightState:
             finite: bool [], whether the update was made; the norms, if measured.
         """
         self._gradients.div_(divisor)
-        finite = torch.isfinite(torch.linalg.vector_norm(self._gradients, ord=float("inf")))
+        lowest, highest = torch.aminmax(self._gradients)  # NaN is both; a norm takes twenty times as long on a CPU
+        finite = torch.isfinite(lowest) & torch.isfinite(highest)
+        before = self._weights.to(torch.float32, copy=True) if measure else None
+        # Before the step: some optimizers write into the gradients.
+        gradient = torch.linalg.vector_norm(self._gradients) if measure else None
+        if not self._in_place or finite:
+            self._step(step, lr)
+        norms = self._norms(gradient, before) if measure else None
+        if not self._in_place:
+            self._store(self._weights, self._master, step, "weight", finite)
+            for slot, buffer in self._slots.items():
+                self._store(buffer, self._scratch[slot], step, slot, finite)
+            self._refresh()
+        return finite, norms
+
+    def _step(self, step: int, lr: float) -> None:
+        """The optimizer's step, from the state into scratch."""
         self._to_scratch()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for master, view in zip(self._masters.values(), self._gradient_views):
             master.grad = view
-        # Before the step: some optimizers write into the gradients.
-        gradient = torch.linalg.vector_norm(self._gradients) if measure else None
         self.optimizer.at_step(step)
         self.optimizer.step()
-        norms = self._norms(gradient) if measure else None
-        self._store(self._weights, self._master, step, "weight", finite)
-        for slot, buffer in self._slots.items():
-            self._store(buffer, self._scratch[slot], step, slot, finite)
-        self._refresh()
-        return finite, norms
 
     def state_dict(self) -> dict:
         """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
@@ -191,9 +208,15 @@ class WeightState:
         """The persistent weights: [length], all parameters behind one another, padded with zeros between."""
         return self._weights
 
-    def show(self, flat: torch.Tensor) -> None:
-        """Puts weights laid out as `flat` is into the module, until the next update or `show`; the state stays."""
-        self._working.copy_(flat)
+    @contextlib.contextmanager
+    def shown(self, flat: torch.Tensor) -> Iterator[None]:
+        """Within it the module has the weights in `flat`, laid out as the property is; nothing else may be done."""
+        own = self._working.clone()
+        try:
+            self._working.copy_(flat)
+            yield
+        finally:
+            self._working.copy_(own)
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:
         """Puts `weights` in the place of those parameters, rounded to nearest; the others and the slots stay."""
@@ -254,12 +277,11 @@ class WeightState:
     def _refresh(self) -> None:
         self._working.copy_(self._weights)
 
-    def _norms(self, gradient: torch.Tensor) -> Norms:
-        """Before the update is stored: the difference to the state is what the optimizer subtracted."""
+    def _norms(self, gradient: torch.Tensor, before: torch.Tensor) -> Norms:
+        """After the step and before it is stored: the difference to `before` is what the optimizer subtracted."""
         names = {id(master): name for name, master in self._masters.items()}
         trust = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
         norm = torch.linalg.vector_norm
-        before = self._weights.float()
         return Norms(gradient, norm(before), norm(self._master - before), trust)
 
     def _buffers(self) -> Dict[str, torch.Tensor]:
