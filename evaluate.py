@@ -8,6 +8,7 @@ do not carry their recipe need --config. Exit codes are train.py's: 0 done, 1 fa
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,11 +22,18 @@ _WORST = 10  # classes that the terminal shows; the file has all
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
+    # argparse gives all that stands behind --images to it.
+    given = options.images or []
+    options.images = [text for text in given if not _is_override(text)]
+    options.overrides = [*options.overrides, *(text for text in given if _is_override(text))]
     try:
         return _classify(options) if options.images else _score(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT
+    except BrokenPipeError:  # whoever read the lines has seen enough; the files are written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
         return FAILED
@@ -55,18 +63,16 @@ def _opened(options):
     from recipe.batch import divide
     from training import weights
 
-    overrides = options.overrides
-    if options.images:  # argparse gives everything behind --images to it
-        overrides = [*overrides, *(text for text in options.images if _is_override(text))]
-        options.images = [text for text in options.images if not _is_override(text)]
     stored = weights.read(options.checkpoint, options.weights)
     if options.config:
-        recipe = loading.load(options.config, overrides)
+        recipe = loading.load(options.config, options.overrides)
     elif stored.recipe is None:
         raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
     else:
-        recipe = loading.loads(stored.recipe, str(stored.path), overrides)
-    engine = factory.create(recipe, divide(recipe, 1), Topology(1, 0, 1))
+        recipe = loading.loads(stored.recipe, str(stored.path), options.overrides)
+    # Averages are float32: nothing is rounded on its way in.
+    exact = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"weights": "float32"})})
+    engine = factory.create(exact, divide(recipe, 1), Topology(1, 0, 1))
     engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
     return stored, recipe, engine
 
@@ -89,11 +95,8 @@ def _score(options) -> int:
         engine.close()
     title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
-    print(
-        f"{stored.path}, {options.weights} weights: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})"
-    )
+    about = f"{stored.path}, {options.weights} weights"
     rows = scoring.class_rows(report, source.classes)
-    _print_classes(rows)
     run = run_folder_of(stored.path)
     folder = Path(options.output or (run / "evaluation" if run else "evaluation"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,9 @@ def _score(options) -> int:
     summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
     summary = {"weights": options.weights, "file": str(stored.path), **summary}
     (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json")
+    print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
+    _print_classes(rows)
+    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json", flush=True)
     return DONE
 
 

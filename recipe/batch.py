@@ -78,13 +78,15 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
             f"batch.global {total} is not a multiple of {micro} micro x {_count(replicas, 'replica')} = {portion}; "
             f"nearest: {nearest}"
         )
-    _check_partners(recipe)
+    _check_company(recipe)
     return Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
 
 
-def _check_partners(recipe: Recipe) -> None:
-    """Mixing takes its partners from the same micro batch."""
+def _check_company(recipe: Recipe) -> None:
+    """Mixing takes its partners from the same micro batch, and batch normalisation its variance."""
     data, micro = recipe.data, recipe.batch.micro
+    if micro == 1 and recipe.model.norm == "batch":
+        raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
     if micro == 1 and (data.mixup or data.cutmix is not None):
         key = "data.mixup" if data.mixup else "data.cutmix"
         off = "0" if data.mixup else "null"

@@ -3,6 +3,9 @@
 import csv
 import json
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -13,7 +16,7 @@ import evaluate
 import train
 from data.sources import DigitsSource
 from engines.torch_engine import TorchEngine
-from tests.conftest import QUICKSTART, TINY
+from tests.conftest import QUICKSTART, ROOT, TINY
 from training.checkpoint import load
 
 DONE, WRONG_INPUT = 0, 2
@@ -28,7 +31,11 @@ def run(tmp_path_factory, _one_thread):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
         assert train.main(["--config", str(QUICKSTART), *overrides]) == DONE
-    return folder, json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return folder, events(folder)[-1]
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -58,7 +65,10 @@ def digit(tmp_path):
 
 @pytest.mark.parametrize("weights", ["trained", "step_average", "epoch_average"])
 def test_it_finds_the_scores_that_training_told(run, command, weights):
-    """The same engine on the same images: equal to the bit, and the batch size must not matter beyond 1e-6."""
+    """The same weights on the same images. An average is float32, and must not be rounded to the run's float16.
+
+    The loss is the sum of the same float64 terms; the batch size must not matter beyond 1e-6.
+    """
     folder, end = run
     told = end if weights == "trained" else end[weights]
     code, lines, errors = command("--checkpoint", folder, "--weights", weights)
@@ -66,6 +76,8 @@ def test_it_finds_the_scores_that_training_told(run, command, weights):
     assert f"{weights} weights: top1 {told['top1']:.2%}  top5 {told['top5']:.2%}" in lines[0]
     scores = json.loads((folder / "evaluation" / "scores.json").read_text())
     assert (scores["top1"], scores["top5"]) == (told["top1"], told["top5"])
+    evaluation = [event for event in events(folder) if event["event"] == "eval"][-1]
+    assert scores["loss"] == pytest.approx((evaluation if weights == "trained" else told)["loss"], rel=1e-12)
     assert (scores["weights"], scores["images"], scores["unreadable"]) == (weights, 360, 0)
     code, _, _ = command("--checkpoint", folder, "--weights", weights, "batch.evaluation=7")
     assert json.loads((folder / "evaluation" / "scores.json").read_text())["loss"] == pytest.approx(
@@ -91,6 +103,16 @@ def test_table_and_picture_are_written_beside_the_run(run, command):
     assert lines[2].split()[0] == rows[0]["class"], "the worst class is shown first"
     with Image.open(folder / "evaluation" / "confusion.png") as picture:
         assert min(picture.size) > 300
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(run):
+    """As in `evaluate.py ... | head -1`. The files are written all the same."""
+    folder, _ = run
+    shutil.rmtree(folder / "evaluation", ignore_errors=True)
+    command = f"{sys.executable} evaluate.py --checkpoint {folder} | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (DONE, "")
+    assert (folder / "evaluation" / "scores.json").exists()
 
 
 def test_another_place_for_the_output_is_taken(run, command, tmp_path):

@@ -196,6 +196,12 @@ def test_the_training_size_changes_with_the_epoch():
     assert [training_image_size(growing, epoch) for epoch in range(7)] == [160, 160, 160, 252, 252, 380, 380]
 
 
+def test_batch_normalisation_needs_company():
+    assert divide(recipe(micro=2, model={"norm": "batch"})).micro == 2
+    with pytest.raises(ConfigError, match=r"model\.norm batch takes statistics over a micro batch"):
+        divide(recipe(micro=1, model={"norm": "batch"}))
+
+
 @pytest.mark.parametrize(("mixing", "key"), [({"mixup": 0.2}, "data.mixup"), ({"cutmix": 0.85}, "data.cutmix")])
 def test_mixing_needs_somebody_to_mix_with(mixing, key):
     assert divide(recipe(micro=2, data=mixing)).micro == 2
