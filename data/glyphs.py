@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from data.sources import Source
+from data.base import Source
 from recipe.errors import DataError
 from recipe.randomness import Stream, bits32, key
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from data.base import Source
 from data.decode import UnreadableImage
-from data.sources import Source
 from data.transforms import evaluation_transform, train_transform
 from recipe.batch import steps_per_epoch
 from recipe.config import Data

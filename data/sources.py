@@ -3,14 +3,15 @@
 A source numbers its images from 0 and reads any of them; order, augmentation and batches are loader.py's.
 """
 
-import abc
 import os
 from typing import Iterator, List, Tuple
 
 import numpy as np
 import torch
 
+from data.base import Source
 from data.decode import UnreadableImage, decode
+from data.glyphs import GlyphsSource
 from recipe.batch import image_count
 from recipe.config import Data
 from recipe.errors import DataError
@@ -18,29 +19,6 @@ from recipe.randomness import bits32, key
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 _DIGITS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "digits.npz")
-
-
-class Source(abc.ABC):
-    """Numbered images with labels. Safe to share with worker processes, which read from it at will.
-
-    Attributes:
-        classes: names of the classes, by label.
-        labels: int64 [n], label of each image.
-    """
-
-    classes: Tuple[str, ...]
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @abc.abstractmethod
-    def read(self, index: int) -> torch.Tensor:
-        """Pixels of an image: uint8 [3, height, width], RGB. Raises UnreadableImage."""
-
-    @abc.abstractmethod
-    def name(self, index: int) -> str:
-        """What logs and errors call an image, such as its path."""
 
 
 class FolderSource(Source):
@@ -132,8 +110,6 @@ def open_source(data: Data, classes: int, split: str) -> Source:
         source: Source = DigitsSource(split)
         place = "data.source=digits"
     elif data.source == "glyphs":
-        from data.glyphs import GlyphsSource  # which imports this file
-
         source = GlyphsSource(classes, image_count(data, split), split, data.glyph_size, data.glyph_difficulty)
         place = "data.source=glyphs"
     else:

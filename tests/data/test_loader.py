@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.base import Source
+from data.decode import UnreadableImage
 from data.loader import EvaluationBatches, MicroBatch, epoch_order, training_batches
-from data.sources import Source, UnreadableImage
 from data.transforms import evaluation_transform, train_transform
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe

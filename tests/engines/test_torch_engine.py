@@ -9,27 +9,13 @@ import torch
 
 from data.loader import EvaluationBatches, MicroBatch
 from data.sources import open_source
-from engines import factory
 from engines.torch_engine import TorchEngine
 from models.efficientnet import build
-from parallel.topology import Topology
-from recipe.batch import divide
 from recipe.errors import ConfigError
 from training.evaluation import evaluate
 
 PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32", "data.label_smoothing=0.1")
 RANDOM_LAYERS = ("model.dropout=0.5", "model.drop_path=0.5")
-
-
-@pytest.fixture
-def engine(tiny):
-    """engine(*overrides): an engine of the tiny recipe."""
-
-    def create(*overrides):
-        recipe = tiny(*overrides)
-        return factory.create(recipe, divide(recipe), Topology(1, 0, 1))
-
-    return create
 
 
 def noise_images(count, seed=0, classes=10, size=16):

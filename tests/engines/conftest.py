@@ -1,0 +1,18 @@
+"""Engines of the tiny recipe."""
+
+import pytest
+
+from engines import factory
+from parallel.topology import Topology
+from recipe.batch import divide
+
+
+@pytest.fixture
+def engine(tiny):
+    """engine(*overrides): an engine of the tiny recipe."""
+
+    def create(*overrides):
+        recipe = tiny(*overrides)
+        return factory.create(recipe, divide(recipe), Topology(1, 0, 1))
+
+    return create
