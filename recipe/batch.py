@@ -172,6 +172,7 @@ def training_image_size(recipe: Recipe, epoch: int) -> int:
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
     batch = divide(recipe)
+    _check_classes(recipe)
     model, precision, data = recipe.model, recipe.precision, recipe.data
     lines = [
         f"run        {recipe.run.name} -> {output_folder(recipe)}",
@@ -190,6 +191,15 @@ def describe(recipe: Recipe) -> str:
     else:
         lines.append("length     known once data.root is read (or data.train_images given)")
     return "\n".join(lines)
+
+
+def _check_classes(recipe: Recipe) -> None:
+    """Sources that come along have as many classes as they have."""
+    source, classes = recipe.data.source, recipe.model.classes
+    if source == "digits" and classes != 10:
+        raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
+    if source == "glyphs" and classes > 1000:
+        raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
 
 
 def _describe_data(recipe: Recipe) -> str:

@@ -110,6 +110,12 @@ class Model(Section):
             raise ValueError("proxy_norm goes with norm group or layer, not with batch")
         return self
 
+    @model_validator(mode="after")
+    def _weights_of_something(self) -> "Model":
+        if self.init_weights != "trained" and self.init_from is None:
+            raise ValueError("init_weights says nothing without init_from; name the run folder or checkpoint there")
+        return self
+
     @field_validator("std")
     @classmethod
     def _positive(cls, value: Tuple[float, float, float]) -> Tuple[float, float, float]:

@@ -44,11 +44,15 @@ def read(path: str, which: str = TRAINED) -> StoredWeights:
         return _of_run(place, which)
     if not place.exists():
         raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
-    if place.suffix == ".safetensors":
-        return _of_safetensors(place)
-    content = unpickled(place)
+    content = None if place.suffix == ".safetensors" else unpickled(place)
     if isinstance(content, dict) and "format" in content:
         return _of_checkpoint(place, load(place), which)
+    if which != TRAINED:
+        raise CheckpointError(
+            f"{path}: has no {which}: only run folders and checkpoints have averages; ask for {TRAINED}"
+        )
+    if place.suffix == ".safetensors":
+        return _of_safetensors(place)
     return StoredWeights(place, _state_dict(place, content), None, None)
 
 
@@ -71,7 +75,9 @@ def fitted(
         if ours is None:
             if name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
                 continue
-            raise CheckpointError(f"{stored.path}: {name} has no place in the model of the recipe")
+            raise CheckpointError(
+                f"{stored.path}: {name} has no place in the model of the recipe; give the one it was trained by"
+            )
         found[ours] = tensor
     fresh = []
     for name, shape in shapes.items():
@@ -82,7 +88,7 @@ def fitted(
             found.pop(name, None)
             fresh.append(name)
         else:
-            raise CheckpointError(f"{stored.path}: {name} {problem}")
+            raise CheckpointError(f"{stored.path}: {name} {problem}{_remedy(name, found.get(name))}")
     return found, fresh
 
 
@@ -90,6 +96,12 @@ def _problem(tensor: Optional[torch.Tensor], shape: Tuple[int, ...]) -> str:
     if tensor is None:
         return "is missing"
     return "" if tuple(tensor.shape) == tuple(shape) else f"is {list(tensor.shape)}, the model's is {list(shape)}"
+
+
+def _remedy(name: str, tensor: Optional[torch.Tensor]) -> str:
+    if tensor is not None and timm_name(name).startswith(_CLASSIFIER):
+        return f"; set model.classes={len(tensor)}"
+    return "; give the recipe that these weights were trained by"
 
 
 def _of_run(folder: Path, which: str) -> StoredWeights:

@@ -14,6 +14,7 @@ from benchmarks.timm_peer import create_g16
 from data.loader import MicroBatch
 from engines import factory
 from models.efficientnet import timm_name
+from models.preprocess import Preprocess
 from optim import schedule
 from parallel.topology import Topology
 from recipe.batch import Lengths, divide
@@ -64,10 +65,10 @@ def timms(model, create_optimizer, recipe, weights, dtype):
     model.load_state_dict({**counters, **weights})
     model = model.to(dtype).train()
     optimizer = create_optimizer(model)
-    mean, std = (torch.tensor(values, dtype=dtype).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
+    preprocess = Preprocess(recipe.model.mean, recipe.model.std)  # tested elsewhere; its rounding is not the subject
     losses = []
     for batch in micro_batches():
-        logits = model((batch.images.to(dtype) / 255 - mean) / std)
+        logits = model(preprocess(batch.images).to(dtype))
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
@@ -143,8 +144,8 @@ def test_twenty_updates_are_those_of_timm(tiny, references, case):
     ],
 )
 def test_a_small_change_of_the_recipe_would_be_seen(tiny, references, case, override):
-    """Each is ten times the yardstick away and more, so the test above can fail."""
+    """Each is a hundred times the yardstick away and more, so the test above can fail."""
     recipe = tiny(*COMMON, *CASES[case][0])
     before, after, _ = ours(tiny(*COMMON, *CASES[case][0], override))
     (exact, _), (rounded, _) = references(recipe, case, before)
-    assert distance(after, exact, before) > 10 * distance(rounded, exact, before)
+    assert distance(after, exact, before) > 100 * distance(rounded, exact, before)

@@ -299,6 +299,15 @@ def test_weights_start_by_the_published_rules():
             assert (module.bias == 0).all()
 
 
+@pytest.mark.parametrize("classes", [2, 10, 999, 1000, 5000])
+def test_few_classes_start_as_calmly_as_a_thousand(classes):
+    """Uniform to 1 / sqrt(1000), or to 1 / sqrt(classes) where there are more: the first logits have no opinion."""
+    model = build(Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=classes), seed=0)
+    weight = model.block("head").classifier.weight.detach()
+    bound = 1 / math.sqrt(max(classes, 1000))
+    assert 0.99 * bound < weight.abs().max() <= bound * (1 + 1e-6)
+
+
 def test_blocks_are_named_as_timm_names_them():
     model = on_meta(name="efficientnet_b4")
     repeats = (2, 4, 4, 6, 6, 8, 2)

@@ -196,6 +196,15 @@ def test_the_training_size_changes_with_the_epoch():
     assert [training_image_size(growing, epoch) for epoch in range(7)] == [160, 160, 160, 252, 252, 380, 380]
 
 
+@pytest.mark.parametrize(
+    ("source", "fitting", "wrong"), [("digits", 10, 9), ("digits", 10, 11), ("glyphs", 1000, 1001), ("glyphs", 2, 1001)]
+)
+def test_the_plan_refuses_classes_that_a_source_has_not(source, fitting, wrong):
+    batch.describe(recipe(6, model={"classes": fitting}, data={"source": source}))
+    with pytest.raises(ConfigError, match=rf"data\.source={source}: 10+ classes.*, but model.classes is {wrong}; "):
+        batch.describe(recipe(6, model={"classes": wrong}, data={"source": source}))
+
+
 def test_batch_normalisation_needs_company():
     assert divide(recipe(micro=2, model={"norm": "batch"})).micro == 2
     with pytest.raises(ConfigError, match=r"model\.norm batch takes statistics over a micro batch"):
@@ -223,7 +232,7 @@ def test_the_plan_says_what_the_recipe_determines():
     ):
         assert words in plan
     assert "known once data.root is read" in batch.describe(recipe())
-    digits = recipe(48, 48, data={"source": "digits", "train_images": 99})
+    digits = recipe(48, 48, model={"classes": 10}, data={"source": "digits", "train_images": 99})
     assert "1437 training images; 10150 steps" in batch.describe(digits)  # 350 x 29
 
 

@@ -89,6 +89,7 @@ def test_saying_the_same_name_again_drops_nothing(tmp_path, named):
         ("data.image_sizes=[[0,8,9]]", r"must be [first epoch, pixels] pairs"),
         ("data.image_sizes=[]", r"must be [first epoch, pixels] pairs"),
         ("data.cutmix=0.5", "must be greater than or equal to 0.62"),
+        ("model.init_weights=epoch_average", "init_weights says nothing without init_from"),
         ("average.step_decay=1", "must be less than 1"),
     ],
 )

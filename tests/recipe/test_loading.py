@@ -369,6 +369,8 @@ def test_every_key_survives_dumping_whatever_its_value(section, write):
                 layers[section] = {"batch_rule": "sqrt", "reference_batch": 8, **layers[section]}
             if (section, key) in (("run", "epochs"), ("run", "images"), ("schedule", "peak_per_image")):
                 layers[section] = {key: value}
+            if key == "init_weights":
+                layers[section]["init_from"] = "runs/other"
             if key == "split":
                 layers[section]["stages"] = 1 + len(value) if isinstance(value, list) else 1
             try:

@@ -104,6 +104,14 @@ def test_other_files_are_refused_by_name(tmp_path, name, content, said):
     assert str(refusal.value).startswith(f"{path}: {said}")
 
 
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_files_of_one_set_of_weights_have_no_averages(tmp_path, name):
+    save = safetensors.torch.save_file if name.endswith("safetensors") else torch.save
+    save(tensors(), tmp_path / name)
+    with pytest.raises(CheckpointError, match="has no step_average: only run folders and checkpoints have averages"):
+        read(str(tmp_path / name), "step_average")
+
+
 @pytest.mark.parametrize("content", [{}, {"a": 1}, [torch.zeros(2)], {"state_dict": {}}, torch.zeros(3)])
 def test_torch_files_that_hold_no_state_dict_are_refused(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
@@ -132,7 +140,7 @@ def test_a_classifier_of_other_classes_starts_anew_only_where_that_is_wanted(tmp
     other = stored(tmp_path, {**MODEL, "head.classifier.weight": (1000, 2)})
     found, fresh = fitted(other, MODEL, new_classifier=True)
     assert fresh == ["head.classifier.weight"] and set(found) == set(MODEL) - set(fresh)
-    with pytest.raises(CheckpointError, match=r"head.classifier.weight is \[1000, 2\], the model's is \[10, 2\]"):
+    with pytest.raises(CheckpointError, match=r"\[1000, 2\], the model's is \[10, 2\]; set model.classes=1000"):
         fitted(other, MODEL, new_classifier=False)
 
 
