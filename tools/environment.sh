@@ -18,7 +18,7 @@ find_python() {
 
 make_environment() {
   local venv="$ROOT/.venv" wanted
-  wanted=$(cksum "$ROOT/requirements.txt")
+  wanted=$(cksum < "$ROOT/requirements.txt")
   if [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" != "$wanted" ]; then
     local python
     python=$(find_python) || exit 2
