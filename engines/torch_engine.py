@@ -157,7 +157,7 @@ class TorchEngine(Engine):
         for name in self._averages:
             if name not in state["averages"]:
                 raise ValueError(f"averages.{name} is missing")
-        self.weights.load_state_dict({name: part for name, part in state.items() if name not in _OWN_PARTS})
+        self.weights.load_state_dict(state)
         self._loss_scale.load_state_dict(state["loss_scale"])
         _load_buffers(self._buffers, state["buffers"])
         for name, average in self._averages.items():
@@ -217,10 +217,6 @@ class TorchEngine(Engine):
     def _by_name(self, tensors: list) -> dict:
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in zip(self._buffers, tensors[1:])}
         return {"weights": self.weights.by_name(tensors[0]), "buffers": buffers}
-
-
-# Parts of the state that are not WeightState's.
-_OWN_PARTS = ("loss_scale", "averages", "buffers")
 
 
 def _persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:

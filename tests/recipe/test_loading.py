@@ -43,11 +43,6 @@ def refusal(path, *overrides):
     return message.replace(f"{Path(path).parent}{os.sep}", "")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_our_recipes_load(path):
-    load(path)
-
-
 def test_unknown_keys_come_with_the_nearest_name(write):
     for text, line in (
         ("optimizer: {momentun: 0.9}", "optimizer.momentun: unknown key; did you mean optimizer.momentum?"),
