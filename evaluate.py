@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from recipe import loading
-from recipe.errors import ConfigError, DataError, UserError
-from training.command import DONE, FAILED, WRONG_INPUT, Parser
+from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, DataError, UserError
+from training.command import Parser
 
 _WORST = 10  # classes that the terminal shows; the file has all
 
@@ -59,7 +59,6 @@ def _opened(options):
     """The stored weights, their recipe, and an engine that holds them."""
     # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
     from engines import factory
-    from parallel.topology import Topology
     from recipe.batch import divide
     from training import weights
 
@@ -72,7 +71,7 @@ def _opened(options):
         recipe = loading.loads(stored.recipe, str(stored.path), options.overrides)
     # Averages are float32: nothing is rounded on its way in.
     exact = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"weights": "float32"})})
-    engine = factory.create(exact, divide(recipe, 1), Topology(1, 0, 1))
+    engine = factory.create(exact, divide(recipe, 1))
     engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
     return stored, recipe, engine
 

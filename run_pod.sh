@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# Trains a recipe with everything it needs: makes .venv if there is none, then runs train.py in it.
-#   ./run_pod.sh --config configs/quickstart.yaml [section.key=value ...]
+# Trains a recipe with everything it needs: makes .venv if there is none, then starts the ranks in it.
+#   ./run_pod.sh [--stages K] [--replicas R] --config configs/quickstart.yaml [section.key=value ...]
+# Several hosts and SLURM: docs/cluster.md. With the Poplar SDK enabled (run.device: ipu) the SDK's Python is used.
 # Exit codes are train.py's: 0 done, 1 failed, 2 wrong input, 75 stopped by a signal after saving (rerun resumes).
 set -u
 . "$(dirname "$0")/tools/environment.sh"
-make_environment
-exec "$PYTHON" "$ROOT/train.py" "$@"
+if [ -n "${POPLAR_SDK_ENABLED:-}" ]; then
+  PYTHON=${PYTHON:-python3}
+else
+  make_environment
+fi
+# The repository takes the place of the current folder among the places that Python imports from.
+exec "$PYTHON" -c 'import sys; sys.path[0] = sys.argv.pop(1); from tools import launch; sys.exit(launch.main())' \
+  "$ROOT" "$@"

@@ -8,8 +8,9 @@ import re
 import sys
 
 from recipe import batch, loading
-from recipe.errors import ConfigError, UserError
-from training.command import DONE, FAILED, STOPPED, WRONG_INPUT, Parser
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+from training import stopping
+from training.command import Parser, finish, naming
 
 
 def main(arguments=None) -> int:
@@ -23,13 +24,14 @@ def main(arguments=None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan, do not train")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
+    stopping.listen_early()
     try:
         recipe = loading.load(options.config, options.overrides)
-        plan = _naming(options.config, batch.describe, recipe)
+        plan = naming(options.config, batch.describe, recipe)
         if options.dry_run:
             print(plan)
             return DONE
-        return _naming(options.config, _train, recipe)
+        return naming(options.config, _train, recipe)
     except UserError as error:
         return _fail(error, WRONG_INPUT)
     except RuntimeError as error:
@@ -57,18 +59,11 @@ def _train(recipe) -> int:
     return DONE
 
 
-def _naming(config, function, recipe):
-    """Calls function(recipe); puts the recipe's file before the complaint about what it says."""
-    try:
-        return function(recipe)
-    except ConfigError as error:
-        raise ConfigError(f"{config}: {error}") from None
-
-
 def _fail(message: object, code: int) -> int:
-    print(message, file=sys.stderr)
+    if str(message):  # another rank says it
+        print(message, file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

@@ -33,7 +33,6 @@ from benchmarks.timm_peer import create_g16
 from data.loader import MicroBatch, training_batches
 from data.sources import open_source
 from engines.torch_engine import TorchEngine
-from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from recipe.config import Recipe
@@ -68,7 +67,7 @@ class Ours:
 
     def __init__(self, plan: Recipe):
         self.plan = plan
-        self.engine = TorchEngine(plan, divide(plan, 1), Topology(1, 0, 1))
+        self.engine = TorchEngine(plan, divide(plan, 1))
         self.step = 0
 
     def update(self, micro_batches: Iterator[MicroBatch]) -> None:

@@ -113,10 +113,9 @@ class EvaluationBatches:
         micro batches, as equal in length as can be; `number` counts over all replicas, `step` is 0.
         """
         assert 0 <= replica < replicas, (replica, replicas)
-        total = -(-len(source) // batch)
         self._requests = [
             _Request(0, 0, number, image_size, list(range(number * batch, min((number + 1) * batch, len(source)))))
-            for number in range(total * replica // replicas, total * (replica + 1) // replicas)
+            for number in evaluation_share(len(source), batch, replica, replicas)
         ]
         dataset = _MicroBatches(source, batch, partial(_for_evaluation, crop_fraction=data.crop_fraction))
         self._data = data
@@ -133,6 +132,12 @@ class EvaluationBatches:
     def close(self) -> None:
         """End the workers; the batches cannot be iterated any more."""
         del self._loader
+
+
+def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> range:
+    """Numbers of the micro batches of `batch` images that a replica evaluates: as many for each as can be."""
+    total = -(-images // batch)
+    return range(total * replica // replicas, total * (replica + 1) // replicas)
 
 
 class _Request(NamedTuple):

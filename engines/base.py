@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ContextManager, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -16,7 +16,7 @@ AVERAGES = ("step_average", "epoch_average")
 
 
 class StepResult(NamedTuple):
-    """One update. Tensors stay on the device: reading one waits for it.
+    """One update, over all replicas, on every rank. Tensors stay on the device: reading one waits for it.
 
     loss: float32 [], the objective averaged over the step's images. correct: int64 [], top-1 hits among
     `images` images. skipped, skipped_in_row: int64 [], updates left out so far, and lately without a break,
@@ -43,12 +43,34 @@ class Counts(NamedTuple):
     top5: torch.Tensor
 
 
+class Span(NamedTuple):
+    """What one rank did from `start` to `end`.
+
+    replica, stage, rank: who. kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number
+    within the replica's share of the step; -1 where the span belongs to none. step: number of the update. start,
+    end: seconds on a clock that all ranks have in common.
+    """
+
+    replica: int
+    stage: int
+    rank: int
+    kind: str
+    micro_batch: int
+    step: int
+    start: float
+    end: float
+
+
 class Engine(ABC):
-    """A model with its weights and optimizer on some hardware."""
+    """A model with its weights and optimizer on some hardware, or this process's part of it.
+
+    Where a run has several processes, all of them call the same methods in the same order.
+    """
 
     batch: Batch
     topology: Topology
     device: torch.device
+    notes: Tuple[str, ...]  # lines that are worth saying at the start of a run
 
     @abstractmethod
     def train_step(
@@ -57,6 +79,7 @@ class Engine(ABC):
         """One update. Pulls exactly the step's micro batches of this replica, each when it is needed.
 
         Args:
+            micro_batches: of this replica; nothing is pulled where images do not enter (`topology.is_first`).
             step: number of the update, from 0: selects the random draws.
             lr: learning rate of this update.
             measure: also compute the norms and trust ratios.
@@ -79,12 +102,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def evaluate_step(self, batch: MicroBatch) -> Counts:
-        """Scores the valid images of `batch` with the weights in use, dropout off."""
+    def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
+        """Scores the valid images of `batch` with the weights in use, dropout off.
+
+        Args:
+            batch: None where images do not enter (`topology.is_first`). Counts are those of the replica's last
+                stage, elsewhere 0.
+        """
+
+    @abstractmethod
+    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
+        """The sum of what all ranks counted, and the messages of all, on every rank."""
 
     @abstractmethod
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images of `batch`, dropout off: float32 [valid, classes], on the device."""
+        """Logits of the valid images of `batch`, dropout off: float32 [valid, classes], on the device.
+
+        Only in a process that computes all stages.
+        """
 
     @abstractmethod
     def shapes(self) -> Dict[str, Tuple[int, ...]]:
@@ -99,15 +134,26 @@ class Engine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict:
-        """All that persists, on the CPU, whole-model: the same whatever the topology."""
+        """All that persists, on the CPU, whole-model: the same whatever the topology.
+
+        On the main rank; elsewhere it is empty.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: dict) -> None:
         """Takes over what `state_dict` of any topology gave. Raises ValueError naming a tensor that does not fit."""
 
     @abstractmethod
+    def timeline(self) -> List[Span]:
+        """What all ranks did in the steps that `log.trace` asks for, as far as they are done; on the main rank."""
+
+    @abstractmethod
+    def agree(self, value: int) -> int:
+        """The largest `value` of all ranks, the same on each; where there are several, of the call before."""
+
+    @abstractmethod
     def peak_flops(self) -> float:
-        """Floating-point operations per second that this hardware reaches in a large matrix product, measured."""
+        """Floating-point operations per second that all devices together reach in large matrix products, measured."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -115,4 +161,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the hardware."""
+        """Releases the hardware, once all ranks are there: the end of a run in which nothing failed."""

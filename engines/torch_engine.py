@@ -1,91 +1,128 @@
-"""The engine for CPU and CUDA: plain PyTorch, one process."""
+"""The engine for CPU and CUDA: plain PyTorch, in one process or one of several."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import statistics
 import time
-from typing import Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
-from data import mixing
 from data.loader import MicroBatch
-from engines.base import AVERAGES, Counts, Engine, StepResult
+from engines import cuts, replication, state
+from engines.base import AVERAGES, Counts, Engine, Span, StepResult
+from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
+from engines.feed import Feed
+from engines.stage import Stage, blocks_to_recompute, boundaries
+from engines.step import AllRanks, Recorder, TrainingStep
 from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
-from models.stages import BlockList, split_names
 from optim import factory
 from optim.averaging import WeightAverage
 from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
-from parallel.topology import Topology
+from parallel.processes import Processes
+from parallel.work import Alone, Boundary
 from recipe.batch import Batch
 from recipe.config import Recipe
 from recipe.errors import ConfigError
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 class TorchEngine(Engine):
-    """Computes all stages of one replica on one device, accumulating gradients in float32."""
+    """Computes one stage of one replica, or all stages, on one device, accumulating gradients in float32."""
 
-    def __init__(self, recipe: Recipe, batch: Batch, topology: Topology):
-        self.batch, self.topology = batch, topology
-        self.device = _device(recipe)
+    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes):
+        self.batch, self.topology = batch, processes.topology
+        self._recipe, self._processes = recipe, processes
+        self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
-            _set_determinism(recipe.run.deterministic)
-        self._compute = _compute_dtype(recipe, self.device)
-        self._classes, self._seed, self._data = recipe.model.classes, recipe.run.seed, recipe.data
-        self._model = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
-        _check_cuts(recipe, self._model)
-        norms = norm_parameters(self._model)
-        self._buffers = _persistent_buffers(self._model)
-        self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in self._model.modules())
+            set_determinism(recipe.run.deterministic)
+        self._compute = compute_dtype(recipe, self.device)
+        self._build()
+        self._averages = {
+            name: WeightAverage(decay, self._averaged())
+            for name, decay in zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
+            if decay is not None
+        }
+        self._exchange = replication.create(self.weights, recipe.exchange, batch, processes)
+        overlaps = self._exchange is not None and self._exchange.overlaps and len(self._stages) == 1
+        self._feed = Feed(recipe, processes, self.device, self._uses_batch_statistics)
+        self._recorder = Recorder(self.topology, self.synchronize)
+        self._work = TrainingStep(
+            self._feed,
+            self._model.draws,
+            self.weights.gradients,
+            self._loss_scale,
+            self._recorder,
+            recipe.data.label_smoothing,
+            self._exchange.arm if overlaps else None,
+        )
+        self._pipelines: dict = {}
+        self._steps_made = 0
+
+    def _build(self) -> None:
+        """The model, this process's part of it, and its weights."""
+        recipe = self._recipe
+        whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
+        norms = norm_parameters(whole)
+        self._shapes = state.shapes(whole)
+        self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
+        self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
+        self.notes = (note,) if note else ()
+        own = cuts.own_parts(self._parts, self.topology)
+        try:
+            recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
+        except ValueError as error:
+            raise ConfigError(f"parallel.recompute: {error}") from None
+        self._stages = {number: Stage(whole.part(names), whole.draws, recomputed) for number, names in own.items()}
+        self._model = whole.part([name for names in own.values() for name in names])
+        self._model.draws = whole.draws
+        self._buffers = state.persistent_buffers(self._model)
+        self._elsewhere = AllRanks(self._processes)
+        together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
         self.weights = WeightState(
             self._model.named_parameters(),
             lambda parameters: factory.create(recipe.optimizer, parameters, norms),
-            dtype=_DTYPES[recipe.precision.weights],
+            dtype=DTYPES[recipe.precision.weights],
             rounding=recipe.precision.rounding,
             seed=recipe.run.seed,
+            clip_norm=recipe.optimizer.clip_norm,
+            model=[name for name, _ in whole.named_parameters()],
+            tree=(self.batch.accumulation, together) if recipe.exchange.order == "tree" else None,
+            elsewhere=self._elsewhere,
         )
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
-        decays = (recipe.average.step_decay, recipe.average.epoch_decay)
-        self._averages = {
-            name: WeightAverage(decay, self._averaged()) for name, decay in zip(AVERAGES, decays) if decay is not None
-        }
 
     def train_step(
         self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure: bool = False
     ) -> StepResult:
+        self._trace(step)
         self._model.train()
-        self.weights.zero_gradients()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
-        loss = torch.zeros((), device=self.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        images, pulled = 0, 0
-        unreadable: List[str] = []
-        for micro_batch in itertools.islice(micro_batches, self.batch.accumulation):
-            micro_loss, micro_correct = self._forward_backward(micro_batch, step)
-            loss += micro_loss
-            correct += micro_correct
-            images += micro_batch.valid
-            pulled += 1
-            unreadable.extend(micro_batch.unreadable)
-        assert pulled == self.batch.accumulation, f"{pulled} of {self.batch.accumulation} micro batches came"
-        divisor = self._loss_scale.scale * self.batch.accumulation
-        finite, norms = self.weights.update(step, lr, divisor, measure)
+        self._compute_gradients(micro_batches, step)
+        if self._exchange is not None:
+            with self._recorder.span("exchange"):
+                self._exchange.finish()
+            self._combine_statistics(statistics_before)
+        self._elsewhere.carry(self._work.total, self._work.correct)
+        with self._recorder.span("update"):
+            divisor = self._loss_scale.scale * replication.summed_micro_batches(self._recipe.exchange, self.batch)
+            finite, norms = self.weights.update(step, lr, divisor, measure)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
             self._averages["step_average"].add(self._averaged(), counts=finite)
         self._loss_scale.update(finite)
+        self._steps_made += 1
+        images, unreadable = self._seen()
+        _, loss, correct = self._elsewhere.sums
         return StepResult(
-            loss / self.batch.accumulation,
-            correct,
+            (loss / self.batch.micro_batches).float(),
+            correct.long(),
             images,
             self._loss_scale.skipped,
             self._loss_scale.skipped_in_row,
@@ -93,6 +130,73 @@ class TorchEngine(Engine):
             norms,
             tuple(unreadable),
         )
+
+    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
+        """All micro batches of this replica, forward and backward."""
+        first_number, rows = self.topology.replica * self.batch.accumulation, self.batch.micro
+        size = 0
+        if self.topology.is_first:
+            first = next(micro_batches, None)
+            assert first is not None, f"0 of {self.batch.accumulation} micro batches came"
+            size, rows = first.images.shape[-1], len(first.images)
+            micro_batches = itertools.chain([first], micro_batches)
+        size = self._agreed_size(size)
+        self._feed.start(micro_batches, step, first_number, rows, size)
+        self._work.start(step, rows, self.device)
+        self._schedule(size).train(self._work)
+        self._feed.finish()
+
+    def _agreed_size(self, size: int) -> int:
+        """Pixels a side of this step's images, which the first stage sees and the others are told."""
+        if self.topology.stages == 1:
+            return size
+        sizes = {pixels for _, pixels in self._recipe.data.image_sizes or [(0, self._recipe.model.image_size)]}
+        if len(sizes) == 1:
+            return sizes.pop()
+        message = torch.tensor([size])
+        dist.broadcast(message, group=self._processes.host_stage_group, group_src=0)
+        return int(message)
+
+    def _schedule(self, size: int):
+        if self.topology.stages == 1:
+            return Alone(self._stages[0], self.batch.accumulation)
+        if size not in self._pipelines:
+            from parallel.pipeline import Pipeline
+
+            self._pipelines[size] = Pipeline(
+                self._stages,
+                self._boundaries(Boundary((self.batch.micro, 3, size, size), self._feed.image_dtype)),
+                schedule=self._recipe.parallel.schedule,
+                micro_batches=self.batch.accumulation,
+                group=self._processes.stage_group,
+                device=self.device,
+            )
+        return self._pipelines[size]
+
+    def _boundaries(self, images: Boundary) -> list:
+        with torch.device("meta"):
+            model = build(self._recipe.model, self._recipe.run.seed)
+        return boundaries(self._parts, model, images, self._compute)
+
+    def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
+        if self._buffers and self._recipe.exchange.method != "none":
+            replication.combine_statistics(
+                list(self._buffers.values()),
+                before,
+                momentum=self._recipe.model.norm_momentum,
+                accumulation=self.batch.accumulation,
+                topology=self.topology,
+                group=self._processes.replica_group,
+            )
+
+    def _seen(self) -> Tuple[int, List[str]]:
+        """Images of the step over all replicas, and what could not be read. Only `skip` needs to ask the others."""
+        if self.topology.world == 1:
+            return self._feed.images_seen, self._feed.unreadable
+        if self._recipe.data.bad_images != "skip":
+            return self.batch.global_, []
+        counts, messages = zip(*self._processes.gather((self._feed.images_seen, self._feed.unreadable)))
+        return sum(counts), [message for part in messages for message in part]
 
     def end_epoch(self) -> None:
         if "epoch_average" in self._averages:
@@ -109,106 +213,137 @@ class TorchEngine(Engine):
         average, trained = self._averages[weights].tensors, [buffer.clone() for buffer in self._buffers.values()]
         with self.weights.shown(average[0]):
             try:
-                _copy_all(self._buffers.values(), average[1:])
+                state.copy_all(self._buffers.values(), average[1:])
                 yield
             finally:
-                _copy_all(self._buffers.values(), trained)
+                state.copy_all(self._buffers.values(), trained)
 
-    def evaluate_step(self, batch: MicroBatch) -> Counts:
-        logits = self.predict_step(batch)
-        labels = batch.labels[: batch.valid].to(self.device, non_blocking=True)
-        best = logits.topk(min(5, self._classes), dim=1).indices == labels[:, None]
+    def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
+        logits = self._forward(batch)
+        if logits is None:
+            zero = torch.zeros((), dtype=torch.int64, device=self.device)
+            return Counts(0, zero.double(), zero, zero)
+        labels = self._feed.evaluation_labels(len(logits))
+        logits = logits[: len(labels)].float()
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
         loss = F.cross_entropy(logits.double(), labels, reduction="sum")
-        return Counts(batch.valid, loss, best[:, 0].sum(), best.any(1).sum())
+        return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
+
+    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
+        self._feed.finish()
+        own = [torch.stack([torch.as_tensor(value, device=self.device).double() for value in each]) for each in counts]
+        sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64, device=self.device)
+        images, loss, top1, top5 = self._processes.sum(sums)
+        messages = [message for part in self._processes.gather(list(unreadable)) for message in part]
+        return Counts(int(images), loss, top1.long(), top5.long()), messages
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
+        assert self.topology.stages == 1, "logits lie on the last stage"
+        return self._forward(batch)[: batch.valid].float()
+
+    def _forward(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
+        """Logits of all rows, padding included, on the last stage; None elsewhere."""
         self._model.eval()
+        images = self._feed.evaluation_images(batch) if self.topology.is_first else None
+        if self.topology.stages > 1:
+            return self._forward_pipeline().predict(images)
         with torch.no_grad():
-            return self._model(batch.images.to(self.device, non_blocking=True))[: batch.valid].float()
+            return self._stages[0](images)
+
+    def _forward_pipeline(self):
+        if "evaluation" not in self._pipelines:
+            from parallel.pipeline import ForwardPipeline
+
+            size = self._recipe.model.image_size
+            shape = (self._recipe.batch.evaluation, 3, size, size)
+            self._pipelines["evaluation"] = ForwardPipeline(
+                self._stages,
+                self._boundaries(Boundary(shape, torch.uint8)),
+                group=self._processes.stage_group,
+                device=self.device,
+            )
+        return self._pipelines["evaluation"]
 
     def shapes(self) -> Dict[str, Tuple[int, ...]]:
-        parameters = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        return {**parameters, **{name: tuple(buffer.shape) for name, buffer in self._buffers.items()}}
+        return dict(self._shapes)
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        shapes = self.shapes()
         for name, tensor in weights.items():
-            if name not in shapes:
+            if name not in self._shapes:
                 raise ValueError(f"{name} is unknown")
-            if tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"{name} is {list(tensor.shape)}, the model's is {list(shapes[name])}")
+            if tuple(tensor.shape) != self._shapes[name]:
+                raise ValueError(f"{name} is {list(tensor.shape)}, the model's is {list(self._shapes[name])}")
         self.weights.replace({name: tensor for name, tensor in weights.items() if name not in self._buffers})
         for name, buffer in self._buffers.items():
             if name in weights:
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
+        own = self._own_state() if self.topology.replica == 0 else {}
+        return state.merged(self._processes.gather_to_main(own, range(self.topology.stages)))
+
+    def _own_state(self) -> dict:
         averages = {
             name: {**self._by_name(average.tensors), "count": average.count.to("cpu", copy=True)}
             for name, average in self._averages.items()
         }
-        state = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        return {**state, "buffers": self._by_name(self._averaged())["buffers"]}
+        own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
+        return {**own, "buffers": self._by_name(self._averaged())["buffers"]}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         for part in ("loss_scale", "averages", "buffers"):
-            if part not in state:
+            if part not in saved:
                 raise ValueError(f"{part} is missing")
         for name in self._averages:
-            if name not in state["averages"]:
+            if name not in saved["averages"]:
                 raise ValueError(f"averages.{name} is missing")
-        self.weights.load_state_dict(state)
-        self._loss_scale.load_state_dict(state["loss_scale"])
-        _load_buffers(self._buffers, state["buffers"])
+        elsewhere = self._shapes.keys() - dict(self._model.named_parameters()).keys() - self._buffers.keys()
+        saved = state.without(saved, elsewhere)
+        self.weights.load_state_dict(saved)
+        self._loss_scale.load_state_dict(saved["loss_scale"])
+        state.load_buffers(self._buffers, saved["buffers"])
         for name, average in self._averages.items():
-            saved = state["averages"][name]
-            self.weights.load_flat(average.tensors[0], saved["weights"])
-            _load_buffers(dict(zip(self._buffers, average.tensors[1:])), saved["buffers"])
-            average.count = saved["count"].to(self.device, copy=True)
+            part = saved["averages"][name]
+            self.weights.load_flat(average.tensors[0], part["weights"])
+            state.load_buffers(dict(zip(self._buffers, average.tensors[1:])), part["buffers"])
+            average.count = part["count"].to(self.device, copy=True)
+
+    def timeline(self) -> List[Span]:
+        self._recorder.on = False
+        spans = self._recorder.common_clock(self._processes)
+        return [span for part in self._processes.gather_to_main(spans) for span in part]
+
+    def agree(self, value: int) -> int:
+        return self._processes.agree(value)
 
     def peak_flops(self) -> float:
         size = 8192 if self.device.type == "cuda" else 1024
         left = torch.randn(size, size, device=self.device).to(self._compute)
         times = []
+        self._processes.wait_for_all()  # ranks that share a machine share what it can
         for _ in range(4):
             start = time.perf_counter()
             left @ left
             self.synchronize()
             times.append(time.perf_counter() - start)
-        return 2 * size**3 / statistics.median(times[1:])
+        own = torch.tensor(2 * size**3 / statistics.median(times[1:]), dtype=torch.float64, device=self.device)
+        return self._processes.sum(own).item()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        self._processes.part()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _forward_backward(self, batch: MicroBatch, step: int) -> tuple:
-        """Adds a micro batch's gradients to the accumulators; its mean loss and its hits, on the device.
-
-        An image that was left out counts as an image with loss 0, so every other one keeps its weight.
-        """
-        images, labels = self._to_device(batch)
-        rows, _, height, width = images.shape
-        plan = mixing.draw(self._data, self._seed, step, batch.number, rows, batch.valid, height, width)
-        targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
-        if plan is not None:
-            images = mixing.mix_images(images, plan)
-        if self._uses_batch_statistics and 0 < batch.valid < rows:
-            images = images[torch.arange(rows, device=self.device) % batch.valid]  # statistics of images, not padding
-        self._model.draws.step, self._model.draws.micro_batch = step, batch.number
-        logits = self._model(images)[: batch.valid].float()
-        smoothing = self._data.label_smoothing
-        losses = F.cross_entropy(logits, targets[: batch.valid], reduction="sum", label_smoothing=smoothing)
-        loss = losses / rows
-        (loss * self._loss_scale.scale).backward()
-        self.weights.accumulate()
-        return loss.detach(), (logits.detach().argmax(1) == labels[: batch.valid]).sum()
-
-    def _to_device(self, batch: MicroBatch) -> tuple:
-        return batch.images.to(self.device, non_blocking=True), batch.labels.to(self.device, non_blocking=True)
+    def _trace(self, step: int) -> None:
+        """Records the steps from a session's second on that the recipe asks for."""
+        self._recorder.step = step
+        self._recorder.on = 0 < self._steps_made <= self._recipe.log.trace
+        if self._steps_made == 1 and self._recorder.on:
+            self._recorder.set_clock(self._processes)
 
     def _averaged(self) -> list:
         """What averages are taken of: the persistent weights in one, then each buffer."""
@@ -217,51 +352,3 @@ class TorchEngine(Engine):
     def _by_name(self, tensors: list) -> dict:
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in zip(self._buffers, tensors[1:])}
         return {"weights": self.weights.by_name(tensors[0]), "buffers": buffers}
-
-
-def _persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:
-    """Running statistics; constants such as the mean of the pixels belong to the recipe."""
-    persistent = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-
-
-def _load_buffers(buffers: Dict[str, torch.Tensor], saved: Dict[str, torch.Tensor]) -> None:
-    if buffers.keys() != saved.keys():
-        name = sorted(buffers.keys() ^ saved.keys())[0]
-        raise ValueError(f"{name} is {'missing' if name in buffers else 'unknown'}")
-    _copy_all(buffers.values(), saved.values())
-
-
-def _copy_all(targets, sources) -> None:
-    for target, source in zip(targets, sources):
-        target.copy_(source)
-
-
-def _device(recipe: Recipe) -> torch.device:
-    wanted = recipe.run.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    if recipe.precision.compute == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
-    return _DTYPES[recipe.precision.compute]
-
-
-def _set_determinism(wanted: bool) -> None:
-    """Process-wide switches of torch. Shapes never change within a run, so cuDNN may search for kernels."""
-    torch.backends.cudnn.benchmark = not wanted
-    torch.backends.cudnn.deterministic = wanted
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def _check_cuts(recipe: Recipe, model: BlockList) -> None:
-    """One process computes all stages whatever the cuts, but a recipe that names wrong ones is wrong everywhere."""
-    try:
-        split_names(model.names, recipe.parallel.split)
-    except ValueError as error:
-        raise ConfigError(f"parallel.split: {error}") from None

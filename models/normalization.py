@@ -70,6 +70,7 @@ class BatchNormAct(_FullPrecisionBuffers):
         """Args: eps: added to the variance; momentum: share of the new batch in the running statistics, in (0, 1]."""
         super().__init__()
         self.eps, self.momentum, self.apply_act = eps, momentum, apply_act
+        self.moves_statistics = True  # False where a pass is computed for the second time
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -78,7 +79,10 @@ class BatchNormAct(_FullPrecisionBuffers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raises ValueError, torch's, for one value per channel in training: it would have no variance."""
         weight, bias = (parameter.to(self.running_mean.dtype) for parameter in (self.weight, self.bias))
-        x = F.batch_norm(x, self.running_mean, self.running_var, weight, bias, self.training, self.momentum, self.eps)
+        mean, variance = self.running_mean, self.running_var
+        if not self.moves_statistics:
+            mean, variance = mean.clone(), variance.clone()
+        x = F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
         return _silu(x) if self.apply_act else x
 
 

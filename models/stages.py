@@ -1,8 +1,8 @@
-"""A model as a flat list of named blocks, which a pipeline can cut between any two; and what each costs."""
+"""A model as a flat list of named blocks, which a pipeline can cut between any two."""
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, Sequence, Tuple
+from typing import Iterable, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -60,38 +60,3 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     if any(end <= start for start, end in zip(edges, edges[1:])):
         raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
     return [list(names[start:end]) for start, end in zip(edges, edges[1:])]
-
-
-def multiply_adds(model: BlockList, image_size: int) -> Dict[str, int]:
-    """Multiply-adds of one image's forward pass by block: convolutions and linear layers, the rest is small.
-
-    Runs one image through the model in evaluation mode, on the meta device if the model lives there.
-    """
-    counts = dict.fromkeys(model.names, 0)
-    handles = []
-
-    def count(name: str):
-        def hook(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            if isinstance(module, nn.Conv2d):
-                fan_in = module.weight[0].numel()
-                counts[name] += output[0].numel() * fan_in
-            else:
-                counts[name] += output[0].numel() * module.in_features
-
-        return hook
-
-    for name in model.names:
-        for module in model.block(name).modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                handles.append(module.register_forward_hook(count(name)))
-    parameter = next(model.parameters())
-    training = model.training
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=parameter.device))
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
-    return counts

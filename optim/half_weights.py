@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 from types import MappingProxyType
-from typing import Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
+from optim.gradients import Gradients
 from optim.rounding import RoundingBits, round_stochastically
 
 _ALIGNMENT = 16  # elements: every parameter starts at a multiple of 32 bytes in float16, of 64 in float32
@@ -58,6 +59,18 @@ class Norms(NamedTuple):
     trust: Dict[str, torch.Tensor]
 
 
+class Elsewhere:
+    """What the processes that compute other stages and replicas have to say. This one is of a process that is alone."""
+
+    def all_finite(self, finite: torch.Tensor) -> torch.Tensor:
+        """Whether `finite`, bool [], holds for all stages and replicas."""
+        return finite
+
+    def sum_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a float64 tensor over the stages of this replica."""
+        return values
+
+
 class WeightState:
     """Weights and optimizer state of a module, in `dtype`; the only copy that persists."""
 
@@ -69,6 +82,10 @@ class WeightState:
         dtype: torch.dtype,
         rounding: str,
         seed: int,
+        clip_norm: Optional[float] = None,
+        model: Optional[Sequence[str]] = None,
+        tree: Optional[Tuple[int, Sequence[Sequence[str]]]] = None,
+        elsewhere: Optional[Elsewhere] = None,
     ):
         """
         Args:
@@ -78,8 +95,15 @@ class WeightState:
             dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
             rounding: "stochastic" or "nearest", for float16.
             seed: of the rounding.
+            clip_norm: largest norm of the gradient of the whole model.
+            model: names of the whole model's parameters, where `parameters` are a part of them.
+            tree: adds gradients in tree order; accumulation, and the names that get gradients together
+                (see optim/gradients.py).
+            elsewhere: the other stages and replicas.
         """
         self._parameters = dict(parameters)
+        self._model = list(model or self._parameters)
+        self._clip_norm, self._elsewhere = clip_norm, elsewhere or Elsewhere()
         first = next(iter(self._parameters.values()))
         self._layout, length = _lay_out(self._parameters)
         self._device = first.device
@@ -92,8 +116,7 @@ class WeightState:
         for parameter, view in zip(self._parameters.values(), self._views(self._working)):
             view.copy_(parameter.data)
             parameter.data = view
-        self._gradients = flat(torch.float32)
-        self._gradient_views = self._views(self._gradients)
+        self.gradients = Gradients(self._parameters, self._layout, length, *(tree or (None, ())))
         self._masters = self._create_masters(flat)
         self.optimizer = create_optimizer(self._masters)
         assert set(self.optimizer.slots) <= set(_SLOT_NAMES), f"name {list(self.optimizer.slots)} in _SLOT_NAMES"
@@ -119,23 +142,6 @@ class WeightState:
             self._bits = RoundingBits(places, length, seed, self._device)
         self._refresh()
 
-    def zero_gradients(self) -> None:
-        """Empties the gradient accumulators, before the first micro batch of a step."""
-        self._gradients.zero_()
-        if self._compute == torch.float32:
-            for parameter, view in zip(self._parameters.values(), self._gradient_views):
-                parameter.grad = view
-
-    def accumulate(self) -> None:
-        """Adds the module's gradients to the float32 accumulators, after each micro batch's backward pass.
-
-        With float32 compute autograd has added them itself: `.grad` is the accumulator.
-        """
-        if self._compute != torch.float32:
-            for parameter, view in zip(self._parameters.values(), self._gradient_views):
-                view.add_(parameter.grad)
-                parameter.grad = None
-
     @torch.no_grad()
     def update(
         self, step: int, lr: float, divisor: torch.Tensor, measure: bool
@@ -153,12 +159,14 @@ class WeightState:
         Returns:
             finite: bool [], whether the update was made; the norms, if measured.
         """
-        self._gradients.div_(divisor)
-        lowest, highest = torch.aminmax(self._gradients)  # NaN is both; a norm takes twenty times as long on a CPU
-        finite = torch.isfinite(lowest) & torch.isfinite(highest)
+        flat = self.gradients.flat.div_(divisor)
+        lowest, highest = torch.aminmax(flat)  # NaN is both; a norm takes twenty times as long on a CPU
+        finite = self._elsewhere.all_finite(torch.isfinite(lowest) & torch.isfinite(highest))
         before = self._weights.to(torch.float32, copy=True) if measure else None
         # Before the step: some optimizers write into the gradients.
-        gradient = torch.linalg.vector_norm(self._gradients) if measure else None
+        gradient = self._norm(flat) if measure or self._clip_norm else None
+        if self._clip_norm:
+            flat.mul_((self._clip_norm / gradient).clamp(max=1.0))  # infinite for a norm of 0, and so 1
         if not self._in_place or finite:
             self._step(step, lr)
         norms = self._norms(gradient, before) if measure else None
@@ -174,7 +182,7 @@ class WeightState:
         self._to_scratch()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for master, view in zip(self._masters.values(), self._gradient_views):
+        for master, view in zip(self._masters.values(), self.gradients.views):
             master.grad = view
         self.optimizer.at_step(step)
         self.optimizer.step()
@@ -202,6 +210,10 @@ class WeightState:
         for key, buffer in buffers.items():
             self._fill(buffer, state[key])
         self._refresh()
+
+    def places(self) -> List[Tuple[int, nn.Parameter]]:
+        """First element of each parameter in a flat buffer, and the parameter, in this order."""
+        return [place for _, place in self._placed()]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -279,10 +291,34 @@ class WeightState:
 
     def _norms(self, gradient: torch.Tensor, before: torch.Tensor) -> Norms:
         """After the step and before it is stored: the difference to `before` is what the optimizer subtracted."""
+        return Norms(gradient, self._norm(before), self._norm(self._master - before), self._trust_ratios())
+
+    def _norm(self, flat: torch.Tensor) -> torch.Tensor:
+        """Euclidean norm of the whole model's vector of which `flat` is this process's part, float32 [].
+
+        Of squares by parameter, each of which is computed in one place: so the stages do not change a bit of it.
+        """
+        norms = torch.stack(torch._foreach_norm(self._views(flat)))
+        return self._of_whole_model(norms.double().square()).sum().sqrt().float()
+
+    def _trust_ratios(self) -> Dict[str, torch.Tensor]:
         names = {id(master): name for name, master in self._masters.items()}
-        trust = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
-        norm = torch.linalg.vector_norm
-        return Norms(gradient, norm(before), norm(self._master - before), trust)
+        own = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
+        if len(self._parameters) == len(self._model):
+            return own
+        absent = torch.full((), -1.0, device=self._device)  # a ratio is never negative
+        ratios = torch.stack([own.get(name, absent) for name in self._parameters])
+        shifted = self._of_whole_model(ratios.double() + 1)  # what no stage has stays 0; NaN is not 0
+        return {name: (shifted[place] - 1).float() for place, name in enumerate(self._model) if shifted[place] != 0}
+
+    def _of_whole_model(self, values: torch.Tensor) -> torch.Tensor:
+        """A value for each own parameter, float64, at its place among those of all parameters of the model."""
+        if len(self._parameters) == len(self._model):
+            return values
+        places = {name: place for place, name in enumerate(self._model)}
+        whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
+        whole[[places[name] for name in self._parameters]] = values
+        return self._elsewhere.sum_over_stages(whole)
 
     def _buffers(self) -> Dict[str, torch.Tensor]:
         return {"weights": self._weights, **self._slots}

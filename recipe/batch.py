@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from recipe.config import Data, Recipe
+from recipe.config import Data, Parallel, Recipe
 from recipe.errors import ConfigError, DataError
 
 _DIGITS = (1437, 360)
@@ -79,7 +79,26 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
             f"nearest: {nearest}"
         )
     _check_company(recipe)
+    _check_schedule(recipe.parallel, total // portion)
     return Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
+
+
+def _check_schedule(parallel: Parallel, accumulation: int) -> None:
+    """What the schedules of torch.distributed.pipelining ask of the number of micro batches."""
+    if parallel.schedule == "gpipe" or parallel.stages == 1:
+        return
+    if accumulation < parallel.stages:
+        raise ConfigError(
+            f"parallel.schedule {parallel.schedule} needs as many micro batches as stages, but accumulation is "
+            f"{accumulation} and parallel.stages {parallel.stages}; lower batch.micro, or use gpipe"
+        )
+    rounds = accumulation // parallel.stages
+    if parallel.schedule == "interleaved" and accumulation % rounds:
+        raise ConfigError(
+            f"parallel.schedule interleaved needs an accumulation that is a multiple of {rounds} (accumulation // "
+            f"stages), not {accumulation}; use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple "
+            f"of {parallel.stages} stages"
+        )
 
 
 def _check_company(recipe: Recipe) -> None:
@@ -180,6 +199,7 @@ def describe(recipe: Recipe) -> str:
         f"groups of {model.group_size} channels, expansion {model.expansion}, {model.image_size} px, "
         f"{model.classes} classes",
         f"batch      {batch.describe()}",
+        *_describe_parallel(recipe),
         f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
         f"optimizer  {recipe.optimizer.name}, {recipe.schedule.name} schedule, "
         f"weight decay {recipe.optimizer.weight_decay:g}, peak learning rate {peak_learning_rate(recipe):.6g}",
@@ -200,6 +220,21 @@ def _check_classes(recipe: Recipe) -> None:
         raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
     if source == "glyphs" and classes > 1000:
         raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
+
+
+def _describe_parallel(recipe: Recipe) -> list:
+    """The line about stages and exchange, where there is anything to say."""
+    parallel, exchange, parts = recipe.parallel, recipe.exchange, []
+    if parallel.stages > 1:
+        each = f" of {parallel.virtual_stages} parts" if parallel.virtual_stages else ""
+        cuts = "auto" if parallel.split is None else f"[{', '.join(parallel.split)}]"
+        parts.append(f"{parallel.schedule} over {parallel.stages} stages{each}, split {cuts}")
+    if parallel.recompute:
+        parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
+    if exchange != type(exchange)():
+        wire = f" ({exchange.wire})" if exchange.method == "half" else ""
+        parts.append(f"exchange {exchange.method}{wire}, order {exchange.order}")
+    return [f"parallel   {'; '.join(parts)}"] if parts else []
 
 
 def _describe_data(recipe: Recipe) -> str:

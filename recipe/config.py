@@ -4,11 +4,12 @@ How YAML files become a recipe is in loading.py; the batch arithmetic is in batc
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import Any, List, Literal, Optional, Tuple, Union
+from typing import Any, List, Literal, Optional, Tuple
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from recipe.by_name import COMPOUND_SCALES, fill
+from recipe.distribution import Exchange, Parallel
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, exactly_one
 
@@ -132,36 +133,6 @@ class BatchSection(Section):
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
 
 
-class Parallel(Section):
-    """How the model is cut and copied."""
-
-    stages: int = Field(1, ge=1, description="pipeline stages of one replica; one process runs all of them itself")
-    split: List[str] = Field([], description="block that opens each stage after the first, e.g. [blocks.3.0]")
-    replicas: Optional[int] = Field(
-        None,
-        ge=1,
-        description="copies of the model; auto (or null) takes what the launcher started",
-        json_schema_extra={"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "null"}]},
-    )
-
-    @field_validator("replicas", mode="before")
-    @classmethod
-    def _auto(cls, value: object) -> object:
-        return None if value == "auto" else value
-
-    @field_serializer("replicas")
-    def _say_auto(self, value: Optional[int]) -> Union[int, str]:
-        return "auto" if value is None else value
-
-    @model_validator(mode="after")
-    def _split_matches(self) -> "Parallel":
-        if self.split and len(self.split) != self.stages - 1:
-            raise ValueError(
-                f"split names {len(self.split)} cut points but {self.stages} stages need {self.stages - 1}"
-            )
-        return self
-
-
 class Data(Section):
     """Where images come from and how they are augmented. Everything up to the device is uint8."""
 
@@ -265,6 +236,9 @@ class Log(Section):
     )
     tensorboard: bool = Field(True, description="write TensorBoard files into the run folder")
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
+    trace: int = Field(
+        0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is drawn and written"
+    )
 
 
 class Evaluation(Section):
@@ -288,6 +262,7 @@ class Recipe(Section):
     model: Model = Field(default_factory=Model)
     batch: BatchSection = Field(default_factory=BatchSection)
     parallel: Parallel = Field(default_factory=Parallel)
+    exchange: Exchange = Field(default_factory=Exchange)
     precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     schedule: Schedule = Field(default_factory=Schedule)

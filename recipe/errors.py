@@ -1,4 +1,6 @@
-"""The error that is the user's to mend: one line that says what, where and the remedy."""
+"""The error that is the user's to mend: one line that says what, where and the remedy; and what commands exit with."""
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
 class UserError(Exception):

@@ -51,6 +51,9 @@ class Optimizer(Section):
         ["bias", "norm"],
         description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
     )
+    clip_norm: Optional[float] = Field(
+        None, gt=0, description="largest norm of the whole gradient; a longer one is shortened to it; null: none"
+    )
     eps: Optional[float] = Field(
         None, ge=0, description="added to the divisor of the step (lars: 0; rmsprop: 1e-3; lamb: 1e-6)"
     )

@@ -27,8 +27,8 @@ OPTIONAL = (
 )  # fmt: skip
 # What also runs on Python 3.8, which the IPU's SDK needs.
 ON_IPU = (
-    "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "engines/base.py",
-    "engines/factory.py", "engines/ipu_engine.py", "train.py", "evaluate.py",
+    "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
+    "engines/base.py", "engines/factory.py", "engines/ipu_engine.py", "train.py", "evaluate.py", "tools/launch.py",
 )  # fmt: skip
 _BUILTIN_GENERICS = ("list", "dict", "tuple", "set", "frozenset", "type")
 

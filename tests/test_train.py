@@ -157,9 +157,10 @@ def test_a_mended_recipe_takes_the_folder_of_the_one_that_could_not_start(comman
     assert command()[0] == DONE
 
 
-def test_several_processes_are_refused_before_they_write_over_each_other(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes were started" in command.refuses()
+def test_processes_that_make_no_whole_replicas_are_refused(command, monkeypatch):
+    for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert "3 processes are not a multiple of 2 stages" in command.refuses("parallel.stages=2")
     assert not command.folder.exists()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, NamedTuple
+from typing import Iterable, List, NamedTuple, Optional
 
 from data.loader import MicroBatch
 from engines.base import Engine
@@ -19,21 +19,25 @@ class Scores(NamedTuple):
     unreadable: int
 
 
-def evaluate(engine: Engine, batches: Iterable[MicroBatch]) -> Scores:
-    """Scores of the engine's current weights. Waits for the device once, at the end."""
+def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
+    """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
+
+    Args:
+        batches: of this replica; where images do not enter, as many times None.
+    """
     counts = []
     unreadable: List[str] = []
     for batch in batches:
-        unreadable.extend(batch.unreadable)
-        if batch.valid:
-            counts.append(engine.evaluate_step(batch))
-    images = sum(count.images for count in counts)
-    if not images:
-        raise DataError(f"no validation image can be read; the first: {unreadable[0]}")
+        if batch is not None:
+            unreadable.extend(batch.unreadable)
+        counts.append(engine.evaluate_step(batch))
+    total, messages = engine.total(counts, unreadable)
+    if not total.images:
+        raise DataError(f"no validation image can be read; the first: {messages[0]}")
     return Scores(
-        top1=sum(count.top1 for count in counts).item() / images,
-        top5=sum(count.top5 for count in counts).item() / images,
-        loss=sum(count.loss for count in counts).item() / images,
-        images=images,
-        unreadable=len(unreadable),
+        top1=total.top1.item() / total.images,
+        top5=total.top5.item() / total.images,
+        loss=total.loss.item() / total.images,
+        images=total.images,
+        unreadable=len(messages),
     )

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
@@ -20,9 +21,11 @@ from optim import schedule
 from recipe import loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
+from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
 from training.monitor import Clock, Monitor, duration, pace
+from training.stopping import StopSignals
 
 
 class TrainingError(Exception):
@@ -83,17 +86,20 @@ class Trainer:
         recipe: Recipe,
         lengths: Lengths,
         engine: Engine,
-        evaluation_batches: Iterable[MicroBatch],
+        evaluation_batches: Iterable[Optional[MicroBatch]],
         checkpoints: CheckpointFolder,
         monitor: Monitor,
         progression: Progression,
         flops_per_image: Callable[[int], float],
         classes: Sequence[str],
+        trace_folder: Path,
     ):
         """
         Args:
+            checkpoints, monitor: used on the main rank; those of other ranks write nothing.
             flops_per_image: from the epoch to those of forward and backward pass together, for the utilisation (MFU).
             classes: their names, which checkpoints carry along.
+            trace_folder: for the timeline that `log.trace` asks for.
         """
         self._recipe, self._lengths, self._engine = recipe, lengths, engine
         self._evaluation_batches = evaluation_batches
@@ -102,8 +108,11 @@ class Trainer:
         self._rate = schedule.create(recipe, lengths)
         self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
-        self._flops_per_image, self._peak_flops = flops_per_image, engine.peak_flops()
+        self._flops_per_image = flops_per_image
+        self._peak_flops = engine.peak_flops()
         self._classes = list(classes)
+        self._trace_folder = trace_folder
+        self._steps_to_trace: Optional[int] = recipe.log.trace or None
         self._clock = Clock(progression.seconds)
         self._signal: Optional[int] = None
 
@@ -118,7 +127,7 @@ class Trainer:
             TrainingError: too many steps in a row without finite gradients.
         """
         window = _Window(self._progression, self._engine.device)
-        with self._signals():
+        with StopSignals(self._note_signal):
             for step in range(self._progression.step, self._lengths.total):
                 self._step(micro_batches, step, window)
         self._end()
@@ -142,13 +151,16 @@ class Trainer:
         start = time.monotonic()
         if last or done % self._evaluate_every == 0:
             self._evaluate(done)
+        self._trace(last)
         scheduled = last or done % self._save_every == 0
-        save = scheduled or self._signal is not None
-        if save:
+        stop = self._engine.agree(self._signal or 0)
+        if scheduled or stop:
             self._save(window, scheduled)
         self._clock.pause(time.monotonic() - start)
-        if save and self._signal is not None and not last:  # one that came since waits for the next step
-            raise Stopped(f"{signal.Signals(self._signal).name}: saved at step {done}; the same command resumes")
+        if stop and not last:
+            raise Stopped(
+                self._told_once(f"{signal.Signals(stop).name}: saved at step {done}; the same command resumes")
+            )
 
     def _log(self, result: StepResult, step: int, window: _Window) -> None:
         """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
@@ -180,9 +192,15 @@ class Trainer:
         window.empty()
         if in_row > self._recipe.precision.max_skipped_steps:
             raise TrainingError(
-                f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out; "
-                "lower schedule.peak (or peak_per_image) or precision.loss_scale"
+                self._told_once(
+                    f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out; "
+                    "lower schedule.peak (or peak_per_image) or precision.loss_scale"
+                )
             )
+
+    def _told_once(self, message: str) -> str:
+        """A message on the main rank; nothing on the others, which would say the same."""
+        return message if self._engine.topology.is_main else ""
 
     def _pace(self) -> dict:
         rate, flops = self._clock.lap()
@@ -191,6 +209,25 @@ class Trainer:
             "mfu": flops / self._peak_flops,
             "seconds": self._clock.seconds(),
         }
+
+    def _trace(self, last: bool) -> None:
+        """Writes the timeline, once the steps after the session's first that are to be traced are done."""
+        if self._steps_to_trace is None:
+            return
+        self._steps_to_trace -= 1
+        if self._steps_to_trace >= 0 and not last:
+            return
+        self._steps_to_trace = None
+        spans = self._engine.timeline()
+        if spans:
+            text = timeline.write(
+                self._trace_folder,
+                spans,
+                micro_batches=self._engine.batch.accumulation,
+                stages=self._engine.topology.stages,
+                virtual=self._recipe.parallel.virtual_stages or 1 if self._engine.topology.stages > 1 else 1,
+            )
+            self._monitor.progress.say(text)
 
     def _evaluate(self, step: int) -> None:
         """Scores the weights, and beside them the averages that there are so far."""
@@ -225,6 +262,8 @@ class Trainer:
             "progression": asdict(progression),
             "classes": self._classes,
         }
+        if not self._engine.topology.is_main:
+            return
         evaluated = progression.step % self._evaluate_every == 0 or progression.step == self._lengths.total
         top1 = progression.scores["top1"] if evaluated else None
         self._checkpoints.save(progression.step, content, top1)
@@ -258,9 +297,6 @@ class Trainer:
         steps = in_steps(epochs, None, None, self._lengths.steps_per_epoch, self._recipe.batch.global_)
         return max(1, steps)
 
-    def _signals(self) -> _Handlers:
-        return _Handlers(self._note_signal)
-
     def _note_signal(self, number: int, frame: object) -> None:
         if self._signal is None:
             self._signal = number
@@ -268,20 +304,6 @@ class Trainer:
                 self._monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
-
-
-class _Handlers:
-    """Installs a handler for SIGTERM and SIGINT, and puts the old ones back."""
-
-    def __init__(self, handler):
-        self._handler = handler
-
-    def __enter__(self) -> None:
-        self._old = {number: signal.signal(number, self._handler) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
 
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Callable, Optional, Tuple
+from typing import IO, Callable, Optional, Tuple, Union
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
 TIMING_FIELDS = ("images_per_second", "mfu", "seconds")
@@ -40,10 +40,24 @@ class Metrics:
         self._stream.close()
 
 
+class NoMetrics:
+    """The metrics of ranks other than the main one, which alone writes files."""
+
+    def write(self, event: dict) -> None:
+        """Nothing."""
+
+    def position(self) -> int:
+        """As if nothing had been written."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class Monitor:
     """Sends each event of a run to the metrics file, to TensorBoard if wanted, and to the terminal."""
 
-    def __init__(self, metrics: Metrics, progress: Progress, tensorboard: Optional[Path], step: int):
+    def __init__(self, metrics: Union[Metrics, NoMetrics], progress: Progress, tensorboard: Optional[Path], step: int):
         """Args: step: updates done so far; TensorBoard's later events of an earlier session are dropped."""
         self.metrics = metrics
         self.progress = progress

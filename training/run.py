@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
-from data.loader import EvaluationBatches, training_batches
+from data.base import Source
+from data.loader import EvaluationBatches, MicroBatch, evaluation_share, training_batches
 from data.sources import open_source
 from engines import factory
 from engines.base import Engine
+from models.costs import multiply_adds
 from models.efficientnet import build
-from models.stages import multiply_adds
 from parallel import topology
 from recipe import batch as arithmetic
 from recipe import loading
+from recipe.batch import Batch, Lengths
 from recipe.config import Model, Recipe
-from recipe.errors import CheckpointError
+from recipe.errors import CheckpointError, ConfigError, DataError
 from training import weights
 from training.checkpoint import CheckpointFolder
-from training.loop import Progression, Trainer, note_checkpoint
-from training.monitor import Metrics, Monitor, create_progress, duration
+from training.loop import Progression, Stopped, Trainer, note_checkpoint
+from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
 from training.run_folder import RunFolder, first_difference
+
+if TYPE_CHECKING:
+    from parallel.processes import Processes
+
+_ELSEWHERE = "choose another folder by run.output=FOLDER"
+
+
+class _Images(NamedTuple):
+    """What a rank knows of the images. Only those where images enter have the sources themselves."""
+
+    train: Optional[Source]
+    validation: Optional[Source]
+    training_images: int
+    validation_images: int
+    classes: Sequence[str]
 
 
 def run(recipe: Recipe) -> None:
     """Trains `recipe` to its end, resuming what its run folder holds. Prints the plan and the progress.
+
+    Every rank of a run calls this; the main rank alone prints and writes.
 
     Raises:
         UserError: recipe, data or run folder cannot be used.
@@ -33,60 +54,107 @@ def run(recipe: Recipe) -> None:
     """
     place = topology.from_environment(recipe)
     batch = arithmetic.divide(recipe, place.replicas)
-    train, validation = (open_source(recipe.data, recipe.model.classes, split) for split in ("train", "validation"))
-    lengths = arithmetic.lengths(recipe, len(train))
-    folder = RunFolder(recipe)
+    processes = factory.connect(recipe, place)
+    _check_one_recipe(recipe, processes)
+    images = _open_images(recipe, processes)
+    lengths = arithmetic.lengths(recipe, images.training_images)
+    folder: Optional[RunFolder] = None
+
+    def open_folder() -> Optional[dict]:
+        nonlocal folder
+        folder = RunFolder(recipe)
+        return folder.finished()
+
+    say = print if place.is_main else _nothing
     try:
-        event = folder.finished()
+        event = processes.from_main(open_folder)
         if event:
-            print(
-                f"{folder.path}: this run is finished: top1 {event['top1']:.2%} in {duration(event['seconds'])}; "
-                "train again with run.output=FOLDER"
+            say(
+                f"{arithmetic.output_folder(recipe)}: this run is finished: top1 {event['top1']:.2%} in "
+                f"{duration(event['seconds'])}; train again with run.output=FOLDER"
             )
+            processes.part()
             return
-        print(batch.describe())
-        if batch.stages > 1:
-            print(f"one process computes all {batch.stages} stages itself, on one device")
-        print(lengths.describe())
-        _train(recipe, batch, lengths, factory.create(recipe, batch, place), train, validation, folder)
+        say(batch.describe())
+        if batch.stages > 1 and place.stages == 1:
+            say(f"one process computes all {batch.stages} stages itself, on one device")
+        say(lengths.describe())
+        engine = factory.create(recipe, batch, processes)
+        for note in engine.notes:
+            say(note)
+        _train(recipe, batch, lengths, engine, processes, images)
     finally:
-        folder.close()
+        if folder is not None:
+            folder.close()
 
 
-def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: RunFolder) -> None:
-    checkpoints = CheckpointFolder(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-    progression = _resume(engine, checkpoints, recipe)
+def _nothing(*_: object, **__: object) -> None:
+    """What ranks other than the main one say."""
+
+
+def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
+    """Raises ConfigError where ranks were started with different recipes; only hosts' own files can be the cause."""
+    texts = processes.gather(loading.dump(recipe))
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is None:
+        return
+    first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
+    difference = first_difference(first, second) or "they differ in keys that change nothing that is learned"
+
+    def complain() -> None:
+        raise ConfigError(
+            f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}; "
+            "give all hosts the same files and overrides"
+        )
+
+    processes.from_main(complain)
+
+
+def _open_images(recipe: Recipe, processes: Processes) -> _Images:
+    """The sources, on ranks where images enter; their sizes everywhere.
+
+    Raises:
+        DataError: a source cannot be opened, or is not the same on all of these ranks.
+    """
+    first = processes.topology.is_first
+
+    def opened() -> list:
+        splits = ("train", "validation") if first else ()
+        return [open_source(recipe.data, recipe.model.classes, split) for split in splits]
+
+    sources = processes.together(opened)
+    facts = [len(source) for source in sources] + [list(sources[0].classes)] if first else None
+    everywhere = processes.gather(facts)
+
+    def compared() -> None:
+        for rank, found in enumerate(everywhere):
+            if found is not None and found != everywhere[0]:
+                raise DataError(
+                    f"rank {rank} finds {found[0]} training and {found[1]} validation images of {len(found[2])} "
+                    f"classes, rank 0 {everywhere[0][0]} and {everywhere[0][1]} of {len(everywhere[0][2])} (or others "
+                    "of the same number); give all hosts the same data.root"
+                )
+
+    processes.from_main(compared)
+    train, validation = sources if first else (None, None)
+    return _Images(train, validation, *everywhere[0])
+
+
+def _train(
+    recipe: Recipe, batch: Batch, lengths: Lengths, engine: Engine, processes: Processes, images: _Images
+) -> None:
+    folder, main = Path(arithmetic.output_folder(recipe)), engine.topology.is_main
+    say = print if main else _nothing
+    checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
+    progression = _resume(engine, checkpoints, recipe, processes)
     step = progression.step
     if step:
-        print(f"resuming at step {step} of {lengths.total}")
+        say(f"resuming at step {step} of {lengths.total}")
     elif recipe.model.init_from:
-        _start_from(engine, recipe.model)
-    size_at, pin = functools.partial(arithmetic.training_image_size, recipe), engine.device.type == "cuda"
-    micro_batches = training_batches(
-        train,
-        data=recipe.data,
-        image_size=size_at,
-        global_batch=batch.global_,
-        micro=batch.micro,
-        seed=recipe.run.seed,
-        first_step=step,
-        last_step=lengths.total,
-        replica=engine.topology.replica,
-        replicas=batch.replicas,
-        pin_memory=pin,
-    )
-    evaluation = EvaluationBatches(
-        validation,
-        data=recipe.data,
-        image_size=recipe.model.image_size,
-        batch=recipe.batch.evaluation,
-        pin_memory=pin,
-    )
-    if progression.metrics_bytes > (folder.metrics.stat().st_size if folder.metrics.exists() else 0):
-        print(f"{folder.metrics}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
-    metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
-    tensorboard = folder.tensorboard if recipe.log.tensorboard else None
-    monitor = Monitor(metrics, create_progress(lengths.total, step), tensorboard, step)
+        _start_from(engine, recipe.model, processes, say)
+    micro_batches = _training_batches(recipe, batch, lengths, engine, images, step)
+    evaluation = _evaluation_batches(recipe, batch, engine, images)
+    monitor = _monitor(recipe, folder, lengths, progression) if main else _silent_monitor(lengths)
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
@@ -100,15 +168,71 @@ def _train(recipe, batch, lengths, engine: Engine, train, validation, folder: Ru
             checkpoints,
             monitor,
             progression,
-            flops_per_image=lambda epoch: flops[size_at(epoch)],
-            classes=train.classes,
+            flops_per_image=lambda epoch: flops[arithmetic.training_image_size(recipe, epoch)],
+            classes=images.classes,
+            trace_folder=folder / "trace",
         )
-        trainer.run(micro_batches)
+        try:
+            trainer.run(micro_batches)
+        except Stopped:
+            engine.close()
+            raise
+        engine.close()
     finally:
         micro_batches.close()
-        evaluation.close()
+        if images.validation is not None:
+            evaluation.close()
         monitor.close()
-        engine.close()
+
+
+def _training_batches(
+    recipe: Recipe, batch: Batch, lengths: Lengths, engine: Engine, images: _Images, step: int
+) -> Iterator[MicroBatch]:
+    """This replica's micro batches from `step` on; none where images do not enter."""
+    if images.train is None:
+        return (nothing for nothing in ())
+    return training_batches(
+        images.train,
+        data=recipe.data,
+        image_size=functools.partial(arithmetic.training_image_size, recipe),
+        global_batch=batch.global_,
+        micro=batch.micro,
+        seed=recipe.run.seed,
+        first_step=step,
+        last_step=lengths.total,
+        replica=engine.topology.replica,
+        replicas=batch.replicas,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def _evaluation_batches(recipe: Recipe, batch: Batch, engine: Engine, images: _Images):
+    """This replica's share of the validation images; where images do not enter, as many times None."""
+    place, rows = engine.topology, recipe.batch.evaluation
+    if images.validation is None:
+        return [None] * len(evaluation_share(images.validation_images, rows, place.replica, batch.replicas))
+    return EvaluationBatches(
+        images.validation,
+        data=recipe.data,
+        image_size=recipe.model.image_size,
+        batch=rows,
+        replica=place.replica,
+        replicas=batch.replicas,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+def _monitor(recipe: Recipe, folder: Path, lengths: Lengths, progression: Progression) -> Monitor:
+    path, step = folder / "metrics.jsonl", progression.step
+    if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
+        print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
+    metrics = Metrics(path, keep_bytes=progression.metrics_bytes)
+    tensorboard = folder / "tensorboard" if recipe.log.tensorboard else None
+    return Monitor(metrics, create_progress(lengths.total, step), tensorboard, step)
+
+
+def _silent_monitor(lengths: Lengths) -> Monitor:
+    return Monitor(NoMetrics(), Progress(lengths.total, _nothing), None, 0)
 
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:
@@ -118,27 +242,41 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
     return 3 * 2 * sum(multiply_adds(model, image_size).values())
 
 
-def _start_from(engine: Engine, model: Model) -> None:
+def _start_from(engine: Engine, model: Model, processes: Processes, say: Callable[[str], None]) -> None:
     """The weights of another run or file as the first ones of this run."""
-    stored = weights.read(model.init_from, model.init_weights)
+    stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
     tensors, fresh = weights.fitted(stored, engine.shapes(), new_classifier=True)
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
-    print(f"starting from {stored.path}{new}")
+    say(f"starting from {stored.path}{new}")
 
 
-def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe) -> Progression:
-    """Loads the newest whole checkpoint into the engine, and says where the run is."""
-    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
+def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, processes: Processes) -> Progression:
+    """Loads the newest whole checkpoint into the engine, and says where the run is.
+
+    The main rank reads it and sends it to the others: hosts need not share a file system.
+    """
+    content = processes.from_main(lambda: _newest(checkpoints, recipe))
     if content is None:
         return Progression()
-    path, remedy = checkpoints.path(content["progression"]["step"]), "choose another folder by run.output=FOLDER"
-    written_by = loading.loads(content["recipe"], str(path))
-    difference = first_difference(written_by, recipe)
-    if difference:
-        raise CheckpointError(f"{path}: of another run: {difference}; {remedy}")
-    try:
-        engine.load_state_dict(content["engine"])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: of another model: {error}; {remedy}") from None
+
+    def load() -> None:
+        try:
+            engine.load_state_dict(content["engine"])
+        except (ValueError, KeyError) as error:
+            path = checkpoints.path(content["progression"]["step"])
+            raise CheckpointError(f"{path}: of another model: {error}; {_ELSEWHERE}") from None
+
+    processes.together(load)
     return Progression(**content["progression"])
+
+
+def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Optional[dict]:
+    """The content of the newest whole checkpoint, which must be of this recipe."""
+    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
+    if content is not None:
+        path = checkpoints.path(content["progression"]["step"])
+        difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
+        if difference:
+            raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+    return content

@@ -23,9 +23,9 @@ from recipe.errors import CheckpointError, ConfigError
 _FREE = {
     "run": {"name", "output", "device", "resume"},
     "batch": {"evaluation"},
-    "parallel": {"stages", "split", "replicas"},
+    "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas"},
     "data": {"root", "workers", "prefetch", "bad_images"},
-    "log": {"tensorboard"},
+    "log": {"tensorboard", "trace"},
     "checkpoint": {"keep_last", "keep_best"},
 }
 

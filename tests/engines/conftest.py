@@ -3,7 +3,6 @@
 import pytest
 
 from engines import factory
-from parallel.topology import Topology
 from recipe.batch import divide
 
 
@@ -13,6 +12,6 @@ def engine(tiny):
 
     def create(*overrides):
         recipe = tiny(*overrides)
-        return factory.create(recipe, divide(recipe), Topology(1, 0, 1))
+        return factory.create(recipe, divide(recipe))
 
     return create

@@ -16,7 +16,6 @@ from engines import factory
 from models.efficientnet import timm_name
 from models.preprocess import Preprocess
 from optim import schedule
-from parallel.topology import Topology
 from recipe.batch import Lengths, divide
 
 UPDATES, BATCH, SIZE, CLASSES = 20, 8, 64, 10
@@ -47,7 +46,7 @@ def micro_batches():
 
 def ours(recipe):
     """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
-    engine = factory.create(recipe, divide(recipe), Topology(1, 0, 1))
+    engine = factory.create(recipe, divide(recipe))
     rate = schedule.create(recipe, Lengths(steps_per_epoch=UPDATES, dropped=0, total=UPDATES, warmup=0))
     before = by_timm_name(engine.state_dict())
     batches = micro_batches()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from models.costs import multiply_adds
 from models.efficientnet import build
 from models.normalization import NORMS, BatchNormAct, GroupNormAct, ProxyNormAct
-from models.stages import multiply_adds
 from recipe.config import Model
 
 VARIANTS = [{"norm": "group"}, {"norm": "layer"}, {"norm": "batch"}, {"norm": "layer", "proxy_norm": True}]

@@ -1,12 +1,11 @@
-"""A model cut into parts: the same numbers, the same state, whatever the cut; and what each block costs."""
+"""A model cut into parts: the same numbers, the same state, whatever the cut."""
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from models.efficientnet import build
-from models.stages import BlockList, multiply_adds, split_names
+from models.stages import BlockList, split_names
 from recipe.config import Model
 
 SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "classes": 10}
@@ -102,53 +101,3 @@ def test_cuts_that_cannot_be_made_are_refused():
         assert str(caught.value) == (
             f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run"
         )
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"name": "efficientnet_b4"},
-        {"name": "efficientnet_b0", "group_size": 1, "expansion": 6, "padding": "torch"},
-        {**SMALL, "image_size": 33},
-    ],
-    ids=["b4 g16", "b0", "small, odd size"],
-)
-def test_multiply_adds_are_half_of_torchs_flops(sections):
-    """torch counts convolutions and matrix products too, at the level of operators, and two per multiply-add."""
-    recipe = Model(**sections)
-    with torch.device("meta"):
-        model = build(recipe, seed=0)
-        x = torch.zeros(1, 3, recipe.image_size, recipe.image_size, dtype=torch.uint8)
-    counts = multiply_adds(model, recipe.image_size)
-    assert list(counts) == model.names
-    model.eval()
-    for name in model.names:
-        with FlopCounterMode(display=False) as flops, torch.no_grad():
-            x = model.block(name)(x)
-        assert counts[name] == flops.get_total_flops() / 2, name
-
-
-@pytest.mark.parametrize(
-    ("name", "published"), [("efficientnet_b0", 0.39e9), ("efficientnet_b3", 1.8e9), ("efficientnet_b4", 4.2e9)]
-)
-def test_multiply_adds_are_the_published_ones(name, published):
-    """1905.11946, table 2, which calls them FLOPS. It gives two digits, and the pools, norms and activations,
-    which it counts and we do not, are a few percent: ten cover both."""
-    with torch.device("meta"):
-        model = build(Model(name=name, group_size=1, expansion=6), seed=0)
-    assert sum(multiply_adds(model, Model(name=name).image_size).values()) == pytest.approx(published, rel=0.1)
-
-
-def test_counting_leaves_the_model_as_it_was(model, images):
-    for training in (True, False):
-        model.train(training)
-        expected = model(images)
-        multiply_adds(model, 32)
-        assert model.training == training
-        assert all(module.training == training for module in model.modules())
-        assert not any(module._forward_hooks for module in model.modules())
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert torch.equal(model(images), expected)
-    with pytest.raises(RuntimeError):
-        multiply_adds(model.part(["head"]), 32)
-    assert not any(module._forward_hooks for module in model.modules())

@@ -73,9 +73,9 @@ def loss(parameters, step):
 
 
 def take_step(state, parameters, step, factor=1.0):
-    state.zero_gradients()
+    state.gradients.zero()
     (factor * loss(parameters, step)).backward()
-    state.accumulate()
+    state.gradients.accumulate()
     return state.update(step, rate(step), torch.ones(()), measure=True)
 
 
@@ -185,9 +185,9 @@ def test_lamb_adapts_all_but_the_skipped(decay):
         section = {**SECTIONS["lamb"], "weight_decay": decay, "beta1": 0.0}
         state = weight_state(parameters, section)
         before = state.state_dict()["weights"]
-        state.zero_gradients()
+        state.gradients.zero()
         sum(parameter.sum() for parameter in parameters.values()).backward()
-        state.accumulate()
+        state.gradients.accumulate()
         state.update(0, 0.01, torch.ones(()), measure=False)
         after = state.state_dict()["weights"]
         moved.append({name: (after[name] - before[name]).norm().item() for name in SHAPES})
@@ -216,9 +216,9 @@ def test_second_moments_start_where_the_paper_has_them_and_keep_small_squares(na
     state = weight_state(parameters, section, HALF, rounding)
     assert state.state_dict()[slot]["head.bias"].tolist() == [start] * 4
     state.load_state_dict({**state.state_dict(), slot: {"head.bias": torch.zeros(4)}})
-    state.zero_gradients()
+    state.gradients.zero()
     (2e-4 * parameters["head.bias"]).sum().backward()
-    state.accumulate()
+    state.gradients.accumulate()
     state.update(0, 0.0, torch.ones(()), measure=False)
     share = 1 - section.get("alpha", section.get("beta2"))
     assert state.state_dict()[slot]["head.bias"].tolist() == pytest.approx([share * 4e-8] * 4, rel=1e-5)
@@ -332,10 +332,10 @@ def test_nothing_waits_for_the_device(section, compute):
         on_device = partial(torch.zeros, dtype=compute, device="cuda")
         parameters = {name: nn.Parameter(on_device(shape)) for name, shape in SHAPES.items()}
         state = weight_state(parameters, section, HALF)
-        state.zero_gradients()
+        state.gradients.zero()
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        state.accumulate()
+        state.gradients.accumulate()
         finite, _ = state.update(0, 1.0, torch.ones((), device="cuda"), measure=True)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(finite)

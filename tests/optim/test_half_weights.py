@@ -51,10 +51,10 @@ def backward(parameters, gradients):
 
 
 def take_step(state, parameters, step, gradients=None, lr=8.0, divisor=1.0, micro_batches=1):
-    state.zero_gradients()
+    state.gradients.zero()
     for _ in range(micro_batches):
         backward(parameters, gradients or random_values(1 + step))
-        state.accumulate()
+        state.gradients.accumulate()
     return state.update(step, lr, torch.tensor(divisor), measure=True)
 
 
@@ -415,10 +415,10 @@ def test_nothing_waits_for_the_device(dtype, rounding, compute):
             name: nn.Parameter(torch.zeros(shape, dtype=compute, device="cuda")) for name, shape in SHAPES.items()
         }
         state = weight_state(parameters, dtype, rounding)
-        state.zero_gradients()
+        state.gradients.zero()
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        state.accumulate()
+        state.gradients.accumulate()
         finite, _ = state.update(0, 1.0, torch.ones((), device="cuda"), measure=True)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(finite)

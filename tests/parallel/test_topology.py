@@ -1,4 +1,4 @@
-"""What this version can spread over: one process, and it says so."""
+"""Which replica and stage a process computes, by what each launcher writes into the environment."""
 
 import pytest
 
@@ -6,33 +6,90 @@ from parallel.topology import Topology, from_environment
 from recipe.errors import ConfigError
 
 
+def torchrun(world, rank, local_rank=0):
+    return {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+
+
+def slurm(world, rank, local_rank=0):
+    return {"SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank)}
+
+
+def poprun(total, local, first):
+    return {
+        "POPDIST_NUM_TOTAL_REPLICAS": str(total),
+        "POPDIST_NUM_LOCAL_REPLICAS": str(local),
+        "POPDIST_REPLICA_INDEX_OFFSET": str(first),
+    }
+
+
 def test_one_process_serves_the_only_replica(tiny):
     place = from_environment(tiny(), {})
-    assert place == Topology(replicas=1, replica=0, world=1)
-    assert place.is_main
+    assert place == Topology()
+    assert place.is_main and place.is_first and place.is_last
+    assert (place.world, place.replicas, place.stages) == (1, 1, 1)
 
 
-def test_a_launcher_that_starts_one_process_changes_nothing(tiny):
-    assert from_environment(tiny(), {"WORLD_SIZE": "1", "RANK": "0"}) == from_environment(tiny(), {})
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+def test_a_launcher_that_starts_one_process_changes_nothing(tiny, launcher):
+    assert from_environment(tiny(), launcher(1, 0)) == Topology()
 
 
 def test_one_process_runs_all_stages_itself(tiny):
-    assert from_environment(tiny("parallel.stages=2"), {}).world == 1
+    assert from_environment(tiny("parallel.stages=2"), {}) == Topology()
 
 
-def test_several_processes_are_refused_before_each_trains_the_same_run(tiny):
-    with pytest.raises(ConfigError, match=r"^2 processes were started, .*start train.py once$"):
-        from_environment(tiny(), {"WORLD_SIZE": "2"})
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+def test_the_stages_of_a_replica_are_neighbours(tiny, launcher):
+    """Activations cross between them with every micro batch, gradients between replicas once a step."""
+    places = [from_environment(tiny("parallel.stages=2"), launcher(6, rank, rank % 3)) for rank in range(6)]
+    assert [(place.replica, place.stage) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [place.local_rank for place in places] == [0, 1, 2, 0, 1, 2]
+    assert all((place.world, place.replicas, place.stages) == (6, 3, 2) for place in places)
+    assert [place.is_main for place in places] == [True] + [False] * 5
+    assert [place.is_first for place in places] == [True, False] * 3
+    assert [place.is_last for place in places] == [False, True] * 3
 
 
-def test_a_world_size_that_is_no_number_is_the_users_to_mend(tiny):
-    with pytest.raises(ConfigError, match=r"^WORLD_SIZE 'two' .*unset it$"):
-        from_environment(tiny(), {"WORLD_SIZE": "two"})
+def test_torchrun_inside_a_slurm_step_has_the_say(tiny):
+    environment = {**slurm(2, 1), **torchrun(4, 3, 1)}
+    assert from_environment(tiny(), environment) == Topology(4, 1, 3, 1)
 
 
-@pytest.mark.parametrize(("stages", "processes"), [(1, 3), (2, 6)])
-def test_several_replicas_are_refused_with_the_processes_they_need(tiny, stages, processes):
-    """Each stage of each replica is a process of its own: replicas x stages."""
-    recipe = tiny("parallel.replicas=3", f"parallel.stages={stages}")
-    with pytest.raises(ConfigError, match=rf"parallel.replicas 3 needs {processes} processes.*replicas=auto"):
-        from_environment(recipe, {})
+def test_a_slurm_batch_script_is_one_process(tiny):
+    """SLURM sets SLURM_NTASKS and SLURM_PROCID there, too, but starts nothing by itself."""
+    assert from_environment(tiny(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Topology()
+
+
+def test_poprun_gives_a_process_several_replicas(tiny):
+    """All stages of a replica belong to the process that feeds it."""
+    recipe = tiny("parallel.stages=2", "parallel.replicas=8")
+    place = from_environment(recipe, poprun(8, 4, 4))
+    assert place == Topology(replicas=8, stages=1, rank=1, local_rank=0, served=4)
+    assert (place.world, place.replica, place.is_main) == (2, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "message"),
+    [
+        (("parallel.stages=2",), torchrun(3, 0), r"^3 processes are not a multiple of 2 stages; start 2 or 4, or "),
+        (("parallel.stages=4",), torchrun(2, 0), r"^2 processes are not a multiple of 4 stages; start 4, or "),
+        (
+            ("parallel.stages=2", "parallel.replicas=2"),
+            torchrun(6, 0),
+            r"^6 processes were started, but 2 replicas x 2 stages = 4; start 4, or use parallel.replicas=auto$",
+        ),
+        (("parallel.replicas=3",), {}, r"parallel.replicas 3 needs 3 processes.*run_pod.sh.*replicas=auto"),
+        (("parallel.replicas=3", "parallel.stages=2"), {}, r"parallel.replicas 3 needs 6 processes"),
+        ((), {"WORLD_SIZE": "two"}, r"^WORLD_SIZE 'two' .*unset it$"),
+        ((), {"WORLD_SIZE": "2"}, r"^torchrun sets RANK, but it is missing"),
+        ((), {"SLURM_STEP_NUM_TASKS": "2"}, r"^SLURM sets SLURM_PROCID, but it is missing"),
+        ((), torchrun(2, 2), r"^RANK 2 is not below WORLD_SIZE 2"),
+        (("parallel.replicas=4",), poprun(8, 4, 4), r"^poprun started 8 replicas, but parallel.replicas is 4"),
+        ((), poprun(8, 3, 0), r"^poprun started 8 replicas with 3 from number 0 .* a multiple of --num-instances$"),
+        ((), poprun(8, 0, 0), r"^poprun started 8 replicas with 0 "),
+        ((), poprun(8, 4, 8), r"^poprun started 8 replicas with 4 from number 8 "),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_arithmetic(tiny, overrides, environment, message):
+    with pytest.raises(ConfigError, match=message):
+        from_environment(tiny(*overrides), environment)

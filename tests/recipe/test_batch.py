@@ -218,15 +218,32 @@ def test_mixing_needs_somebody_to_mix_with(mixing, key):
         divide(recipe(micro=1, data=mixing))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages", "accumulation", "message"),
+    [
+        ("1f1b", 4, 3, r"^parallel.schedule 1f1b needs as many .* accumulation is 3 and parallel.stages 4; .*gpipe$"),
+        ("interleaved", 4, 2, r"^parallel.schedule interleaved needs as many micro batches as stages"),
+        ("interleaved", 2, 5, r"^parallel.schedule interleaved needs an accumulation that is a multiple of 2 "),
+    ],
+)
+def test_schedules_need_micro_batches_enough(schedule, stages, accumulation, message):
+    parallel = {"stages": stages, "schedule": schedule}
+    with pytest.raises(ConfigError, match=message):
+        divide(recipe(3 * accumulation, parallel=parallel))
+    assert divide(recipe(3 * accumulation, parallel={"stages": stages})).accumulation == accumulation
+    assert divide(recipe(3 * 4 * stages, parallel=parallel)).accumulation == 4 * stages
+
+
 def test_the_plan_says_what_the_recipe_determines():
     plan = batch.describe(recipe(replicas=64, data={"train_images": IMAGENET}))
     assert [line.split()[0] for line in plan.splitlines()] == [
-        "run", "model", "batch", "precision", "optimizer", "data", "length",
+        "run", "model", "batch", "parallel", "precision", "optimizer", "data", "length",
     ]  # fmt: skip
     for words in (
         "run -> runs/run",
         "efficientnet_b4, width 1.4, depth 1.8, groups of 16 channels, expansion 4, 380 px, 1000 classes",
         "6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)",
+        "gpipe over 2 stages, split auto",
         "peak learning rate 8.48529",
         "1281167 training images; 72800 steps",
     ):

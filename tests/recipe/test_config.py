@@ -5,7 +5,7 @@ import timm
 from pydantic import ValidationError
 
 from recipe.by_name import COMPOUND_SCALES
-from recipe.config import ALTERNATIVES, Data, Model, Parallel, Recipe, Run, Schedule
+from recipe.config import ALTERNATIVES, Data, Exchange, Model, Parallel, Recipe, Run, Schedule
 from recipe.errors import ConfigError
 
 SECTIONS = {name: field.annotation for name, field in Recipe.model_fields.items()}
@@ -132,13 +132,45 @@ def test_widths_of_the_normalisation_are_positive():
 
 
 def test_cut_points_are_one_fewer_than_stages_or_left_to_the_program():
-    assert Parallel(stages=3).split == []
+    assert Parallel(stages=3, split="auto") == Parallel(stages=3, split=None) == Parallel(stages=3)
+    assert Parallel(stages=3).model_dump()["split"] == "auto"
     assert Parallel(stages=3, split=["blocks.1.0", "blocks.3.0"]).stages == 3
+    assert Parallel(stages=1, split=[]).parts == 1
     for stages, split in ((1, ["blocks.3.0"]), (3, ["blocks.3.0"]), (2, ["blocks.1.0", "blocks.3.0"])):
         with pytest.raises(
             ValidationError, match=f"split names {len(split)} cut points but {stages} stages need {stages - 1}"
         ):
             Parallel(stages=stages, split=split)
+
+
+def test_an_interleaved_schedule_has_several_parts_on_each_device():
+    assert Parallel(stages=2, schedule="interleaved").virtual_stages == 2
+    assert Parallel(stages=2, schedule="interleaved", virtual_stages=3).parts == 6
+    for faulty, message in (
+        ({"stages": 1, "schedule": "interleaved"}, "needs stages of 2 or more"),
+        ({"stages": 2, "virtual_stages": 2}, "virtual_stages goes with schedule interleaved"),
+        (
+            {"stages": 2, "schedule": "interleaved", "split": ["blocks.1.0"]},
+            "split names 1 cut points but 2 stages x 2 virtual need 3",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            Parallel(**faulty)
+
+
+def test_recomputation_is_a_switch_or_a_list_of_blocks():
+    assert Parallel(recompute=True).recompute is True
+    assert Parallel(recompute=["stem", "head"]).recompute == ["stem", "head"]
+    for faulty in ("all", 1, [3], None):
+        with pytest.raises(ValidationError, match="must be true, false or a list of blocks"):
+            Parallel(recompute=faulty)
+
+
+def test_a_tree_is_for_sums_that_keep_their_bits():
+    assert Exchange(order="tree").method == "dense"
+    for method in ("half", "none"):
+        with pytest.raises(ValidationError, match=f"which method {method} rounds away"):
+            Exchange(order="tree", method=method)
 
 
 def test_auto_replicas_are_null_in_the_program_and_auto_in_files():

@@ -21,6 +21,9 @@ class Ranker:
         ranks = batch.images[: batch.valid, 0, 0, 0].long()
         return Counts(batch.valid, ranks.double().sum() / 4, (ranks < 1).sum(), (ranks < 5).sum())
 
+    def total(self, counts, unreadable):
+        return Counts(*(sum(values) for values in zip(*counts))), list(unreadable)
+
 
 def batches(ranks, size, unreadable=()):
     """Images of these ranks in batches of `size`, without those whose position is in `unreadable`."""
@@ -49,10 +52,25 @@ def test_unreadable_images_are_counted_apart():
     assert scores == Scores(top1=2 / 4, top5=3 / 4, loss=12 / 4 / 4, images=4, unreadable=2)
 
 
-def test_a_batch_without_any_readable_image_is_not_given_to_the_engine():
+def test_a_batch_without_any_readable_image_is_given_to_the_engine_like_all_others():
+    """Other stages of a pipeline wait for it."""
     ranker = Ranker()
     assert evaluate(ranker, batches([0, 9, 0, 9], 2, unreadable=(0, 1))).images == 2
-    assert ranker.batches == 1
+    assert ranker.batches == 2
+
+
+def test_where_images_do_not_enter_the_engine_is_called_as_often():
+    class LaterStage(Ranker):
+        def evaluate_step(self, batch):
+            assert batch is None
+            self.batches += 1
+            return Counts(0, *torch.zeros(3))
+
+        def total(self, counts, unreadable):
+            assert len(counts) == 3 and not unreadable
+            return Counts(8, torch.tensor(4.0), torch.tensor(2), torch.tensor(6)), ["3.jpg: empty"]
+
+    assert evaluate(LaterStage(), [None] * 3) == Scores(0.25, 0.75, 0.5, 8, 1)
 
 
 def test_no_readable_image_at_all_is_an_error_that_names_the_first():

@@ -15,7 +15,7 @@ from engines.base import Counts, Engine, StepResult
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe import batch as arithmetic
-from recipe.batch import Lengths
+from recipe.batch import Batch, Lengths
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
 from training.monitor import Metrics, Monitor, Progress
@@ -29,6 +29,8 @@ class ScriptedEngine(Engine):
     """
 
     device = torch.device("cpu")
+    topology, notes = Topology(), ()
+    batch = Batch(24, 24, 1, 1, 1)
 
     def __init__(self, before=lambda step: None, finite=lambda step: True, images=24, unreadable=(), averaging=False):
         self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
@@ -79,6 +81,15 @@ class ScriptedEngine(Engine):
         yield
         self._extra_hits = 0
 
+    def total(self, counts, unreadable):
+        return Counts(*(sum(values) for values in zip(*counts))), list(unreadable)
+
+    def timeline(self):
+        return []
+
+    def agree(self, value):
+        return value
+
     def predict_step(self, batch):
         raise NotImplementedError
 
@@ -123,8 +134,9 @@ def start(tiny, tmp_path):
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         progression = progression or Progression()
         trainer = Trainer(
-            recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image, ["cat", "dog"]
-        )
+            recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image, ["cat", "dog"],
+            tmp_path / "trace",
+        )  # fmt: skip
         try:
             trainer.run(iter([EMPTY] * 100))
         finally:
@@ -414,7 +426,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
     recipe = tiny("run.steps=12", "log.every_steps=4", *precision, *mixing_and_averages)
     source = open_source(recipe.data, 10, "train")
     lengths = arithmetic.lengths(recipe, len(source))
-    engine = factory.create(recipe, arithmetic.divide(recipe), Topology(1, 0, 1))
+    engine = factory.create(recipe, arithmetic.divide(recipe))
     waits, by_step = _Waits(), {}
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)
@@ -437,8 +449,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
     checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
     trainer = Trainer(
-        recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), lambda epoch: 1e6, source.classes
-    )
+        recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), lambda epoch: 1e6, source.classes,
+        tmp_path / "trace",
+    )  # fmt: skip
     batches = training_batches(
         source, data=recipe.data, image_size=16, global_batch=24, micro=12, seed=0, first_step=0, last_step=12
     )

@@ -10,7 +10,6 @@ import torch
 from data.loader import MicroBatch
 from engines import factory
 from models.efficientnet import timm_name
-from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from recipe.errors import CheckpointError
@@ -173,7 +172,7 @@ def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
     g1 = ["model.name=efficientnet_b0", "model.group_size=1", "model.expansion=6", "model.norm=batch"]
     same = ["model.classes=10", "model.image_size=64", "precision.weights=float32", "run.device=cpu"]
     recipe = loading.load(ROOT / "configs" / "gpu.yaml", [*g1, *same])
-    engine = factory.create(recipe, divide(recipe, 1), Topology(1, 0, 1))
+    engine = factory.create(recipe, divide(recipe, 1))
     weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes(), new_classifier=False)
     engine.load_weights(weights)
     images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)

@@ -1,0 +1,88 @@
+"""Where the model of a recipe is cut into stages: by the names it gives, or by what the blocks cost here."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Sequence, Tuple
+
+import torch
+
+from engines.devices import memory_of
+from engines.stage import blocks_to_recompute
+from models import costs
+from models.stages import BlockList, split_names
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.batch import Batch
+from recipe.config import Parallel, Recipe
+from recipe.errors import ConfigError
+
+_BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4
+
+
+def parts(
+    model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
+) -> Tuple[List[List[str]], str]:
+    """Names of the blocks of each part of the model, and a line about an automatic cut.
+
+    One process that computes all stages has one part, but cut points that are wrong are refused there, too.
+
+    Raises:
+        ConfigError: cut points that are no blocks, out of order, or leave a part without parameters; more parts
+            than blocks.
+    """
+    parallel, note = recipe.parallel, ""
+    able = [name for name in model.names if any(True for _ in model.block(name).parameters())]
+    if parallel.parts > len(able):
+        raise ConfigError(
+            f"parallel.stages: {parallel.parts} parts are more than the {len(able)} blocks that have parameters"
+        )
+    if parallel.split is not None:
+        cut = parallel.split
+    elif processes.topology.stages > 1:
+        cut, note = _automatic(model, recipe, batch, processes, device)
+    else:
+        return [model.names], note
+    try:
+        divided = split_names(model.names, cut)
+    except ValueError as error:
+        raise ConfigError(f"parallel.split: {error}") from None
+    for names in divided:
+        if not set(names) & set(able):
+            raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
+    return (divided if processes.topology.stages > 1 else [model.names]), note
+
+
+def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:
+    """By number, the parts of this process: every `stages`-th, so that neighbours are on neighbours."""
+    return {number: names for number, names in enumerate(divided) if number % topology.stages == topology.stage}
+
+
+def _automatic(
+    model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
+) -> Tuple[List[str], str]:
+    """The balanced cut. All ranks measure at once, as they will compute; the main rank's figures count."""
+    size = recipe.model.image_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator).to(device)
+    found = costs.measure(model, images)
+    parallel = recipe.parallel
+
+    def balanced() -> costs.Cut:
+        return costs.balance(
+            found,
+            parallel.parts,
+            in_flight=_in_flight(parallel, batch.accumulation),
+            recompute=blocks_to_recompute(model.names, parallel.recompute),
+            bytes_per_parameter=_BYTES_PER_PARAMETER,
+            memory=memory_of(device) // (parallel.virtual_stages or 1),
+        )
+
+    cut = processes.from_main(balanced)
+    return cut.cuts, cut.describe()
+
+
+def _in_flight(parallel: Parallel, accumulation: int) -> List[int]:
+    """Micro batches whose activations each part holds at once."""
+    if parallel.schedule == "gpipe":
+        return [accumulation] * parallel.parts
+    return [min(accumulation, parallel.parts - part) for part in range(parallel.parts)]

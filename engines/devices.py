@@ -1,0 +1,59 @@
+"""CPU or CUDA: which device a recipe means, in which dtype it computes, and what torch is to do about repeatability."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from parallel.topology import Topology
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def device_of(recipe: Recipe, topology: Topology) -> torch.device:
+    """The device of this process: of several on a host, each has a GPU of its own.
+
+    Raises:
+        ConfigError: no CUDA device, or fewer than processes on this host.
+    """
+    wanted, found = recipe.run.device, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
+    if wanted == "cpu" or not found:
+        return torch.device("cpu")
+    if topology.world == 1:
+        return torch.device("cuda")
+    devices = torch.cuda.device_count()
+    if topology.local_rank >= devices:
+        raise ConfigError(
+            f"process {topology.local_rank + 1} on this host has no GPU, there are {devices}: NCCL cannot run two "
+            "ranks on one; start fewer processes, or use run.device=cpu"
+        )
+    return torch.device("cuda", topology.local_rank)
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Of activations and working weights."""
+    if recipe.precision.compute == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return DTYPES[recipe.precision.compute]
+
+
+def set_determinism(wanted: bool) -> None:
+    """Process-wide switches of torch. Shapes seldom change within a run, so cuDNN may search for kernels."""
+    torch.backends.cudnn.benchmark = not wanted
+    torch.backends.cudnn.deterministic = wanted
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes that this process may count on: of its GPU, or its share of what the host has free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

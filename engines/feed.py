@@ -1,0 +1,132 @@
+"""Micro batches on their way into the model: to the device, mixed, and with their targets to the last stage."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from data import mixing
+from data.loader import MicroBatch
+from parallel.processes import Processes
+from recipe.config import Recipe
+
+_LABELS = 1  # tag of the labels' messages, apart from those of the schedules
+
+
+class Targets(NamedTuple):
+    """What the last stage needs of a micro batch.
+
+    valid: rows that are images; they come first. labels: int64 [valid]. targets: as `labels`, or float32
+    [valid, classes] where images are mixed. All on the device.
+    """
+
+    valid: int
+    labels: torch.Tensor
+    targets: torch.Tensor
+
+
+class Feed:
+    """Images for the first stage, targets for the last, of the micro batches of this replica.
+
+    The first stage has the loader. Where the last stage is another process it is sent the labels, micro batch by
+    micro batch; how images are mixed it draws itself, for that is a function of (seed, step, micro batch).
+    """
+
+    def __init__(self, recipe: Recipe, processes: Processes, device: torch.device, whole_batches: bool):
+        """
+        Args:
+            whole_batches: whether padding rows repeat images, as layers need that take statistics over the rows.
+        """
+        self._data, self._classes, self._seed = recipe.data, recipe.model.classes, recipe.run.seed
+        self._processes, self._topology = processes, processes.topology
+        self._device, self._whole_batches = device, whole_batches
+        self._sent: List[tuple] = []
+
+    @property
+    def image_dtype(self) -> torch.dtype:
+        """Of training images as they enter the model: mixed ones lie between the integers."""
+        return torch.float32 if self._data.mixup or self._data.cutmix is not None else torch.uint8
+
+    def start(self, micro_batches: Iterator[MicroBatch], step: int, first_number: int, rows: int, size: int) -> None:
+        """A step begins.
+
+        Args:
+            micro_batches: of this replica; used on the first stage only.
+            first_number: of them, within the step over all replicas.
+            rows, size: rows of a micro batch, and pixels a side of its images.
+        """
+        self._micro_batches, self._step, self._first_number = micro_batches, step, first_number
+        self._rows, self._size = rows, size
+        self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
+        self._own_numbers: Dict[int, int] = {}
+        self.images_seen = 0
+        self.unreadable: List[str] = []
+
+    def number_of(self, number: int) -> int:
+        """The number within the step over all replicas, of a micro batch that is counted in this replica."""
+        return self._own_numbers.get(number, self._first_number + number)
+
+    def images(self, number: int) -> torch.Tensor:
+        """Images of micro batch `number`, counted in this replica, on the device; in order."""
+        batch = next(self._micro_batches, None)
+        assert batch is not None, f"only {number} micro batches came"
+        assert self._topology.world == 1 or batch.number == self._first_number + number, (batch.number, number)
+        self._own_numbers[number] = batch.number
+        self.images_seen += batch.valid
+        self.unreadable.extend(batch.unreadable)
+        self._hand_over(number, batch)
+        images = batch.images.to(self._device, non_blocking=True)
+        plan = self._plan(batch.number, len(images), batch.valid)
+        if plan is not None:
+            images = mixing.mix_images(images, plan)
+        if self._whole_batches and 0 < batch.valid < len(images):
+            # Statistics of images, not of padding.
+            images = images[torch.arange(len(images), device=self._device) % batch.valid]
+        return images
+
+    def targets(self, number: int) -> Targets:
+        """Targets of micro batch `number`, on the last stage; in order."""
+        labels, valid = self._taken(number)
+        labels = labels.to(self._device, non_blocking=True)
+        plan = self._plan(self.number_of(number), self._rows, valid)
+        targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
+        return Targets(valid, labels[:valid], targets[:valid])
+
+    def evaluation_images(self, batch: MicroBatch) -> torch.Tensor:
+        """Images to be scored, on the device; their labels go to the last stage."""
+        self._waiting = {}
+        self._hand_over(0, batch)
+        return batch.images.to(self._device, non_blocking=True)
+
+    def evaluation_labels(self, rows: int) -> torch.Tensor:
+        """Labels of the valid rows of what is being scored, int64 [valid], on the device; on the last stage."""
+        self._rows = rows
+        labels, valid = self._taken(0)
+        return labels[:valid].to(self._device)
+
+    def finish(self) -> None:
+        """All labels have arrived: their memory may be used again."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
+        return mixing.draw(self._data, self._seed, self._step, number, rows, valid, self._size, self._size)
+
+    def _hand_over(self, number: int, batch: MicroBatch) -> None:
+        if self._topology.is_last:
+            self._waiting[number] = batch.labels, batch.valid
+            return
+        message = torch.cat([torch.tensor([batch.valid]), batch.labels])
+        group = self._processes.host_stage_group
+        work = dist.isend(message, group=group, tag=_LABELS, group_dst=self._topology.stages - 1)
+        self._sent.append((work, message))
+
+    def _taken(self, number: int) -> Tuple[torch.Tensor, int]:
+        if self._topology.is_first:
+            return self._waiting.pop(number)
+        message = torch.empty(1 + self._rows, dtype=torch.int64)
+        dist.recv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0)
+        return message[1:], int(message[0])

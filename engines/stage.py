@@ -1,0 +1,96 @@
+"""A stage's blocks as a module that keeps its activations, or computes them again in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Container, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from models.normalization import BatchNormAct
+from models.stages import BlockList
+from models.stochastic import Draws
+from parallel.work import Boundary
+
+
+class Stage(nn.Module):
+    """Consecutive blocks. Those in `recompute` keep their input only (GPipe's re-materialisation, 1811.06965).
+
+    What is computed again is the same to the bit: random layers draw for the micro batch that they drew for, and
+    running statistics do not move a second time.
+    """
+
+    def __init__(self, blocks: BlockList, draws: Draws, recompute: Container[str]):
+        super().__init__()
+        self._draws = draws
+        # A block without parameters, as the cast of the images, is computed again with the one behind it: its output
+        # takes four times the memory of its input.
+        self._segments: List[Tuple[nn.Module, bool]] = []
+        waiting: list = []
+        for name in blocks.names:
+            waiting.append(blocks.block(name))
+            if any(True for _ in waiting[-1].parameters()):
+                self._segments.append((nn.Sequential(*waiting), name in recompute))
+                waiting = []
+        assert not waiting, "the last block has parameters"
+        self._layers = nn.ModuleList(segment for segment, _ in self._segments)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for segment, recomputed in self._segments:
+            x = self._recomputed(segment, x) if recomputed and torch.is_grad_enabled() else segment(x)
+        return x
+
+    def _recomputed(self, segment: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(_contexts, self._draws, self._draws.step, self._draws.micro_batch, segment)
+        return checkpoint(segment, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _contexts(draws: Draws, step: int, micro_batch: int, segment: nn.Module) -> tuple:
+    """For the first pass, and for the second."""
+    return contextlib.nullcontext(), _again(draws, step, micro_batch, segment)
+
+
+@contextlib.contextmanager
+def _again(draws: Draws, step: int, micro_batch: int, segment: nn.Module) -> Iterator[None]:
+    norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
+    current = draws.step, draws.micro_batch
+    draws.step, draws.micro_batch = step, micro_batch
+    for norm in norms:
+        norm.moves_statistics = False
+    try:
+        yield
+    finally:
+        draws.step, draws.micro_batch = current
+        for norm in norms:
+            norm.moves_statistics = True
+
+
+def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundary, dtype: torch.dtype) -> list:
+    """What enters each part of the model, and what leaves the last: a Boundary each.
+
+    Args:
+        parts: names of the blocks of each.
+        model: the whole model, on the meta device.
+        images: of a micro batch.
+        dtype: of activations.
+    """
+    found = [images]
+    x = torch.empty(tuple(images.shape), dtype=images.dtype, device="meta")
+    with torch.no_grad():
+        for names in parts:
+            x = model.part(names)(x)
+            found.append(Boundary(tuple(x.shape), dtype))
+    return found
+
+
+def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
+    """The blocks that `parallel.recompute` means. Raises ValueError for one that is none."""
+    if isinstance(recompute, bool):
+        return frozenset(names) if recompute else frozenset()
+    for name in recompute:
+        if name not in names:
+            raise ValueError(f"{name} is not a block; the blocks are {', '.join(names)}")
+    return frozenset(recompute)

@@ -1,0 +1,56 @@
+"""State dicts of a model of which each process has a part: what they hold, how parts become one, and one parts."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterable, List, Set, Tuple
+
+import torch
+
+from models.stages import BlockList
+
+
+def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
+    """Shapes of a model's parameters and persistent buffers, by name."""
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:
+    """Running statistics; constants such as the mean of the pixels belong to the recipe."""
+    persistent = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def load_buffers(buffers: Dict[str, torch.Tensor], saved: Dict[str, torch.Tensor]) -> None:
+    """Fills `buffers` by name. Raises ValueError naming one that is missing or unknown."""
+    if buffers.keys() != saved.keys():
+        name = sorted(buffers.keys() ^ saved.keys())[0]
+        raise ValueError(f"{name} is {'missing' if name in buffers else 'unknown'}")
+    copy_all(buffers.values(), (saved[name] for name in buffers))
+
+
+def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    """Copies each source into its target."""
+    for target, source in zip(targets, sources):
+        target.copy_(source)
+
+
+def merged(states: List[dict]) -> dict:
+    """One nested dictionary of several that differ in the names of tensors; what all have is taken from the first."""
+    whole: dict = {}
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, dict):
+                whole[key] = merged([whole.get(key, {}), value])
+            else:
+                whole.setdefault(key, value)
+    return whole
+
+
+def without(state: dict, names: Set[str]) -> dict:
+    """A nested dictionary without the tensors of these names."""
+    return {
+        key: without(value, names) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if key not in names
+    }

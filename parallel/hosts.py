@@ -1,0 +1,203 @@
+"""Which hosts take part in a run, and how one finds the master: from options or from SLURM. Loads no torch.
+
+Runs on Python 3.8, as all that starts a run on IPUs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, List, Mapping, Optional
+
+from recipe.errors import UserError
+
+_PORT = 29500
+_SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
+_REACH_SECONDS = 45.0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """`number` hosts, of which this is number `this`; host 0 is the master and listens at `master`:`port` (0: any)."""
+
+    number: int = 1
+    this: int = 0
+    master: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def place(self) -> str:
+        """HOST:PORT of the master."""
+        return f"[{self.master}]:{self.port}" if ":" in self.master else f"{self.master}:{self.port}"
+
+
+def find(
+    nnodes: Optional[int], node_rank: Optional[int], master: Optional[str], environment: Mapping[str, str] = os.environ
+) -> Hosts:
+    """The hosts that the options name; without any, those of the SLURM step that this process is a task of.
+
+    Raises:
+        UserError: options that do not make a whole, or a SLURM step with more than a task per node.
+    """
+    if nnodes is None and node_rank is None and master is None:
+        return _of_slurm(environment)
+    if nnodes is None:
+        raise UserError("--node-rank and --master go with --nnodes, the number of hosts")
+    if nnodes == 1 and not node_rank:
+        return Hosts()
+    missing = [name for name, value in (("--node-rank", node_rank), ("--master", master)) if value is None]
+    if missing:
+        raise UserError(f"--nnodes {nnodes} also needs {' and '.join(missing)}, e.g. --node-rank 0 --master 10.0.0.1")
+    if not 0 <= node_rank < nnodes:
+        raise UserError(f"--node-rank {node_rank} is none of 0 to {nnodes - 1}, which --nnodes {nnodes} has")
+    return Hosts(nnodes, node_rank, *_host_and_port(master))
+
+
+def _host_and_port(text: str) -> tuple:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(_PORT)
+    elif ":" in host and not host.startswith("["):
+        raise UserError(f"--master {text}: write an IPv6 address in brackets, e.g. [fd00::1]:{_PORT}")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--master {text} is not HOST or HOST:PORT with a port from 1 to 65535, e.g. 10.0.0.1:{_PORT}")
+    return host.strip("[]"), int(port)
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Hosts:
+    """The hosts of a SLURM step; one where this is none, such as in a batch script outside srun."""
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
+    if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
+        return Hosts()
+    number = int(nodes)
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
+    if tasks != nodes:
+        raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
+    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    try:
+        expanded = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, check=True)
+        names = expanded.stdout.decode().split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error}); "
+            "give --nnodes, --node-rank and --master"
+        ) from None
+    this = environment.get("SLURM_NODEID", "")
+    if len(names) != number or not this.isdecimal() or int(this) >= number:
+        raise UserError(
+            f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}; "
+            "give --nnodes, --node-rank and --master"
+        )
+    job = environment.get("SLURM_JOB_ID", "0")
+    port = _SLURM_PORTS[(int(job) if job.isdecimal() else 0) % len(_SLURM_PORTS)]
+    return Hosts(number, int(this), names[0], port)
+
+
+def listen(hosts: Hosts) -> socket.socket:
+    """A socket on the master, bound to the master's address only.
+
+    Raises:
+        UserError: the port is taken, or the address is not this host's, or is the loopback though others must reach it.
+    """
+    family, address = _resolve(hosts)
+    loopback = _is_loopback(address)
+    if loopback and hosts.number > 1 and hosts.master not in ("localhost", address):
+        raise UserError(
+            f"--master {hosts.master} is {address} on this host itself, which others cannot reach (see /etc/hosts); "
+            "give the address of its network interface"
+        )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, hosts.port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        remedies = {
+            errno.EADDRINUSE: "another program listens there; end it, or give another port to --master on every host",
+            errno.EADDRNOTAVAIL: "that is no address of this host, though it is --node-rank 0; correct one of the two",
+        }
+        remedy = remedies.get(error.errno, "give another address or port to --master on every host")
+        raise UserError(f"cannot listen at {hosts.place}: {error.strerror}; {remedy}") from None
+    return listening
+
+
+def reach(hosts: Hosts, given_up: Callable[[], None], seconds: Optional[float] = None) -> str:
+    """Waits until the master listens; returns its address. Calls `given_up`, which may raise, several times a second.
+
+    Raises:
+        UserError: it did not within `seconds` (45).
+    """
+    seconds = _REACH_SECONDS if seconds is None else seconds
+    end = time.monotonic() + seconds
+    while True:
+        given_up()
+        try:
+            family, address = _resolve(hosts)
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                trial.settimeout(1.0)
+                trial.connect((address, hosts.port))
+                return address
+        except (OSError, UserError) as error:
+            fault = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        if time.monotonic() > end:
+            raise UserError(
+                f"cannot reach the master {hosts.place} within {seconds:.0f} s ({fault}); check that "
+                "--node-rank 0 was started, that --master is the same on all hosts, and the firewall"
+            )
+        time.sleep(0.2)
+
+
+def _resolve(hosts: Hosts) -> tuple:
+    """(family, address) of the master."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(f"--master {hosts.master}: {error.strerror}; give a name or an address that exists") from None
+    return family, address[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def interface_towards(address: str) -> Optional[str]:
+    """Name of the network interface whose address this host uses to speak with `address`; None if that is unknown."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    names = _interfaces_of(family, own)
+    return names[0] if names else None
+
+
+def _interfaces_of(family: int, address: str) -> List[str]:
+    """Linux only: elsewhere an empty list."""
+    packed = socket.inet_pton(family, address)
+    if sys.platform != "linux":
+        return []
+    if family == socket.AF_INET6:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return [fields[-1] for fields in lines if bytes.fromhex(fields[0]) == packed]
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            except OSError:
+                continue  # it has no address
+            if answer[20:24] == packed:
+                found.append(name)
+    return found

@@ -1,0 +1,248 @@
+"""The processes of a run: how they meet, the groups they form, and what they tell each other on the host.
+
+Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`); here are small things and files. A run in
+one process uses the same functions, which then have nobody to ask.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable, List, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel.topology import Topology
+from recipe.errors import ConfigError, UserError
+
+_MEETING_SECONDS = 50.0  # for all ranks to find the master
+_COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
+_FOREVER = datetime.timedelta(days=3650)
+_LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
+
+Result = TypeVar("Result")
+
+
+class Processes:
+    """All processes of a run, as one of them sees them.
+
+    stage_group: the processes that share this one's replica, ordered by stage. replica_group: those that compute
+    this one's stage, ordered by replica. host_stage_group: as stage_group, for tensors on the CPU. Each is None
+    in a run of one process.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device):
+        """Meets the other processes; every rank must make this call.
+
+        Raises:
+            ConfigError: the master's address is missing, or the ranks do not meet in time.
+        """
+        self.topology = topology
+        self.stage_group = self.replica_group = self.host_stage_group = None
+        self._pending: Optional[tuple] = None
+        self._world = topology.world
+        if self._world == 1:
+            return
+        _meet(topology, device)
+        names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
+        host = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
+        self.host_stage_group = host.get_group("stage")
+        self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
+        self._watch = _Watch(topology)
+
+    def gather(self, value: Any) -> List[Any]:
+        """`value` of every rank, in their order, on every rank. Small picklable objects."""
+        if self._world == 1:
+            return [value]
+        values: List[Any] = [None] * self._world
+        dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+        """`value` of each of `ranks` (of all, if None), in their order, on the main rank; elsewhere an empty list.
+
+        Args:
+            ranks: begins with 0; who is not in it sends nothing, but must call all the same.
+        """
+        if self._world == 1:
+            return [value]
+        ranks = ranks or range(self._world)
+        values: List[Any] = [None] * self._world if self.topology.is_main else []
+        mine = value if self.topology.rank in ranks else None
+        dist.gather_object(mine, values or None, dst=0, group=self._host)
+        return [values[rank] for rank in ranks] if values else []
+
+    def from_main(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns on the main rank, on every rank. Raises there and here what it raises.
+
+        Only the main rank's error has a message: one line for all of them.
+        """
+        if self._world == 1:
+            return function()
+        outcome: List[Any] = [None]
+        failure: Optional[UserError] = None
+        if self.topology.is_main:
+            try:
+                outcome = [(True, function())]
+            except UserError as error:
+                outcome, failure = [(False, None)], error
+        dist.broadcast_object_list(outcome, src=0, group=self._host)
+        done, value = outcome[0]
+        if not done:
+            raise failure or UserError("")
+        return value
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns on this rank; if it fails on any, raises on all.
+
+        The first failing rank's error keeps its message, the others have none: one line for all of them.
+        """
+        if self._world == 1:
+            return function()
+        result, failure = None, None
+        try:
+            result = function()
+        except UserError as error:
+            failure = error
+        failed = [rank for rank, fault in enumerate(self.gather(failure is not None)) if fault]
+        if failed:
+            raise failure if failure is not None and failed[0] == self.topology.rank else UserError("")
+        return result
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` over all ranks, in place, on the device; nothing waits on the host."""
+        if self._world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def sum_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` over the stages of this replica, in place, on the device."""
+        if self.topology.stages > 1:
+            dist.all_reduce(values, group=self.stage_group)
+        return values
+
+    def agree(self, value: int) -> int:
+        """The largest `value` that any rank gave at the call before this one; the same on all ranks.
+
+        A call late, so that no rank ever waits for the slowest: for what need not be known at once, such as a stop.
+        """
+        if self._world == 1:
+            return value
+        before = self._agreed()
+        largest = torch.tensor([value])
+        self._pending = (dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True), largest)
+        return before
+
+    def wait_for_all(self) -> None:
+        """Returns once every rank has called it."""
+        if self._world > 1:
+            dist.barrier(group=self._host)
+
+    def part(self) -> None:
+        """The end of a run in which nothing failed: waits for the others, and releases the groups."""
+        if self._world == 1 or not dist.is_initialized():
+            return
+        self._agreed()
+        self.wait_for_all()
+        self._watch.end()
+        dist.destroy_process_group()
+
+    def _agreed(self) -> int:
+        if self._pending is None:
+            return 0
+        work, largest = self._pending
+        work.wait()
+        self._pending = None
+        return int(largest)
+
+
+class _Watch:
+    """Ends this process at once when another is gone, whatever this one waits for (1711.04325 ran on MPI_Abort).
+
+    Each rank has a thread that waits for a word from the rank before it, which comes at the end of the run only. If
+    that rank dies, the connection breaks; this rank leaves, too, and so it goes round. NCCL would wait for ever.
+    """
+
+    def __init__(self, topology: Topology):
+        self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._before = (topology.rank - 1) % topology.world
+        self._after = (topology.rank + 1) % topology.world
+        self._name = describe(topology)
+        self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Says that all is well; every rank must."""
+        dist.send(torch.ones(1), self._after, group=self._group)
+        self._thread.join()
+
+    def _listen(self) -> None:
+        try:
+            dist.recv(torch.empty(1), self._before, group=self._group)
+        except RuntimeError:
+            time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
+            leave(f"{self._name}: rank {self._before} is gone; leaving")
+
+
+def describe(topology: Topology) -> str:
+    """`rank 3 (replica 1, stage 1)`."""
+    return f"rank {topology.rank} (replica {topology.replica}, stage {topology.stage})"
+
+
+def connected() -> bool:
+    """Whether this process is one of several ranks that have met and not yet parted."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def name() -> str:
+    """Of this rank, in a few words, for its last one."""
+    return f"rank {dist.get_rank()}"
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another process, or the way to it, is gone."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER)
+
+
+def leave(message: str, code: int = 1) -> None:
+    """Ends this process without cleaning up: to take leave of ranks that are gone would wait for them."""
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _meet(topology: Topology, device: torch.device) -> None:
+    """torch.distributed's initialisation, with the time-outs and the words of this program."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            "MASTER_ADDR and MASTER_PORT must name the host and a free port where the ranks meet; "
+            "start by ./run_pod.sh, or set them"
+        )
+    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = datetime.timedelta(seconds=_MEETING_SECONDS)
+    try:
+        shared = dist.TCPStore(host, int(port), None, serves, timeout, wait_for_workers=False)
+        store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+        store.set(f"here/{topology.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(topology.world)], timeout)
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{describe(topology)} did not meet all {topology.world} ranks at {host}:{port} within "
+            f"{_MEETING_SECONDS:.0f} s ({first}); check that all were started and that the address is right"
+        ) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    collective = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
+    store.set_timeout(collective)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=collective)

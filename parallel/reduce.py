@@ -1,0 +1,255 @@
+"""The exchange: sums the replicas' gradients, in part while the last backward pass of a step still computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import distributed, nn
+
+METHODS, ORDERS = ("dense", "half", "none"), ("fast", "tree")
+
+# all_gather_single is new, and the older name warns where both exist.
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+class Exchange:
+    """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
+
+    Methods:
+        dense, order "fast": all-reduce; the order of the additions is the library's.
+        dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
+            over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
+            of two of replicas this continues the tree of optim/accumulation.py.
+        half: the same tree, but float16 or bfloat16 travels, at half the bytes, and what travels are means over micro
+            batches: each replica's own, then that of all. An element is rounded twice. What overflows float16 becomes
+            inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.
+        none: every replica keeps its own; for measuring what an exchange costs.
+
+    Buckets of the buffer, from its end, where the last layers are, to its start, are launched in this order on every
+    replica. No other collective may use the group between arm() and finish().
+    """
+
+    def __init__(
+        self,
+        gradients: torch.Tensor,
+        places: Sequence[Tuple[int, nn.Parameter]],
+        group: Optional[distributed.ProcessGroup],
+        *,
+        method: str,
+        order: str,
+        wire: torch.dtype,
+        micro_batches: int,
+        bucket_bytes: int = 25 * 2**20,
+        collect: Optional[Callable[[int], None]] = None,
+    ):
+        """
+        Args:
+            gradients: float32 [length], contiguous: what autograd or `collect` fills.
+            places: first element of each parameter in `gradients`, and the parameter; in the order of the buffer.
+            group: of the replicas; rank in the group = replica. None: all processes.
+            method, order: one of METHODS, one of ORDERS.
+            wire: what "half" sends, torch.float16 or torch.bfloat16.
+            micro_batches: of a step over all replicas, a multiple of their number; for "half".
+            bucket_bytes: of float32 gradients in a bucket.
+            collect: called with the index in `places` of each parameter whose gradient is ready in an armed backward
+                pass, before this gradient is sent; for gradients that autograd does not itself add into `gradients`.
+        """
+        assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
+        assert method in METHODS and order in ORDERS, (method, order)
+        self._gradients, self._collect = gradients, collect
+        size = max(1, bucket_bytes // gradients.element_size())
+        self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
+        self._sum = _create_sum(group, method, order, wire, micro_batches, min(size, len(gradients)))
+        # Whether arm() has an effect. A sum as a tree exists only after the last addition of the step.
+        self.overlaps = self._sum is not None and order == "fast"
+        self._launched = 0
+        self._armed = False
+        self._waiting: List[Set[int]] = []
+        self._hooks = []
+        if self.overlaps:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
+                for index, (_, parameter) in enumerate(places)
+            ]
+            spans = [(start, start + parameter.numel()) for start, parameter in places]
+            self._needs = [
+                {index for index, (first, last) in enumerate(spans) if first < end and last > start}
+                for start, end in self._buckets
+            ]
+
+    def arm(self) -> None:
+        """Says that the next backward pass is the step's last: buckets are sent as soon as their gradients are ready.
+
+        Without effect where `overlaps` is False: order "tree", method "none", one replica.
+        """
+        assert not self._armed, "finish() comes before the next arm()"
+        if self.overlaps:
+            self._armed = True
+            self._waiting = [set(needed) for needed in self._needs]
+
+    def finish(self, gradients: Optional[torch.Tensor] = None) -> None:
+        """Sends what is not yet on its way, waits, and leaves the sum over replicas in the buffer.
+
+        On CUDA "waits" concerns the current stream, not the host.
+
+        Args:
+            gradients: float32 [length], to be summed in place instead of the buffer given at first; only where
+                nothing was armed.
+
+        Raises:
+            RuntimeError: from torch.distributed, if another replica is gone or too late.
+        """
+        assert gradients is None or not self._armed, "an armed backward pass has sent parts of the first buffer"
+        self._armed = False
+        if self._sum is None:
+            return
+        buffer = self._gradients if gradients is None else gradients
+        assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
+        while self._launched < len(self._buckets):
+            self._launch(buffer)
+        self._sum.finish()
+        self._launched = 0
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _ready(self, index: int, _: nn.Parameter) -> None:
+        if not self._armed:
+            return
+        if self._collect is not None:
+            self._collect(index)
+        for number, waiting in enumerate(self._waiting):
+            assert number >= self._launched or index not in self._needs[number], f"{index} came after it was sent"
+            waiting.discard(index)
+        while self._launched < len(self._buckets) and not self._waiting[self._launched]:
+            self._launch(self._gradients)
+
+    def _launch(self, buffer: torch.Tensor) -> None:
+        start, end = self._buckets[self._launched]
+        self._launched += 1
+        self._sum.launch(buffer[start:end])
+
+
+class _AllReduce:
+    """Sums in the order of the library."""
+
+    def __init__(self, group: Optional[distributed.ProcessGroup]):
+        self._group = group
+        self._works: List[distributed.Work] = []
+
+    def launch(self, bucket: torch.Tensor) -> None:
+        self._works.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
+
+    def finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+class _Flight(NamedTuple):
+    """A bucket on its way: float32 [n], two rows [replicas * share] of what travels, and what has to be awaited."""
+
+    bucket: torch.Tensor
+    memory: torch.Tensor
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    work: distributed.Work
+
+
+class _ShardedSum:
+    """Sums as a binary tree over replicas, each replica its share of a bucket, in two exchanges.
+
+    The second exchange of a bucket begins when the next bucket is launched, by this rule and not by when the first
+    one is complete: so all replicas call the collectives in one order. Two buckets are on their way at a time. What
+    fills a bucket up to equal shares is whatever the memory held: its sum is not looked at.
+    """
+
+    def __init__(
+        self,
+        group: Optional[distributed.ProcessGroup],
+        wire: torch.dtype,
+        factors: Tuple[float, float, float],
+        largest: int,
+    ):
+        """
+        Args:
+            wire: dtype that travels.
+            factors: of what a replica sends, of the sum of these, and of what comes back.
+            largest: elements of the largest bucket.
+        """
+        self._group, self._wire, self._factors = group, wire, factors
+        self._replicas = distributed.get_world_size(group)
+        self._largest = self._share(largest) * self._replicas
+        self._free: List[torch.Tensor] = []  # [2, largest], made when first needed, two of them
+        self._adding: Optional[_Flight] = None
+        self._gathering: Optional[_Flight] = None
+
+    def launch(self, bucket: torch.Tensor) -> None:
+        self._advance()
+        if not self._free:
+            self._free.append(torch.empty(2, self._largest, dtype=self._wire, device=bucket.device))
+        memory = self._free.pop()
+        ours, theirs = memory[:, : self._share(len(bucket)) * self._replicas]
+        torch.mul(bucket, self._factors[0], out=ours[: len(bucket)])
+        # As bytes: not every library and version knows the dtypes, and nothing is computed on the way.
+        work = distributed.all_to_all_single(_bytes(theirs), _bytes(ours), group=self._group, async_op=True)
+        self._adding = _Flight(bucket, memory, ours, theirs, work)
+
+    def finish(self) -> None:
+        self._advance()
+        self._advance()
+
+    def _advance(self) -> None:
+        """Ends what gathers, and lets gather what adds."""
+        if self._gathering is not None:
+            bucket, memory, ours, _, work = self._gathering
+            work.wait()
+            bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
+            self._free.append(memory)
+            self._gathering = None
+        if self._adding is not None:
+            bucket, memory, ours, theirs, work = self._adding
+            work.wait()
+            rows = theirs.view(self._replicas, -1).float()
+            share = theirs[: rows.shape[1]]
+            torch.mul(_add_as_tree(rows), self._factors[1], out=share)
+            work = _all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
+            self._gathering = _Flight(bucket, memory, ours, theirs, work)
+            self._adding = None
+
+    def _share(self, elements: int) -> int:
+        return -(-elements // self._replicas)
+
+
+def _create_sum(group, method: str, order: str, wire: torch.dtype, micro_batches: int, largest: int):
+    """None where there is nothing to add."""
+    if method == "none" or distributed.get_world_size(group) == 1:
+        return None
+    replicas = distributed.get_world_size(group)
+    if method == "half":
+        assert wire in (torch.float16, torch.bfloat16) and micro_batches % replicas == 0, (wire, micro_batches)
+        # The middle one last: the mean of all replicas is as far from underflow as that of one.
+        factors = (replicas / micro_batches, 1 / replicas, float(micro_batches))
+        return _ShardedSum(group, wire, factors, largest)
+    if order == "tree":
+        return _ShardedSum(group, torch.float32, (1.0, 1.0, 1.0), largest)
+    return _AllReduce(group)
+
+
+def _add_as_tree(rows: torch.Tensor) -> torch.Tensor:
+    """Sum [n] of rows [count, n], ((0+1)+(2+3))+..., an odd one passing up; overwrites `rows`."""
+    distance = 1
+    while distance < len(rows):
+        newer = rows[distance :: 2 * distance]
+        rows[:: 2 * distance][: len(newer)].add_(newer)
+        distance *= 2
+    return rows[0]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,109 @@
+"""The sections of a recipe that say how a model is cut and copied, and how its copies exchange gradients."""
+
+from typing import Any, List, Literal, Optional, Union
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from recipe.section import Section
+
+_VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, unless the recipe says otherwise
+
+
+def _or_auto(items: dict) -> dict:
+    """JSON Schema of a key that is a value, or auto (or null)."""
+    return {"anyOf": [{"const": "auto"}, items, {"type": "null"}]}
+
+
+class Parallel(Section):
+    """How the model is cut and copied. One process that is started alone runs all stages itself."""
+
+    stages: int = Field(1, ge=1, description="pipeline stages of one replica, each on a device of its own")
+    split: Optional[List[str]] = Field(
+        None,
+        description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
+        "stages by what each block costs, measured at the start",
+        json_schema_extra=_or_auto({"type": "array", "items": {"type": "string"}}),
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        "gpipe",
+        description="order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which "
+        "holds fewer activations; interleaved, in turn over several parts of the model on each device",
+    )
+    virtual_stages: Optional[int] = Field(
+        None, ge=2, description="interleaved: parts of the model that each of the `stages` devices has (2)"
+    )
+    recompute: Union[bool, List[str]] = Field(
+        False,
+        description="compute activations again in the backward pass, do not keep them: true, false, or the blocks",
+        json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
+    )
+    replicas: Optional[int] = Field(
+        None,
+        ge=1,
+        description="copies of the model; auto (or null) takes what the launcher started",
+        json_schema_extra=_or_auto({"type": "integer", "minimum": 1}),
+    )
+
+    @field_validator("replicas", "split", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _switch_or_blocks(cls, value: object) -> object:
+        if isinstance(value, bool) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            return value
+        raise ValueError(f"must be true, false or a list of blocks, found {value!r}")
+
+    @field_serializer("replicas", "split")
+    def _say_auto(self, value: Any) -> Any:
+        return "auto" if value is None else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_schedule(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("schedule") == "interleaved":
+            return {**values, "virtual_stages": values.get("virtual_stages") or _VIRTUAL_STAGES}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Parallel":
+        if self.schedule == "interleaved" and self.stages == 1:
+            raise ValueError("schedule interleaved needs stages of 2 or more")
+        if self.schedule != "interleaved" and self.virtual_stages is not None:
+            raise ValueError("virtual_stages goes with schedule interleaved; give virtual_stages=null")
+        if self.split is not None and len(self.split) != self.parts - 1:
+            each = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
+            raise ValueError(
+                f"split names {len(self.split)} cut points but {self.stages} stages{each} need {self.parts - 1}; "
+                "name them, or give split=auto"
+            )
+        return self
+
+    @property
+    def parts(self) -> int:
+        """Consecutive parts that the model is cut into: stages, times the virtual stages of each."""
+        return self.stages * (self.virtual_stages or 1)
+
+
+class Exchange(Section):
+    """How replicas combine their gradients, once an update."""
+
+    method: Literal["dense", "half", "none"] = Field(
+        "dense",
+        description="dense sends float32; half sends `wire` and sums in float32; none sends nothing, so that "
+        "replicas drift apart: for measuring what the exchange costs",
+    )
+    order: Literal["fast", "tree"] = Field(
+        "fast",
+        description="order of the sum over micro batches: fast, as they come; tree, one fixed binary tree, so that "
+        "1, 2, 4 ... replicas and any stages give the same bits",
+    )
+    wire: Literal["float16", "bfloat16"] = Field("float16", description="half: what travels between replicas")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Exchange":
+        if self.order == "tree" and self.method != "dense":
+            raise ValueError(f"order tree promises equal bits, which method {self.method} rounds away; use dense")
+        return self

@@ -1,0 +1,115 @@
+"""What ranks tell each other on the host; several real processes on the loopback."""
+
+import time
+
+import pytest
+import torch
+
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.errors import ConfigError, DataError, UserError
+from tests import world
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.multiprocess
+
+
+def processes(rank, size, stages=1):
+    return Processes(Topology(size // stages, stages, rank, rank), CPU)
+
+
+def talk(rank, size):
+    group = processes(rank, size, stages=2)
+    gathered = group.gather(rank * 10)
+    to_main = group.gather_to_main({"rank": rank}, range(2))
+    loaded = group.from_main(lambda: {"from": rank})
+    own = group.together(lambda: rank + 100)
+    total = group.sum(torch.tensor([1.0 + rank])).item()
+    stages = group.sum_over_stages(torch.tensor([1.0 + rank])).item()
+    agreed = [group.agree(value) for value in (rank, 0, 0)]
+    members = [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)]
+    group.wait_for_all()
+    group.part()
+    return gathered, to_main, loaded, own, total, stages, agreed, members
+
+
+def test_ranks_gather_broadcast_sum_and_agree():
+    results = world.run(4, talk, connect=False)
+    for rank, (gathered, to_main, loaded, own, total, stages, agreed, members) in enumerate(results):
+        assert gathered == [0, 10, 20, 30]
+        assert to_main == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
+        assert loaded == {"from": 0}
+        assert own == rank + 100
+        assert total == 10.0
+        assert stages == (3.0 if rank < 2 else 7.0)
+        assert agreed == [0, 3, 0]  # a call late
+        assert members == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
+
+
+def test_one_process_has_nobody_to_ask():
+    alone = Processes(Topology(), CPU)
+    assert alone.gather(3) == alone.gather_to_main(3) == [3]
+    assert alone.from_main(lambda: 5) == alone.together(lambda: 5) == 5
+    assert alone.agree(15) == 15
+    assert alone.sum(torch.tensor(2.0)) == alone.sum_over_stages(torch.tensor(2.0)) == 2.0
+    alone.wait_for_all()
+    alone.part()
+
+
+def _fails_on(failing, rank):
+    def function():
+        if rank in failing:
+            raise DataError(f"no images on {rank}")
+        return rank
+
+    return function
+
+
+def complain(rank, size, which):
+    group, messages = processes(rank, size), []
+    for call in (lambda: group.together(_fails_on((1, 2), rank)), lambda: group.from_main(_fails_on((0,), rank))):
+        try:
+            call()
+        except UserError as error:
+            messages.append(str(error))
+    group.part()
+    return messages
+
+
+def test_the_error_of_one_is_the_error_of_all_and_told_once():
+    assert world.run(3, complain, "", connect=False) == [["", "no images on 0"], ["no images on 1", ""], ["", ""]]
+
+
+def die(rank, size):
+    group = processes(rank, size)
+    if rank == 1:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+    group.part()
+
+
+def test_a_rank_that_dies_takes_the_others_with_it():
+    """Nobody communicates: the watch alone must notice."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 died with exit code -9"):
+        world.run(3, die, connect=False)
+    assert time.monotonic() - start < 20
+
+
+def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr("parallel.processes._MEETING_SECONDS", 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match=r"^rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "):
+        Processes(Topology(2, 1, 1), CPU)
+
+
+@pytest.mark.parametrize(("address", "port"), [("", "1234"), ("127.0.0.1", ""), ("127.0.0.1", "http")])
+def test_a_missing_address_is_an_error(monkeypatch, address, port):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR and MASTER_PORT must name"):
+        Processes(Topology(2, 1, 1), CPU)

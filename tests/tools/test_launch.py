@@ -1,0 +1,369 @@
+"""The launcher: what it starts and refuses, which exit codes and lines come back, and that no rank outlives it.
+
+Ranks are a small program in place of train.py, whose behaviour the recipe's name asks for.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from parallel import hosts
+from tests.conftest import QUICKSTART, ROOT
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+
+RANK = r"""
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank = Path(__file__).parent, int(os.environ.get("RANK", "-1"))
+behaviour = next(text for text in sys.argv if text.startswith("run.name=")).partition("=")[2]
+folder.joinpath(f"pid-{rank}").write_text(str(os.getpid()))
+with folder.joinpath(f"starts-{rank}").open("a") as starts:
+    print(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}), file=starts)
+
+def save(*_):
+    time.sleep(1.0 * rank)
+    folder.joinpath(f"saved-{rank}").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGUSR1, save)
+if behaviour.startswith("code") and rank == 1:
+    others = [folder / f"starts-{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    mine = len(others[1].read_text().splitlines())
+    while any(not other.exists() or len(other.read_text().splitlines()) < mine for other in others):
+        time.sleep(0.02)
+    if behaviour == "code2":
+        print("recipe: rank 1 complains", file=sys.stderr)
+    sys.exit(int(behaviour[4:]))
+if behaviour == "raise" and rank == 1:
+    raise ValueError("the fault of rank 1")
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    folder.joinpath(f"pid-child-{rank}").write_text(str(child.pid))
+if behaviour == "unheeding":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+if behaviour == "stops":
+    save()
+folder.joinpath(f"ready-{rank}").touch()
+if behaviour != "ends":
+    time.sleep(300)
+"""
+
+FOUR = ("--replicas", "4")
+
+DRIVE = """
+import sys
+from parallel import meeting
+from tools import launch
+from parallel import hosts as places
+places._REACH_SECONDS, meeting._SILENT_SECONDS, meeting._TOGETHER_SECONDS = 1.0, 0.5, 2.0
+sys.exit(launch.main(sys.argv[2:], program=sys.argv[1]))
+"""
+
+
+class Launcher:
+    """The launcher with RANK as its program; `folder` holds what the ranks leave."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, []
+        (folder / "rank.py").write_text(RANK)
+
+    def start(self, behaviour, *arguments, **environment):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP", "GLOO"))}
+        command = [sys.executable, "-c", DRIVE, str(self.folder / "rank.py"), "--config", str(QUICKSTART)]
+        process = subprocess.Popen(
+            [*command, "batch.global=768", "run.device=cpu", f"run.name={behaviour}", *arguments],
+            cwd=ROOT,
+            env={**clean, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def end(self, process, timeout=40):
+        """Exit code, lines of stdout, lines of stderr; every rank must be gone."""
+        out, errors = process.communicate(timeout=timeout)
+        assert [pid for pid in self.pids() if alive(pid)] == []
+        return process.returncode, out.splitlines(), errors.splitlines()
+
+    def __call__(self, behaviour, *arguments, **environment):
+        return self.end(self.start(behaviour, *arguments, **environment))
+
+    def pids(self):
+        return [int(path.read_text() or 0) for path in self.folder.glob("pid-*")]
+
+    def starts(self, rank):
+        path = self.folder / f"starts-{rank}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, *names):
+        end = time.monotonic() + 30
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < end, (names, sorted(self.folder.iterdir()))
+            time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    made = Launcher(tmp_path)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    for pid in filter(alive, made.pids()):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.multiprocess
+def test_ranks_get_what_torchrun_gives_and_the_arguments_unchanged(launcher):
+    odd = "run.output=/a folder/it's $HOME $$ ${local_rank} *"
+    code, out, errors = launcher("ends", odd, "--stages", "2", "--replicas", "3")
+    assert (code, errors) == (DONE, [])
+    assert len(out) == 1
+    assert out[0].startswith(
+        "6 processes = 3 replicas x 2 stages on this host: torchrun --standalone --nproc-per-node=6 "
+    )
+    for rank in range(6):
+        (start,) = launcher.starts(rank)
+        given = start["environment"]
+        assert start["arguments"][:4] == ["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu"]
+        assert odd in start["arguments"]
+        assert start["arguments"][-2:] == ["parallel.replicas=3", "parallel.stages=2"]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "POD_LAUNCHER")
+        assert [given[name] for name in names] == [str(rank), str(rank), "6", "6", "127.0.0.1", "1"]
+        assert given["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 6))
+        assert given["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_one_process_is_train_itself(launcher):
+    """No agent between: the process is the launcher's own, with its signals."""
+    process = launcher.start("ends", "--replicas", "1")
+    code, out, errors = launcher.end(process)
+    assert (code, out, errors) == (DONE, [], [])
+    (start,) = launcher.starts(-1)
+    assert start["pid"] == process.pid
+    assert "POD_LAUNCHER" not in start["environment"]
+
+
+@pytest.mark.multiprocess
+def test_wrong_input_reaches_the_caller_once_and_is_not_tried_again(launcher):
+    code, _, errors = launcher("code2", "--replicas", "2", "--max-restarts", "2")
+    assert (code, errors) == (WRONG_INPUT, ["recipe: rank 1 complains"])
+    assert len(launcher.starts(0)) == 1
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_stopped_by_themselves_have_time_and_are_not_tried_again(launcher):
+    """Another host's launcher was told: its ranks and these agree. Rank 1 needs a second more than rank 0."""
+    code, _, errors = launcher("stops", "--replicas", "2", "--max-restarts", "2")
+    assert (code, errors) == (STOPPED, [])
+    assert (launcher.folder / "saved-1").exists()
+    assert len(launcher.starts(0)) == 1
+
+
+@pytest.mark.multiprocess
+def test_a_failure_is_tried_again_as_often_as_asked(launcher):
+    code, _, errors = launcher(
+        "code9", "--replicas", "2", "--max-restarts", "2", OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="x"
+    )
+    fault = f"rank 1 failed with exit code 9 (host {socket.gethostname()}); all ranks are gone"
+    again = [f"restart {number} of 2: the run goes on from its last checkpoint" for number in (1, 2)]
+    assert (code, errors) == (FAILED, [fault, again[0], fault, again[1], fault])
+    assert [len(launcher.starts(rank)) for rank in (0, 1)] == [3, 3]
+    given = [start["environment"] for start in launcher.starts(0)]
+    assert len({start["MASTER_PORT"] for start in given}) == 3
+    assert {(start["OMP_NUM_THREADS"], start["GLOO_SOCKET_IFNAME"]) for start in given} == {("7", "x")}
+
+
+@pytest.mark.multiprocess
+def test_a_traceback_comes_once_and_before_the_line(launcher):
+    code, _, errors = launcher("raise", "--replicas", "2")
+    assert code == FAILED
+    assert errors[0] == "Traceback (most recent call last):"
+    assert errors[-2] == "ValueError: the fault of rank 1"
+    assert errors[-1].startswith("rank 1 failed with exit code 1 ")
+    assert len([line for line in errors if "Traceback" in line]) == 1
+    assert len(errors) <= 6
+
+
+@pytest.mark.multiprocess
+def test_a_killed_rank_takes_all_with_it_within_ten_seconds(launcher):
+    """Also ranks that ignore SIGTERM, and what ranks have started."""
+    process = launcher.start("stubborn", "--replicas", "2")
+    launcher.wait_for("ready-0", "ready-1", "pid-child-0", "pid-child-1")
+    start = time.monotonic()
+    os.kill(int((launcher.folder / "pid-1").read_text()), signal.SIGKILL)
+    code, _, errors = launcher.end(process)
+    assert time.monotonic() - start < 10
+    host = socket.gethostname()
+    line = f"rank 1 (host {host}) was ended by signal 9 (SIGKILL); all ranks are gone"
+    assert (code, errors) == (FAILED, [line])
+
+
+@pytest.mark.multiprocess
+def test_ranks_do_not_outlive_a_killed_launcher(launcher):
+    process = launcher.start("stays", "--replicas", "2")
+    launcher.wait_for("ready-0", "ready-1")
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in launcher.pids()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_lets_the_ranks_save(launcher, number):
+    """To the whole process group, as Ctrl-C does it, and twice at once, as timeout(1) does."""
+    process = launcher.start("stays", "--replicas", "2", "--max-restarts", "2")
+    launcher.wait_for("ready-0", "ready-1")
+    os.killpg(process.pid, number)
+    os.kill(process.pid, number)
+    code, _, errors = launcher.end(process)
+    said = f"{number.name}: the ranks finish their step, save and end; a second signal ends them at once"
+    assert (code, errors) == (STOPPED, [said])
+    assert (launcher.folder / "saved-0").exists()
+    assert (launcher.folder / "saved-1").exists()
+    assert len(launcher.starts(0)) == 1
+
+
+@pytest.mark.multiprocess
+def test_a_second_signal_ends_all_at_once(launcher):
+    process = launcher.start("unheeding", "--replicas", "2", "--max-restarts", "2")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, _, errors = launcher.end(process, timeout=5)
+    assert code == FAILED
+    assert errors[1:] == ["ended at once by a second signal; the same command goes on from the last checkpoint"]
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_had_not_begun_has_nothing_to_save(launcher):
+    """SIGUSR1 ends a program that has not set its handler yet."""
+    (launcher.folder / "rank.py").write_text("import time\n" + RANK.replace("signal.signal(signal.SIGUSR1, save)", ""))
+    process = launcher.start("stays", "--replicas", "2", "--max-restarts", "2")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = launcher.end(process)
+    assert (code, len(errors)) == (STOPPED, 1)
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_start_fail_and_start_again_together(launcher):
+    """On one machine: two launchers that meet on the loopback. A rank of host 0 fails; host 1's wait for it."""
+    place = f"127.0.0.1:{free_port()}"
+    two = [
+        launcher.start(
+            "code9", *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
+        )
+        for rank in "01"
+    ]
+    (code, out, errors), (other_code, _, other_errors) = [launcher.end(process) for process in two]
+    assert out[0].startswith("4 processes = 4 replicas x 1 stage on 2 hosts, 2 here on host 0: torchrun --nnodes=2 ")
+    assert (code, other_code) == (FAILED, FAILED), (errors, other_errors)
+    assert [len(launcher.starts(rank)) for rank in range(4)] == [2, 2, 2, 2]
+    for lines in (errors, other_errors):
+        assert [line.split(" (")[0] for line in lines if line.startswith("rank")] == [
+            "rank 1 failed with exit code 9"
+        ] * 2
+    given = [launcher.starts(rank)[0]["environment"] for rank in range(4)]
+    assert [start["LOCAL_RANK"] for start in given] == ["0", "1", "0", "1"]
+    assert len({start["MASTER_PORT"] for start in given}) == 1
+
+
+@pytest.mark.multiprocess
+def test_wrong_input_on_one_host_ends_the_other_with_the_same_code(launcher):
+    place = f"127.0.0.1:{free_port()}"
+    two = [
+        launcher.start(
+            "code2", *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
+        )
+        for rank in "01"
+    ]
+    (code, _, errors), (other_code, _, other_errors) = [launcher.end(process) for process in two]
+    assert (code, errors, other_code, other_errors) == (WRONG_INPUT, ["recipe: rank 1 complains"], WRONG_INPUT, [])
+
+
+@pytest.mark.multiprocess
+def test_hosts_that_start_different_runs_say_so(launcher):
+    place = f"127.0.0.1:{free_port()}"
+    for_host = ("--nnodes", "2", "--master", place, "--node-rank")
+    two = [launcher.start("ends", *for_host, "0", *FOUR), launcher.start("ends", *for_host, "1", "--replicas", "2")]
+    for code, _, errors in [launcher.end(process) for process in two]:
+        assert code == WRONG_INPUT
+        assert errors == [
+            "host 0 starts 4 replicas x 1 stage over 2 hosts, but host 1 2 replicas x 1 stage over 2 hosts; give all "
+            "hosts the same --replicas and --stages"
+        ]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.multiprocess
+def test_a_master_that_cannot_be_reached(launcher):
+    place = f"127.0.0.1:{free_port()}"
+    code, _, errors = launcher("ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR)
+    assert code == WRONG_INPUT
+    assert len(errors) == 1
+    assert errors[0].startswith(f"cannot reach the master {place} within 1 s (Connection refused); check that ")
+    assert hosts._REACH_SECONDS < 60
+
+
+@pytest.mark.multiprocess
+def test_hosts_that_do_not_come(launcher):
+    place = f"127.0.0.1:{free_port()}"
+    code, _, errors = launcher("ends", "--nnodes", "3", "--node-rank", "0", "--master", place, "--replicas", "3")
+    which = f"2 of 3 hosts at {place} (--node-rank 1, 2)"
+    assert code == WRONG_INPUT
+    assert errors == [
+        f"waiting for {which}",
+        f"waited 2 s in vain for {which}; start all hosts, or lower --nnodes",
+    ]
+    assert launcher.starts(0) == []
+
+
+@pytest.mark.multiprocess
+def test_a_port_in_use(launcher):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, _, errors = launcher("ends", "--nnodes", "2", "--node-rank", "0", "--master", place, *FOUR)
+    assert code == WRONG_INPUT
+    assert len(errors) == 1
+    assert errors[0].startswith(f"cannot listen at {place}: Address already in use; ")
+
+
+@pytest.mark.multiprocess
+def test_a_master_elsewhere(launcher):
+    """192.0.2.0/24 is for documentation (RFC 5737): the wrong host was told that it is number 0."""
+    code, _, errors = launcher("ends", "--nnodes", "2", "--node-rank", "0", "--master", "192.0.2.77", *FOUR)
+    assert (code, len(errors)) == (WRONG_INPUT, 1)
+    assert errors[0].endswith("that is no address of this host, though it is --node-rank 0; correct one of the two")

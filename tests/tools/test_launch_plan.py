@@ -1,0 +1,157 @@
+"""The launcher's decisions: what it refuses, how many replicas it takes, what SLURM tells it and what poprun gets."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from parallel import hosts
+from recipe.errors import UserError
+from tests.conftest import QUICKSTART, ROOT
+from tools import launch
+
+DONE, WRONG_INPUT, STOPPED = 0, 2, 75
+FOUR = ("--replicas", "4")
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """tool(name, script): puts a shell script on the PATH, ahead of everything."""
+
+    def make(name, script):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    return make
+
+
+def refusal(capfd, *arguments):
+    """The one line with which the launcher refuses the arguments."""
+    try:
+        code = launch.main(["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu", *arguments])
+    except SystemExit as end:
+        code = end.code
+    lines = capfd.readouterr().err.splitlines()
+    assert code == WRONG_INPUT, lines
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (("--replicas", "4", "batch.micro=100"), f"{QUICKSTART}: batch.global 768 is not a multiple of 100 micro x 4 "),
+        (
+            ("--nnodes", "3", "--node-rank", "0", "--master", "a", *FOUR),
+            "4 processes = 4 replicas x 1 stage do not divide",
+        ),
+        (("--node-rank", "1"), "--node-rank and --master go with --nnodes"),
+        (("--nnodes", "2"), "--nnodes 2 also needs --node-rank and --master, "),
+        (("--nnodes", "2", "--node-rank", "2", "--master", "a"), "--node-rank 2 is none of 0 to 1"),
+        (("--nnodes", "2", "--node-rank", "0", "--master", "a:b"), "--master a:b is not HOST or HOST:PORT"),
+        (
+            ("--nnodes", "2", "--node-rank", "0", "--master", "fd00::1:3"),
+            "--master fd00::1:3: write an IPv6 address in",
+        ),
+        (("--nnodes", "0"), "run_pod.sh: argument --nnodes: must be 1 or more; see"),
+        (("--replicas", "two"), "run_pod.sh: argument --replicas: 'two' is no number; see"),
+        (("--replica", "2"), "run_pod.sh: unrecognized arguments: --replica"),
+        (("--config", "missing.yaml"), "missing.yaml: No such file"),
+        (("run.sed=1",), "command line: run.sed: unknown key; did you mean run.seed?"),
+        (
+            ("--stages", "2", "parallel.split=[a,b]"),
+            "command line: parallel: split names 2 cut points but 2 stages need 1",
+        ),
+        (("--stages", "2", "run.sed=1"), "command line: run.sed: unknown key"),
+        (("--instances", "2"), "--instances goes with run.device=ipu, but run.device is cpu"),
+        (("run.device=ipu",), "how many IPUs there are is not known here; give the number of replicas"),
+        (("run.device=ipu", "--replicas", "2"), "run.device=ipu needs poprun on the PATH"),
+        (("run.device=ipu", "--nnodes", "2", "--node-rank", "0", "--master", "a"), "poprun itself starts all hosts"),
+        (
+            ("run.device=cuda", "--replicas", "2"),
+            "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(arguments, start, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "_gpus", lambda recipe: 1 if recipe.run.device == "cuda" else 0)
+    assert refusal(capfd, *arguments).startswith(start)
+
+
+def test_replicas_follow_the_gpus(capfd, monkeypatch):
+    monkeypatch.setattr(launch, "_gpus", lambda recipe: 8)
+    one = ("--config", str(QUICKSTART), "batch.global=768", "--dry-run", "--stages", "2")
+    assert launch.main(one) == DONE
+    assert "8 processes = 4 replicas x 2 stages on this host: " in capfd.readouterr().out
+    assert launch.main([*one, "--nnodes", "3", "--node-rank", "1", "--master", "a"]) == DONE
+    said = capfd.readouterr().out
+    assert (
+        "24 processes = 12 replicas x 2 stages on 3 hosts, 8 here on host 1: torchrun --nnodes=3 --node-rank=1 " in said
+    )
+    assert "parallel.replicas" not in said
+
+
+def test_cuts_that_do_not_fit_are_made_automatic(capfd):
+    recipe = ROOT / "configs" / "pod16.yaml"
+    assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "4", "--replicas", "4"]) == DONE
+    said = capfd.readouterr().out
+    assert "(--stages 4 does not fit the recipe's parallel.split: parallel.split=auto instead): poprun" in said
+    assert said.endswith("parallel.replicas=4 parallel.stages=4 parallel.split=auto\n")
+    assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "2", "--replicas", "8"]) == DONE
+    assert "split=auto" not in capfd.readouterr().out
+
+
+def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
+    tool("poprun", f'for text in "$@"; do printf "%s\\n" "$text"; done > {tmp_path}/said; exit 75')
+    recipe = str(ROOT / "configs" / "pod16.yaml")
+    command = [sys.executable, "-m", "tools.launch", "--config", recipe, "--replicas", "8", "--instances", "4"]
+    ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (STOPPED, "")
+    assert (tmp_path / "said").read_text().splitlines() == [
+        *("--num-replicas", "8", "--ipus-per-replica", "2", "--num-instances", "4"),
+        *(sys.executable, str(ROOT / "train.py"), "--config", recipe, "run.output=/a b", "parallel.replicas=8"),
+    ]
+
+
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "31234"}
+
+
+def test_slurm_names_the_hosts(tool):
+    tool("scontrol", '[ "$*" = "show hostnames gpu[07-08]" ] && printf "gpu07\\ngpu08\\n"')
+    found = hosts.find(None, None, None, {**SLURM, "SLURM_JOB_NODELIST": "gpu[07-08]"})
+    assert found == hosts.Hosts(2, 1, "gpu07", 21234)
+    assert hosts.find(2, 0, "mine:7", SLURM) == hosts.Hosts(2, 0, "mine", 7)
+
+
+def test_outside_a_slurm_step_there_is_one_host():
+    """A batch script, too, has SLURM_NNODES and SLURM_NODEID, but runs on the first node alone."""
+    assert hosts.find(None, None, None, {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}) == hosts.Hosts()
+    assert hosts.find(None, None, None, {**SLURM, "SLURM_STEP_NUM_NODES": "1"}) == hosts.Hosts()
+
+
+def test_slurm_that_does_not_fit(tool):
+    with pytest.raises(UserError, match="SLURM started 16 tasks on 2 nodes; start one each"):
+        hosts.find(None, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
+    tool("scontrol", "exit 1")
+    with pytest.raises(UserError, match="scontrol cannot expand the nodes 'x'"):
+        hosts.find(None, None, None, {**SLURM, "SLURM_JOB_NODELIST": "x"})
+
+
+def test_the_interface_towards_this_host_is_the_loopback():
+    assert hosts.interface_towards("127.0.0.1") == "lo"
+    assert hosts.interface_towards("no address") is None
+
+
+def test_run_pod_imports_ours_whatever_lies_in_the_current_folder(tmp_path):
+    for name in ("recipe.py", "parallel.py", "yaml.py"):
+        (tmp_path / name).write_text("raise SystemExit('a stranger was imported')\n")
+    command = [ROOT / "run_pod.sh", "--dry-run", "--config", QUICKSTART, "run.output=a b"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (DONE, "")
+    assert re.search(r"^launch     1 process = .* on this host: \S+ \S+train.py --config ", ended.stdout, re.MULTILINE)
+    assert ended.stdout.endswith("'run.output=a b'\n")

@@ -1,0 +1,102 @@
+"""Two hosts on one machine: network namespaces joined by a cable, each with its own loopback and nothing else."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import QUICKSTART, ROOT
+
+pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
+
+SUM = r"""
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+local, interface = os.environ["LOCAL_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
+print(f"rank {dist.get_rank()} local {local} by {interface}: {total.item():.0f}\n", end="")
+dist.destroy_process_group()
+"""
+
+# What run_pod.sh runs, but for the program.
+DRIVE = """
+import sys
+from parallel import hosts
+from tools import launch
+hosts._REACH_SECONDS = float(sys.argv.pop(1))
+sys.exit(launch.main(sys.argv[2:], program=sys.argv[1]))
+"""
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture
+def two_hosts():
+    """Names of two namespaces; 10.83.0.1 and 10.83.0.2 are their addresses on `cable`."""
+    names = [f"pod{os.getpid()}-{number}" for number in range(2)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if os.geteuid() or ip("netns", "add", name).returncode:
+                pytest.skip("needs root and network namespaces")
+            stack.callback(ip, "netns", "del", name)
+        commands = [f"-n {names[0]} link add cable type veth peer name cable netns {names[1]}"]
+        for number, name in enumerate(names):
+            commands += [f"-n {name} addr add 10.83.0.{number + 1}/24 dev cable"]
+            commands += [f"-n {name} link set {device} up" for device in ("lo", "cable")]
+        for command in commands:
+            done = ip(*command.split())
+            if done.returncode:
+                pytest.skip(f"ip {command}: {done.stderr}")
+        yield names
+
+
+@contextlib.contextmanager
+def started(commands):
+    """The processes of several commands, all of them ended at the end."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def on(name, program, patience):
+    """The launcher's command in a namespace, as far as it is the same on all hosts."""
+    recipe = ["--config", str(QUICKSTART), "batch.global=256", "run.device=cpu", "--replicas", "4", "--nnodes", "2"]
+    return ["ip", "netns", "exec", name, sys.executable, "-c", DRIVE, str(patience), str(program), *recipe]
+
+
+def test_four_ranks_on_two_hosts_add_up(two_hosts, tmp_path):
+    program = tmp_path / "sum.py"
+    program.write_text(SUM)
+    commands = [
+        [*on(name, program, patience=45), "--node-rank", str(number), "--master", "10.83.0.1:29511"]
+        for number, name in enumerate(two_hosts)
+    ]
+    with started(commands) as processes:
+        for number, process in enumerate(processes):
+            out, errors = process.communicate(timeout=80)
+            assert (process.returncode, errors) == (0, "")
+            assert sorted(out.splitlines()[1:]) == [
+                f"rank {2 * number + local} local {local} by cable: 1111" for local in range(2)
+            ]
+
+
+def test_a_host_without_a_way_to_the_master(two_hosts, tmp_path):
+    """198.51.100.0/24 is for documentation (RFC 5737): there is no route to it."""
+    command = [*on(two_hosts[1], tmp_path / "none.py", patience=2), "--node-rank", "1", "--master", "198.51.100.1"]
+    with started([command]) as (process,):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert len(errors.splitlines()) == 1
+        assert errors.startswith("cannot reach the master 198.51.100.1:29500 within 2 s (Network is unreachable); ")

@@ -1,0 +1,47 @@
+"""The signals that ask a run to stop. Loads nothing heavy: a launcher's signal may come while torch is still loading.
+
+Alone, or under torchrun or srun, SIGTERM and SIGINT mean: finish the step, save, exit with 75. Ranks of run_pod.sh are
+told so by SIGUSR1, once the launcher itself was told: SIGTERM reaches them from torch's agent alone, when another rank
+is dead, and then it ends them at once; SIGINT, which a terminal sends to all, is the launcher's business.
+"""
+
+import os
+import signal
+from typing import Callable, Dict, Optional
+
+_noted: Optional[int] = None
+
+
+def launched() -> bool:
+    """Whether run_pod.sh's launcher started this process as one of several ranks."""
+    return os.environ.get("POD_LAUNCHER") == "1"
+
+
+def listen_early() -> None:
+    """Notes a launcher's signal from now on, for the `StopSignals` that come later."""
+    if launched():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, _note)
+
+
+class StopSignals:
+    """Within it, `handler(number, frame)` gets the signals that ask to stop, also one that came before."""
+
+    def __init__(self, handler: Callable):
+        self._handler = handler
+        self._numbers = (signal.SIGUSR1,) if launched() else (signal.SIGTERM, signal.SIGINT)
+        self._old: Dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        self._old = {number: signal.signal(number, self._handler) for number in self._numbers}
+        if _noted is not None:
+            self._handler(_noted, None)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def _note(number: int, frame: object) -> None:
+    global _noted
+    _noted = number
