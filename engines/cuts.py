@@ -36,7 +36,7 @@ def parts(
         raise ConfigError(
             f"parallel.stages: {parallel.parts} parts are more than the {len(able)} blocks that have parameters"
         )
-    if parallel.split is not None:
+    if isinstance(parallel.split, list):
         cut = parallel.split
     elif processes.topology.stages > 1:
         cut, note = _automatic(model, recipe, batch, processes, device)
@@ -61,11 +61,13 @@ def _automatic(
     model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
 ) -> Tuple[List[str], str]:
     """The balanced cut. All ranks measure at once, as they will compute; the main rank's figures count."""
-    size = recipe.model.image_size
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator).to(device)
-    found = costs.measure(model, images)
-    parallel = recipe.parallel
+    parallel, size = recipe.parallel, recipe.model.image_size
+    if parallel.split == "counted":
+        found = costs.count(model, size, batch.micro)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)
+        found = costs.measure(model, images.to(device))
 
     def balanced() -> costs.Cut:
         return costs.balance(
@@ -78,7 +80,7 @@ def _automatic(
         )
 
     cut = processes.from_main(balanced)
-    return cut.cuts, cut.describe()
+    return cut.cuts, cut.describe("counted" if parallel.split == "counted" else "measured")
 
 
 def _in_flight(parallel: Parallel, accumulation: int) -> List[int]:

@@ -227,7 +227,7 @@ def _describe_parallel(recipe: Recipe) -> list:
     parallel, exchange, parts = recipe.parallel, recipe.exchange, []
     if parallel.stages > 1:
         each = f" of {parallel.virtual_stages} parts" if parallel.virtual_stages else ""
-        cuts = "auto" if parallel.split is None else f"[{', '.join(parallel.split)}]"
+        cuts = f"[{', '.join(parallel.split)}]" if isinstance(parallel.split, list) else parallel.split or "auto"
         parts.append(f"{parallel.schedule} over {parallel.stages} stages{each}, split {cuts}")
     if parallel.recompute:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))

@@ -9,20 +9,20 @@ from recipe.section import Section
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, unless the recipe says otherwise
 
 
-def _or_auto(items: dict) -> dict:
-    """JSON Schema of a key that is a value, or auto (or null)."""
-    return {"anyOf": [{"const": "auto"}, items, {"type": "null"}]}
+def _or_auto(*choices: dict) -> dict:
+    """JSON Schema of a key that is one of some values, or auto (or null)."""
+    return {"anyOf": [{"const": "auto"}, *choices, {"type": "null"}]}
 
 
 class Parallel(Section):
     """How the model is cut and copied. One process that is started alone runs all stages itself."""
 
     stages: int = Field(1, ge=1, description="pipeline stages of one replica, each on a device of its own")
-    split: Optional[List[str]] = Field(
+    split: Union[Literal["counted"], List[str], None] = Field(
         None,
         description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
-        "stages by what each block costs, measured at the start",
-        json_schema_extra=_or_auto({"type": "array", "items": {"type": "string"}}),
+        "stages by what each block costs, measured at the start; counted, by its multiply-adds",
+        json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}}),
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
         "gpipe",
@@ -44,10 +44,19 @@ class Parallel(Section):
         json_schema_extra=_or_auto({"type": "integer", "minimum": 1}),
     )
 
-    @field_validator("replicas", "split", mode="before")
+    @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _known_split(cls, value: object) -> object:
+        if value is None or value == "auto":
+            return None
+        if value == "counted" or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            return value
+        raise ValueError(f"must be auto, counted or a list of blocks, found {value!r}")
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -73,7 +82,7 @@ class Parallel(Section):
             raise ValueError("schedule interleaved needs stages of 2 or more")
         if self.schedule != "interleaved" and self.virtual_stages is not None:
             raise ValueError("virtual_stages goes with schedule interleaved; give virtual_stages=null")
-        if self.split is not None and len(self.split) != self.parts - 1:
+        if isinstance(self.split, list) and len(self.split) != self.parts - 1:
             each = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
             raise ValueError(
                 f"split names {len(self.split)} cut points but {self.stages} stages{each} need {self.parts - 1}; "

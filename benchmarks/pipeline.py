@@ -1,0 +1,297 @@
+"""Does a pipeline of two processes come close to twice the rate of one, and what does recomputing save?
+
+    python -m benchmarks.pipeline [--json]
+
+EfficientNet-B0 G16 at 64 px, micro batches of 8, float32, images in memory, GPipe's schedule, cut where
+`parallel.split: auto` cuts it here; K stages are K processes of one thread. All sides are called in turn in the same
+long-lived processes, which begin each turn together; a step's time is that of the rank that takes longest.
+- `ours`: a training step of our engine, and beside it one with `parallel.recompute`.
+- `alone`: what the ideal is taken from. K processes at once, so that they share caches and memory as the stages do,
+  each training the whole model by our engine (K = 1: it is `ours`). The ideal is the sum of their rates times
+  M / (M + K - 1), M micro batches filling and draining K stages.
+- `torch`: the same blocks, cut at the same places, by torch.distributed.pipelining as its users write it: PipelineStage
+  with given shapes, ScheduleGPipe, cross entropy, gradients in .grad from None at each step, scaled by the schedule.
+  What is compared is a whole training step, so it also makes the update, by our foreach LARS over the parameters of the
+  stage. It does without what an engine owes besides: sums of losses and hits, a check for finite gradients on all
+  ranks, a mask of its own for each micro batch in the random layers.
+- `stages`: the blocks of each stage in GPipe's order, all micro batches forward, then all backward, with nothing to wait
+  for, both at once: by how much the cut is uneven and what the order costs (the activations of M micro batches are
+  kept, not of one). Its step is what the pipeline would take if neither messages nor updates cost anything.
+Memory is taken in processes of their own: how far the resident memory rises in two steps above what it was before
+the first. A repetition is a pair of processes for each side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from benchmarks import claims, ranks
+from benchmarks.ranks import Ours
+from benchmarks.step import B0
+from benchmarks.step import recipe as of_step
+from engines import cuts
+from engines.stage import boundaries
+from models.efficientnet import build
+from models.normalization import norm_parameters
+from models.stages import split_names
+from optim import factory
+from parallel.processes import Processes
+from parallel.topology import Topology
+from parallel.work import Boundary
+from recipe.batch import divide
+from recipe.config import Recipe
+
+STAGES = 2
+MICRO = 8
+import os
+T=os.environ.get("TRY")
+ROUNDS = {1: 2, 4: 2, 8: 2, 32: 2} if T else {1: 25, 4: 15, 8: 15, 32: 13}
+ROUNDS_OF_ONE = {1: 1, 4: 1, 8: 1, 32: 1} if T else {1: 9, 4: 5, 8: 5, 32: 3}
+MOST = 32
+MEMORY_REPETITIONS = 1 if T else 3
+MEMORY_STEPS = 2
+RECOMPUTE = "ours, recompute"
+CPU = torch.device("cpu")
+
+
+def recipe(stages: int, micro_batches: int, split: Sequence[str], *overrides: str) -> Recipe:
+    """Of B0 with micro batches of 8. Args: split: the blocks that open the stages after the first."""
+    batch = (f"batch.micro={MICRO}", f"batch.global={MICRO * micro_batches}")
+    cut = (f"parallel.stages={stages}", f"parallel.split=[{','.join(split)}]", "parallel.schedule=gpipe")
+    return of_step(*B0, *batch, *cut, *overrides)
+
+
+class Torchs:
+    """One stage of the same model by torch's own pipeline, and an update."""
+
+    def __init__(self, plan: Recipe, split: Sequence[str], group: dist.ProcessGroup):
+        self._count = plan.batch.global_ // MICRO
+        model = build(plan.model, plan.run.seed)
+        parts = split_names(model.names, split)
+        rank, size = dist.get_rank(group), plan.model.image_size
+        with torch.device("meta"):
+            shapes = boundaries(
+                parts,
+                build(plan.model, plan.run.seed),
+                Boundary((MICRO, 3, size, size), torch.uint8),
+                torch.float32,
+            )
+        self.module = model.part(parts[rank]).train()
+        entering, leaving = (
+            torch.empty(tuple(shape), dtype=dtype, device="meta").requires_grad_(dtype == torch.float32)
+            for shape, dtype in shapes[rank : rank + 2]
+        )
+        stage = PipelineStage(
+            self.module, rank, len(parts), CPU, input_args=entering, output_args=leaving, group=group
+        )
+        self._loss = nn.CrossEntropyLoss(label_smoothing=plan.data.label_smoothing)
+        self._schedule = ScheduleGPipe(stage, self._count, loss_fn=self._loss)
+        self._is_first, self._is_last = stage.is_first, stage.is_last
+        self._images, self._labels = ranks.images_and_labels(plan, self._count * MICRO)
+        self._entering = torch.randn(tuple(entering.shape))
+        self._leaving = torch.randn(tuple(leaving.shape))
+        self._optimizer = factory.create(
+            plan.optimizer, dict(self.module.named_parameters()), norm_parameters(model)
+        )
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = 0.1
+        self.phases: List[Tuple[float, float]] = []
+
+    def update(self) -> None:
+        """One training step."""
+        losses: Optional[list] = [] if self._is_last else None
+        self._schedule.step(
+            *((self._images,) if self._is_first else ()),
+            target=self._labels if self._is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def without_others(self) -> None:
+        """The gradients of a step through this stage alone, in GPipe's order; keeps (seconds forward, backward)."""
+        start = time.perf_counter()
+        outputs = []
+        for images, labels in zip(self._images.split(MICRO), self._labels.split(MICRO)):
+            x = images if self._is_first else self._entering.clone().requires_grad_()
+            output = self.module(x)
+            outputs.append(self._loss(output, labels) if self._is_last else output)
+        between = time.perf_counter()
+        outputs.reverse()
+        while outputs:
+            outputs.pop().backward(None if self._is_last else self._leaving)
+        self.phases.append((between - start, time.perf_counter() - between))
+        self._optimizer.zero_grad()
+
+
+def rank_takes_turns(rank: int) -> Tuple[List[str], str, dict, List[Tuple[float, float]]]:
+    """Where the model is cut, the line about it, seconds by (stages, micro batches, side), and phases of the stage."""
+    processes = Processes(Topology(1, STAGES, rank, rank), CPU)
+    own = Processes(Topology(), CPU)
+    alone = dist.new_group([0])
+    split, note = automatic_cut(processes)
+    times = {}
+    for count, rounds in ROUNDS.items():
+        one = Ours(recipe(1, count, ()), own)
+        both = {
+            "torch": Torchs(recipe(STAGES, count, split), split, processes.stage_group),
+            "ours": Ours(recipe(STAGES, count, split), processes),
+        }
+        sides: Dict[str, Callable[[], None]] = {name: side.update for name, side in both.items()}
+        sides["alone"] = one.update
+        if count == MOST:
+            sides["stages"] = both["torch"].without_others
+            sides[RECOMPUTE] = Ours(recipe(STAGES, count, split, "parallel.recompute=true"), processes).update
+        found = ranks.in_turn(sides, rounds, processes)
+        times.update({(STAGES, count, name): values for name, values in found.items()})
+        phases = both["torch"].phases[1:]
+        del both
+        sides = {"torch": _nothing, "ours": _nothing}
+        if rank == 0:
+            sides = {"torch": Torchs(recipe(1, count, ()), (), alone).update, "ours": one.update}
+        found = ranks.in_turn(sides, ROUNDS_OF_ONE[count], processes)
+        times.update({(1, count, name): values for name, values in found.items()})
+        del one, sides
+    processes.part()
+    return split, note, times, phases
+
+
+def _nothing() -> None:
+    """What the second rank does while the first is alone."""
+
+
+def automatic_cut(processes: Processes) -> Tuple[List[str], str]:
+    """The blocks that open the stages after the first with `parallel.split: auto`, and the engine's line about it."""
+    plan = recipe(STAGES, MOST, (), "parallel.split=auto")
+    model = build(plan.model, plan.run.seed)
+    parts, note = cuts.parts(model, plan, divide(plan, 1), processes, CPU)
+    return [names[0] for names in parts[1:]], note
+
+
+def rank_peaks(rank: int, side: str, split: Sequence[str]) -> Tuple[float, float]:
+    """MB by which this process's memory rises at most during steps, and the most that it holds then."""
+    processes = Processes(Topology(1, STAGES, rank, rank), CPU)
+    plan = recipe(STAGES, MOST, split, f"parallel.recompute={str(side == RECOMPUTE).lower()}")
+    step = (Torchs(plan, split, processes.stage_group) if side == "torch" else Ours(plan, processes)).update
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what building left to the allocator is not there to be used for nothing
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    for _ in range(MEMORY_STEPS):
+        step()
+    peak = _resident("VmHWM")
+    processes.part()
+    return peak - before, peak
+
+
+def _resident(name: str) -> float:
+    """MB of this process's memory: VmRSS, now; VmHWM, at most."""
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+
+def measure_memory(split: Sequence[str]) -> Tuple[List[dict], List[float]]:
+    """Rows, and the largest stage's peak with recomputing over that without, by repetition."""
+    sides = ("torch", "ours", RECOMPUTE)
+    peaks: Dict[str, list] = {side: [] for side in sides}
+    for _ in range(MEMORY_REPETITIONS):
+        for side in sides:
+            peaks[side].append(ranks.run(STAGES, rank_peaks, side, split))
+    rows = []
+    for side in sides:
+        for stage in range(STAGES):
+            rise, whole = (statistics.median(each[stage][kind] for each in peaks[side]) for kind in range(2))
+            rows.append({**_EMPTY, "part": f"memory of stage {stage}", "stages": STAGES, "micro_batches": MOST,
+                         "side": side, "peak_mb": rise, "process_mb": whole})  # fmt: skip
+    largest = {side: [max(rise for rise, _ in each) for each in peaks[side]] for side in sides}
+    return rows, [less / plain for less, plain in zip(largest[RECOMPUTE], largest["ours"])]
+
+
+_EMPTY = dict.fromkeys(
+    ("part", "stages", "micro_batches", "side", "ms_per_step", "fastest", "slowest", "images_per_second",
+     "efficiency_of_ideal", "imbalance", "peak_mb", "process_mb")
+)  # fmt: skip
+
+
+def efficiencies(stages: int, count: int, seconds: Sequence[float], alone: Sequence[Sequence[float]]) -> List[float]:
+    """Rate over the ideal one, turn by turn. Args: alone: of each process at once, seconds of its steps."""
+    images = count * MICRO
+    ideal = [sum(images / each for each in turn) * count / (count + stages - 1) for turn in zip(*alone)]
+    return [images / own / wanted for own, wanted in zip(seconds, ideal)]
+
+
+def step_rows(times: Sequence[dict], imbalance: float) -> Tuple[List[dict], List[float], List[float]]:
+    """Rows; efficiencies with most micro batches; our time over torch's there."""
+    rows, claimed = [], {}
+    for stages, count, side in times[0]:
+        images = count * MICRO
+        reference = (stages, count, "ours" if stages == 1 else "alone")
+        alone = [each[reference] for each in times[:stages]]
+        seconds = ranks.slowest(times[:stages], (stages, count, side))
+        rate = images / statistics.median(seconds)
+        if side == "alone":
+            rate = statistics.median(sum(images / each for each in turn) for turn in zip(*alone))
+        elif side == "stages":
+            seconds = [(count + stages - 1) / count * value for value in seconds]
+            rate = images / statistics.median(seconds)
+        found = efficiencies(stages, count, seconds, alone)
+        claimed[stages, count, side] = seconds, found
+        rows.append({**_EMPTY, "part": "step", "stages": stages, "micro_batches": count, "side": side,
+                     "ms_per_step": 1000 * statistics.median(seconds), "fastest": 1000 * min(seconds),
+                     "slowest": 1000 * max(seconds), "images_per_second": rate,
+                     "efficiency_of_ideal": None if side == "alone" else statistics.median(found),
+                     "imbalance": imbalance if stages > 1 and side != "alone" else None})  # fmt: skip
+    ours, theirs = claimed[STAGES, MOST, "ours"], claimed[STAGES, MOST, "torch"]
+    rows.sort(key=lambda each: (each["stages"], each["micro_batches"]))
+    return rows, ours[1], [own / other for own, other in zip(ours[0], theirs[0])]
+
+
+def print_bounds(phases: Sequence[Sequence[Tuple[float, float]]]) -> None:
+    """What the cut allows. Args: phases: of each stage, (seconds forward, backward) of its turns without the other."""
+    by_sum, by_phase, shares = [], [], []
+    for turn in zip(*phases):
+        forward, backward = zip(*turn)
+        whole = [sum(stage) for stage in turn]
+        by_sum.append(statistics.mean(whole) / max(whole))
+        by_phase.append(statistics.mean(whole) / (max(forward) + max(backward)))
+        shares.append(whole[0] / sum(whole))
+    print(
+        f"bound by the cut's imbalance, measured: mean stage time / slowest {statistics.median(by_sum):.3f}, "
+        f"forward and backward phases each bound by their slowest {statistics.median(by_phase):.3f}; "
+        f"the first stage takes {100 * statistics.median(shares):.1f} % of the time"
+    )
+
+
+def main() -> None:
+    as_json = claims.wants_json(__doc__)
+    torch.set_num_threads(1)  # as in the ranks: the report says so
+    started = time.perf_counter()
+    outcomes = ranks.run(STAGES, rank_takes_turns)
+    split, note, _, _ = outcomes[0]
+    imbalance = float(re.search(r"([\d.]+) % from even", note)[1]) / 100
+    rows, efficiency, over_torch = step_rows([times for _, _, times, _ in outcomes], imbalance)
+    memory_rows, over_plain = measure_memory(split)
+    print(note)
+    print_bounds([phases for *_, phases in outcomes])
+    print(f"measured in {time.perf_counter() - started:.0f} s")
+    made = [
+        claims.claim("efficiency_of_ideal_k2_m32", efficiency, "of the ideal", ">= 0.93"),
+        claims.claim("time_over_torch_pipelining", over_torch, "times", "<= 1.03"),
+        claims.claim("peak_memory_recompute_over_plain", over_plain, "times", "<= 0.6"),
+    ]
+    claims.report("pipeline", [*rows, *memory_rows], made, as_json)
+
+
+if __name__ == "__main__":
+    main()

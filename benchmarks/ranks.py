@@ -1,0 +1,124 @@
+"""What benchmarks of several processes share: ranks of this machine with one thread each, their turns, our engine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from multiprocessing import connection
+from typing import Any, Callable, Dict, Iterator, List, Sequence
+
+import torch
+
+from data.loader import MicroBatch
+from engines.torch_engine import TorchEngine
+from parallel.processes import Processes
+from recipe.batch import divide
+from recipe.config import Recipe
+
+Times = Dict[str, List[float]]
+
+
+def run(size: int, function: Callable, *args: Any) -> List[Any]:
+    """Calls function(rank, *args) in `size` fresh processes of one torch thread each; their results by rank.
+
+    MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE are set as `parallel/processes.py` reads them. The function and what
+    it takes and returns travel by pickle.
+
+    Raises:
+        RuntimeError: a rank failed or died; the others are killed before.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes, waiting, results = [], {}, {}
+    try:
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, size, port, writer, function, args), daemon=True)
+            process.start()
+            writer.close()
+            processes.append(process)
+            waiting[reader] = rank
+        while waiting:
+            for reader in connection.wait(list(waiting)):
+                rank = waiting.pop(reader)
+                try:
+                    done, value = reader.recv()
+                except EOFError:
+                    done, value = False, "died without a word"
+                if not done:
+                    raise RuntimeError(f"rank {rank}: {value}")
+                results[rank] = value
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    return [results[rank] for rank in range(size)]
+
+
+def _rank(rank: int, size: int, port: int, writer: connection.Connection, function: Callable, args: tuple) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        writer.send((True, function(rank, *args)))
+    except BaseException:
+        writer.send((False, traceback.format_exc()))
+
+
+def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Processes) -> Times:
+    """{name: this rank's seconds for each of its turns}, after one turn of each that does not count.
+
+    Every rank must call this with the same names in the same order, which turns around from round to round. All ranks
+    begin a turn together.
+    """
+    times: Times = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            processes.wait_for_all()
+            start = time.perf_counter()
+            sides[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def slowest(times: Sequence[Times], name: str) -> List[float]:
+    """Seconds of each turn of `name`: those of the rank that took longest."""
+    return [max(values) for values in zip(*(each[name] for each in times))]
+
+
+def images_and_labels(plan: Recipe, count: int) -> tuple:
+    """Images in memory, uint8 [count, 3, size, size], and labels, int64 [count]: noise, the same for all sides."""
+    generator = torch.Generator().manual_seed(0)
+    size = plan.model.image_size
+    images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(0, plan.model.classes, (count,), generator=generator)
+
+
+class Ours:
+    """Our engine, one stage of one replica; the images that each step takes lie in memory."""
+
+    def __init__(self, plan: Recipe, processes: Processes):
+        place = processes.topology
+        self.engine = TorchEngine(plan, divide(plan, place.replicas), processes)
+        batch = self.engine.batch
+        rows, first = batch.micro, place.replica * batch.accumulation
+        images, labels = (tensor.split(rows) for tensor in images_and_labels(plan, batch.accumulation * rows))
+        self._images = [
+            MicroBatch(images[number], labels[number], labels[number], rows, first + number, 0, ())
+            for number in range(batch.accumulation)
+        ]
+        self._step = 0
+
+    def update(self) -> None:
+        """One step: all micro batches forward and backward, exchange, update."""
+        self.engine.train_step(self._own_images(), self._step, lr=0.1)
+        self._step += 1
+
+    def _own_images(self) -> Iterator[MicroBatch]:
+        return iter(self._images if self.engine.topology.is_first else ())
