@@ -5,12 +5,11 @@ remedy), 75 stopped by a signal after saving: the same command resumes.
 """
 
 import re
-import sys
 
 from recipe import batch, loading
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from training import stopping
-from training.command import Parser, finish, naming
+from training.command import Parser, fail, finish, naming
 
 
 def main(arguments=None) -> int:
@@ -33,13 +32,13 @@ def main(arguments=None) -> int:
             return DONE
         return naming(options.config, _train, recipe)
     except UserError as error:
-        return _fail(error, WRONG_INPUT)
+        return fail(error, WRONG_INPUT)
     except RuntimeError as error:
         if not re.search("out of memory|can't allocate memory", str(error)):
             raise
-        return _fail("the memory does not suffice; lower batch.micro, batch.evaluation or model.image_size", FAILED)
+        return fail("the memory does not suffice; lower batch.micro, batch.evaluation or model.image_size", FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
+        return fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
 
 
 def _train(recipe) -> int:
@@ -50,19 +49,13 @@ def _train(recipe) -> int:
     try:
         run(recipe)
     except Stopped as stop:
-        return _fail(stop, STOPPED)
+        return fail(stop, STOPPED)
     except TrainingError as error:
-        return _fail(error, FAILED)
+        return fail(error, FAILED)
     except OSError as error:
         place = error.filename or batch.output_folder(recipe)
-        return _fail(f"{place}: {error.strerror or error}; mend it and start again: the run resumes", FAILED)
+        return fail(f"{place}: {error.strerror or error}; mend it and start again: the run resumes", FAILED)
     return DONE
-
-
-def _fail(message: object, code: int) -> int:
-    if str(message):  # another rank says it
-        print(message, file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any, Callable, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.topology import Topology
 from recipe.errors import ConfigError, UserError
@@ -48,6 +47,8 @@ class Processes:
         self._world = topology.world
         if self._world == 1:
             return
+        from torch.distributed.device_mesh import init_device_mesh  # newer than what a process alone can do with
+
         _meet(topology, device)
         names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
         host = init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 
-from recipe.errors import FAILED, WRONG_INPUT, ConfigError
+from recipe.errors import FAILED, STOPPED, WRONG_INPUT, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +22,18 @@ def naming(config, function, recipe):
         return function(recipe)
     except ConfigError as error:
         raise ConfigError(f"{config}: {error}" if str(error) else "") from None
+
+
+def fail(message, code):
+    """Says why, on stderr; returns `code`. An empty message means that another rank says it.
+
+    Then that one is given time: a rank that ends takes all others with it, and they may still be closing files.
+    """
+    if str(message):
+        print(message, file=sys.stderr, flush=True)
+    elif code != STOPPED:  # after a stop all ranks have taken leave of each other
+        time.sleep(2.0)
+    return code
 
 
 def finish(main):

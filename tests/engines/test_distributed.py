@@ -12,6 +12,7 @@ from recipe import loading
 from recipe.batch import divide
 from tests import world
 from tests.conftest import QUICKSTART, TINY
+from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
 
@@ -138,20 +139,6 @@ def distance(actual, expected):
 
 def norm_of(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors]).norm()
-
-
-def flat(tree, prefix=""):
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    return {name: leaf for key, branch in tree.items() for name, leaf in flat(branch, f"{prefix}/{key}").items()}
-
-
-def assert_bitwise_equal(actual, expected):
-    actual, expected = flat(actual), flat(expected)
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert actual[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
 @pytest.fixture(scope="module")

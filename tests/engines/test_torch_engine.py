@@ -12,6 +12,7 @@ from data.sources import open_source
 from engines.torch_engine import TorchEngine
 from models.efficientnet import build
 from recipe.errors import ConfigError
+from tests.tensors import assert_bitwise_equal, flat
 from training.evaluation import evaluate
 
 PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32", "data.label_smoothing=0.1")
@@ -38,21 +39,6 @@ def train(engine, steps, micro=12, lr=1.0, first=0):
         engine.train_step(as_micro_batches(*noise_images(24, seed=step), micro, step), step, lr)
         for step in range(first, first + steps)
     ]
-
-
-def flat(tree, prefix=""):
-    """A nested dictionary of tensors as {"a.b": tensor}."""
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    return {name: leaf for key, branch in tree.items() for name, leaf in flat(branch, f"{prefix}/{key}").items()}
-
-
-def assert_bitwise_equal(actual, expected):
-    actual, expected = flat(actual), flat(expected)
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert actual[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
 def differ(one, other):

@@ -1,0 +1,85 @@
+"""Cut points that a recipe names, and what is refused of them, whatever the number of processes."""
+
+import pytest
+import torch
+
+from engines import cuts
+from models.efficientnet import build
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.batch import divide
+from recipe.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def parts(tiny):
+    """parts(stages, *overrides): of the first of `stages` processes, with what it says; no other process is needed."""
+
+    def divided(stages, *overrides):
+        recipe = tiny(*overrides)
+        processes = Processes(Topology(), CPU)
+        processes.topology = Topology(1, stages)
+        model = build(recipe.model, 0)
+        return model, *cuts.parts(model, recipe, divide(recipe), processes, CPU)
+
+    return divided
+
+
+def test_named_cuts_are_taken(parts):
+    model, found, note = parts(2, "parallel.stages=2", "parallel.split=[blocks.2.0]")
+    place = model.names.index("blocks.2.0")
+    assert found == [model.names[:place], model.names[place:]]
+    assert note == ""
+
+
+def test_one_process_computes_all_parts_as_one(parts):
+    for overrides in (("parallel.stages=2", "parallel.split=[blocks.2.0]"), ("parallel.stages=3",), ()):
+        model, found, note = parts(1, *overrides)
+        assert found == [model.names] and note == ""
+
+
+@pytest.mark.parametrize("split", ["auto", "counted"])
+def test_automatic_cuts_are_even_and_told(parts, split):
+    model, found, note = parts(2, "parallel.stages=2", f"parallel.split={split}", "data.image_sizes=null")
+    assert [name for part in found for name in part] == model.names and len(found) == 2
+    origin = "measured" if split == "auto" else "counted"
+    assert note.startswith(f"split [{found[1][0]}] ({origin}): stages take ")
+
+
+def test_a_counted_cut_is_always_the_same(parts):
+    first, second = (parts(3, "parallel.stages=3", "parallel.split=counted")[1:] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("parallel.split=[blocks.9.9]",), r"^parallel.split: blocks.9.9 is not a block; the blocks are preprocess, "),
+        (("parallel.split=[preprocess]",), r"^parallel.split: the cut points preprocess leave a stage empty"),
+        (
+            ("parallel.split=[stem]",),
+            r"^parallel.split: the stage of preprocess has no parameters; cut further behind$",
+        ),
+        (
+            ("parallel.stages=3", "parallel.split=[blocks.3.0,blocks.1.0]"),
+            r"^parallel.split: the cut points blocks.3.0, blocks.1.0 leave a stage empty; order them",
+        ),
+        (("parallel.stages=40",), r"^parallel.stages: 40 parts are more than the \d+ blocks that have parameters$"),
+        (
+            ("parallel.stages=6", "parallel.schedule=interleaved", "batch.micro=2"),
+            r"^parallel.stages: 12 parts are more than the \d+ blocks",
+        ),
+    ],
+)
+def test_cuts_that_make_no_stages_are_refused(parts, processes, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        parts(processes, "parallel.stages=2", *overrides)
+
+
+def test_virtual_stages_go_round_the_devices():
+    divided = [["a"], ["b"], ["c"], ["d"]]
+    assert cuts.own_parts(divided, Topology(1, 2, 0)) == {0: ["a"], 2: ["c"]}
+    assert cuts.own_parts(divided, Topology(2, 2, 3)) == {1: ["b"], 3: ["d"]}

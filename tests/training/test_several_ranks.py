@@ -1,0 +1,232 @@
+"""Whole runs in several ranks learn, write and say what a run of one process does; so do runs that change in between."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.loader import epoch_order
+from data.sources import FolderSource
+from engines.factory import create
+from recipe import loading
+from recipe.batch import divide
+from tests import ranks
+from tests.conftest import QUICKSTART
+from tests.training.test_resume import Outcome, flat
+
+pytestmark = pytest.mark.multiprocess
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+TWO_STAGES = ("parallel.stages=2", "parallel.split=[blocks.3.0]")
+FOUR_STAGES = ("parallel.stages=4", "parallel.split=auto", "parallel.schedule=1f1b")
+FAST_FLOAT32 = ("exchange.order=fast", "precision.weights=float32")
+
+
+def train_to_the_end(size, *overrides, **options):
+    """What the main rank said. All end with 0, the others in silence."""
+    ended = ranks.train(size, *overrides, **options)
+    assert [rank.code for rank in ended] == [DONE] * size, ended
+    assert [(rank.errors, rank.out if number else []) for number, rank in enumerate(ended)] == [([], [])] * size
+    return ended[0].out
+
+
+def signal_at(step, who, rank):
+    if rank == who:
+        ranks.before_step(step, functools.partial(signal.raise_signal, signal.SIGTERM))
+
+
+def train_until(step, who, size, *overrides):
+    """A session that ends because rank `who` is told to before that step. Several agree a step later."""
+    ended = ranks.train(size, *overrides, sabotage=functools.partial(signal_at, step, who))
+    assert [rank.code for rank in ended] == [STOPPED] * size, ended
+    saved = step + (size > 1)
+    assert [rank.errors for rank in ended] == [[f"SIGTERM: saved at step {saved}; the same command resumes"]] + [[]] * (
+        size - 1
+    )
+    return saved
+
+
+def values_of(tree, prefix=""):
+    """(path, value) of nested dictionaries, in their order."""
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [value for name, branch in tree.items() for value in values_of(branch, f"{prefix}/{name}")]
+
+
+def assert_same_numbers(actual, expected, rel):
+    """Equal in order and value; losses up to the order in which the ranks' shares of them are added."""
+    actual, expected = values_of(actual), values_of(expected)
+    assert [path for path, _ in actual] == [path for path, _ in expected]
+    for (path, value), (_, wanted) in zip(actual, expected):
+        assert value == (pytest.approx(wanted, rel=rel) if path.endswith("/loss") else wanted), path
+
+
+def assert_same_outcome(folder, expected):
+    """Every tensor of the newest checkpoint bit for bit, every event, and where the run is.
+
+    Losses are sums over 12 micro batches in float32 (training), over 360 images in float64 (evaluation)."""
+    outcome = Outcome(folder)
+    assert len(outcome.events) == len(expected.events)
+    for event, wanted in zip(outcome.events, expected.events):
+        assert_same_numbers(event, wanted, 1e-6 if event["event"] == "train" else 1e-13)
+    assert_same_numbers(outcome.progression, expected.progression, 1e-13)
+    assert outcome.tensors() == expected.tensors()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of the run in one process, and what it said."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    said = train_to_the_end(1, *TWO_STAGES, f"run.output={folder}")
+    outcome = Outcome(folder)
+    assert [event["event"] for event in outcome.events].count("eval") == 2
+    assert all(event["skipped_steps"] == 0 for event in outcome.events if event["event"] == "train")
+    return folder, said
+
+
+def without_pace(lines):
+    """What is said about the run, without images a second and what follows from that."""
+    return [line.partition(" images/s")[0].rpartition(" ")[0] if "images/s" in line else line for line in lines]
+
+
+def test_four_ranks_leave_and_say_what_one_process_does(alone, tmp_path):
+    one, said_by_one = alone
+    four = tmp_path / "run"
+    said = train_to_the_end(4, *TWO_STAGES, f"run.output={four}")
+    assert_same_outcome(four, Outcome(one))
+    assert [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one)][0] == {
+        path.relative_to(one) for path in one.rglob("*")
+    }
+    assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
+    assert len(json.loads((four / "environment.json").read_text())["starts"]) == 1
+    assert said[0] == "240 = 20 micro x 6 accumulation x 2 replicas (2 stages each: 4 devices)"
+    assert said_by_one[1] == "one process computes all 2 stages itself, on one device"
+    told, wanted = without_pace(said)[1:], without_pace(said_by_one)[2:]
+    assert [line.partition("  0:00:")[0] for line in told] == [line.partition("  0:00:")[0] for line in wanted]
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"), [(4, ()), pytest.param(4, FOUR_STAGES, marks=pytest.mark.slow)], ids=["1x4", "4x1"]
+)
+def test_a_tree_ends_the_same_over_changed_topologies(alone, tmp_path, size, overrides):
+    """Stopped on two replicas of two stages, then alone, then finished on four ranks in one row."""
+    place = f"run.output={tmp_path / 'run'}"
+    stopped = train_until(3, 3, 4, *TWO_STAGES, place)
+    stopped = train_until(stopped + 3, 0, 1, place)
+    said = train_to_the_end(size, *overrides, place)
+    assert f"resuming at step {stopped} of 10" in said
+    assert_same_outcome(tmp_path / "run", Outcome(alone[0]))
+
+
+def moved(folder):
+    """How far each weight has come from its first value, float64."""
+    recipe = loading.load(QUICKSTART, [*ranks.RECIPE, *FAST_FLOAT32])
+    engine = create(recipe, divide(recipe, 1))
+    first = dict(flat(engine.state_dict()["weights"]))
+    last = dict(flat(Outcome(folder).engine["weights"]))
+    return torch.cat([(last[name].double() - tensor.double()).flatten() for name, tensor in first.items()])
+
+
+def test_any_order_ends_the_same_but_for_rounding(tmp_path):
+    """Sums of 12 in other orders, float32 throughout; ten steps with trust ratios carry their rounding on, from
+    2**-24 to a few 1e-6. A replica's share left out or counted twice shows at 0.1 and more."""
+    train_to_the_end(1, *FAST_FLOAT32, f"run.output={tmp_path / 'alone'}")
+    place = f"run.output={tmp_path / 'run'}"
+    train_until(4, 1, 2, *FAST_FLOAT32, *TWO_STAGES, place)
+    train_to_the_end(3, *FAST_FLOAT32, place)
+    wanted = moved(tmp_path / "alone")
+    assert 0 < (moved(tmp_path / "run") - wanted).norm() / wanted.norm() < 1e-5
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_ranks_of_a_finished_run_say_so_once(alone, tmp_path):
+    shutil.copytree(alone[0], tmp_path / "run")
+    before = files(tmp_path / "run")
+    (line,) = train_to_the_end(4, *TWO_STAGES, f"run.output={tmp_path / 'run'}")
+    assert line.startswith(f"{tmp_path / 'run'}: this run is finished: top1 ")
+    changed = {path.name for path, content in files(tmp_path / "run").items() if before.get(path) != content}
+    assert changed == {"environment.json"}
+
+
+@pytest.mark.parametrize(("size", "overrides"), [(2, TWO_STAGES), (1, ())])
+def test_a_trace_shows_every_pass_of_every_stage(tmp_path, size, overrides):
+    """Steps 2 and 3 of 3: 12 micro batches forward and backward each, on each stage."""
+    said = train_to_the_end(size, *overrides, "log.trace=2", "run.steps=4", f"run.output={tmp_path}/run")
+    assert len([line for line in said if line.startswith("timeline of steps 1 to 2: ")]) == 1
+    events = json.loads((tmp_path / "run" / "trace" / "trace.json").read_text())["traceEvents"]
+    passes = {
+        (event["args"]["step"], event["tid"], event["name"])
+        for event in events
+        if event["ph"] == "X" and event["cat"] in ("forward", "backward")
+    }
+    assert passes == {
+        (step, stage, f"{kind} {number}")
+        for step in (1, 2)
+        for stage in range(size)
+        for kind in ("forward", "backward")
+        for number in range(12)
+    }
+    with Image.open(tmp_path / "run" / "trace" / "timeline.png") as picture:
+        assert picture.width > 1000
+
+
+# 48 images of two classes, 24 a step in 6 micro batches of 4: the second replica meets those from the 12th on.
+FOLDER = ("data.source=folder", "model.classes=2", "run.epochs=2", "batch.global=24", "batch.micro=4")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(*places): images of which those at these places of the first epoch's order cannot be read; their names."""
+
+    def make(*places):
+        numbers = np.random.default_rng(0)
+        for split, count in (("train", 24), ("val", 4)):
+            for kind in ("a", "b"):
+                (tmp_path / split / kind).mkdir(parents=True)
+                for number in range(count):
+                    pixels = numbers.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+                    Image.fromarray(pixels).save(tmp_path / split / kind / f"{number}.png")
+        source = FolderSource(str(tmp_path / "train"))
+        names = [source.name(int(index)) for index in epoch_order(0, 0, 48)[list(places)]]
+        for name in names:
+            os.truncate(name, 20)
+        return names
+
+    return make
+
+
+def test_images_left_out_are_counted_and_named_as_by_one_process(folder, tmp_path):
+    names = folder(1, 14, 23, 30)
+    overrides = (*FOLDER, "data.bad_images=skip", f"data.root={tmp_path}", "log.every_steps=1")
+    expected = train_to_the_end(1, *overrides, f"run.output={tmp_path / 'one'}")
+    left_out = [line for line in expected if line.startswith("left out: ")]
+    assert [line.split(": ")[1] for line in left_out] == names
+    said = train_to_the_end(2, *overrides, f"run.output={tmp_path / 'two'}")
+    assert [line for line in said if line.startswith("left out: ")] == left_out
+    outcome = Outcome(tmp_path / "one")
+    assert [event["unreadable_images"] for event in outcome.events if event["event"] == "train"] == [3, 4, 8, 8]
+    assert_same_outcome(tmp_path / "two", outcome)
+
+
+@pytest.mark.parametrize(("size", "overrides"), [(2, ()), (4, TWO_STAGES)])
+def test_an_image_that_one_rank_cannot_read_ends_all(folder, tmp_path, size, overrides):
+    """It says so; the others do not outlive it, whatever they were about to do."""
+    (name,) = folder(14)
+    ended = ranks.train(size, *FOLDER, *overrides, f"data.root={tmp_path}", f"run.output={tmp_path / 'run'}")
+    who = size // 2
+    assert ended[who].code == WRONG_INPUT
+    assert len(ended[who].errors) == 1 and ended[who].errors[0].startswith(f"{name}: ")
+    for number, rank in enumerate(ended):
+        if number != who:
+            assert (rank.code, len(rank.errors)) == (FAILED, 1), rank
+            assert rank.errors[0].startswith(f"rank {number}") and rank.errors[0].endswith("leaving")
+            assert rank.later < 5 + size
