@@ -8,7 +8,7 @@ import socket
 import time
 import traceback
 from multiprocessing import connection
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -18,7 +18,12 @@ from parallel.processes import Processes
 from recipe.batch import divide
 from recipe.config import Recipe
 
-Times = Dict[str, List[float]]
+
+class Turn(NamedTuple):
+    """Of one side, once: seconds on the clock, and of processors, all threads of the process."""
+
+    seconds: float
+    processor: float
 
 
 def run(size: int, function: Callable, *args: Any) -> List[Any]:
@@ -71,25 +76,29 @@ def _rank(rank: int, size: int, port: int, writer: connection.Connection, functi
         writer.send((False, traceback.format_exc()))
 
 
-def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Processes) -> Times:
-    """{name: this rank's seconds for each of its turns}, after one turn of each that does not count.
+def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Processes) -> Dict[str, List[Turn]]:
+    """This rank's turns by name, after one of each that does not count.
 
     Every rank must call this with the same names in the same order, which turns around from round to round. All ranks
     begin a turn together.
     """
-    times: Times = {name: [] for name in sides}
+    turns: Dict[str, List[Turn]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             processes.wait_for_all()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             sides[name]()
-            times[name].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in times.items()}
+            turns[name].append(Turn(time.perf_counter() - start, time.process_time() - used))
+    return {name: values[1:] for name, values in turns.items()}
 
 
-def slowest(times: Sequence[Times], name: str) -> List[float]:
-    """Seconds of each turn of `name`: those of the rank that took longest."""
-    return [max(values) for values in zip(*(each[name] for each in times))]
+def joined(turns: Sequence[Sequence[Turn]]) -> Tuple[List[float], List[float]]:
+    """Of a side's turns, given by rank: seconds of the rank that took longest, processor seconds of all ranks."""
+    together = list(zip(*turns))
+    return (
+        [max(turn.seconds for turn in each) for each in together],
+        [sum(turn.processor for turn in each) for each in together],
+    )
 
 
 def images_and_labels(plan: Recipe, count: int) -> tuple:

@@ -60,14 +60,14 @@ def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int,
 def _automatic(
     model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
 ) -> Tuple[List[str], str]:
-    """The balanced cut. All ranks measure at once, as they will compute; the main rank's figures count."""
+    """The balanced cut. All ranks measure at once, as they will compute, and the median counts."""
     parallel, size = recipe.parallel, recipe.model.image_size
     if parallel.split == "counted":
         found = costs.count(model, size, batch.micro)
     else:
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)
-        found = costs.measure(model, images.to(device))
+        found = costs.median(processes.gather(costs.measure(model, images.to(device))))
 
     def balanced() -> costs.Cut:
         return costs.balance(

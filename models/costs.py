@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from typing import Callable, Container, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -72,7 +73,7 @@ class Cut(NamedTuple):
         return line if self.fits else f"{line}: no cut fits into {_megabytes(self.memory)} MB, this one needs least"
 
 
-def measure(model: BlockList, images: torch.Tensor, repetitions: int = 5) -> Dict[str, BlockCost]:
+def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Dict[str, BlockCost]:
     """Seconds and bytes of each block, timed alone in training mode on the device where model and images are.
 
     The passes go through the whole model, block after block, so that a drift of the machine's speed meets all of them;
@@ -110,6 +111,17 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 5) -> Dic
                 for buffer, before in buffers:
                     buffer.copy_(before)
     return {name: BlockCost(*times[name], *sizes[name]) for name in blocks}
+
+
+def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
+    """Block by block, the median time of what several processes have measured of one model."""
+
+    def middle(name: str) -> BlockCost:
+        costs = [each[name] for each in measured]
+        forward, backward = (statistics.median(getattr(cost, key) for cost in costs) for key in ("forward", "backward"))
+        return costs[0]._replace(forward=forward, backward=backward)
+
+    return {name: middle(name) for name in measured[0]}
 
 
 def count(model: BlockList, image_size: int, micro: int) -> Dict[str, BlockCost]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from recipe.errors import ConfigError, UserError
 _MEETING_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
 _FOREVER = datetime.timedelta(days=3650)
+_quiet_code: Optional[int] = None  # see leave_quietly
+_last_word = threading.Lock()
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
 Result = TypeVar("Result")
@@ -189,6 +192,8 @@ class _Watch:
             dist.recv(torch.empty(1), self._before, group=self._group)
         except RuntimeError:
             time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
+            if _quiet_code is not None:
+                leave("", _quiet_code)
             leave(f"{self._name}: rank {self._before} is gone; leaving")
 
 
@@ -212,8 +217,15 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER)
 
 
+def leave_quietly(code: int) -> None:
+    """This process is about to end with `code`, and another says why: that one's end is no news."""
+    global _quiet_code
+    _quiet_code = code
+
+
 def leave(message: str, code: int = 1) -> None:
     """Ends this process without cleaning up: to take leave of ranks that are gone would wait for them."""
+    _last_word.acquire()  # two threads may find at the same moment that a rank is gone: one tells it
     if message:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -231,19 +243,49 @@ def _meet(topology: Topology, device: torch.device) -> None:
     serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = datetime.timedelta(seconds=_MEETING_SECONDS)
     try:
+        if not serves:
+            _await(host, int(port))
         shared = dist.TCPStore(host, int(port), None, serves, timeout, wait_for_workers=False)
         store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
-        store.set(f"here/{topology.rank}", "")
-        store.wait([f"here/{rank}" for rank in range(topology.world)], timeout)
+        stages = [int(text) for text in _gather_in(store, topology, str(topology.stages), timeout)]
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{describe(topology)} did not meet all {topology.world} ranks at {host}:{port} within "
             f"{_MEETING_SECONDS:.0f} s ({first}); check that all were started and that the address is right"
         ) from None
+    other = next((rank for rank in range(topology.world) if stages[rank] != stages[0]), None)
+    if other is not None:  # they would form other groups, and wait for each other
+        text = f"rank {other} has parallel.stages {stages[other]}, rank 0 {stages[0]}; give all hosts the same recipe"
+        raise ConfigError(text if topology.is_main else "")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     collective = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
     store.set_timeout(collective)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=collective)
+
+
+def _await(host: str, port: int) -> None:
+    """Until the master listens: torch's store would tell of each vain attempt at length. Raises RuntimeError."""
+    end = time.monotonic() + _MEETING_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(error.strerror or str(error)) from None
+        time.sleep(0.2)
+
+
+def _gather_in(store: dist.Store, topology: Topology, text: str, timeout: datetime.timedelta) -> List[str]:
+    """`text` of every rank, before there are groups. The main rank, which may serve the store, goes on last."""
+    ranks = range(topology.world)
+    store.set(f"here/{topology.rank}", text)
+    store.wait([f"here/{rank}" for rank in ranks], timeout)
+    texts = [store.get(f"here/{rank}").decode() for rank in ranks]
+    store.set(f"seen/{topology.rank}", "")
+    if topology.is_main:
+        store.wait([f"seen/{rank}" for rank in ranks], timeout)
+    return texts

@@ -19,6 +19,7 @@ TINY = (
     "batch.global=24",
     "batch.micro=12",
     "batch.evaluation=180",
+    "data.mixup=0",
     "run.steps=8",
     "schedule.warmup_steps=2",
     "log.every_steps=2",

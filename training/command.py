@@ -32,6 +32,9 @@ def fail(message, code):
     if str(message):
         print(message, file=sys.stderr, flush=True)
     elif code != STOPPED:  # after a stop all ranks have taken leave of each other
+        processes = _connected()
+        if processes is not None:
+            processes.leave_quietly(code)
         time.sleep(2.0)
     return code
 
@@ -51,9 +54,8 @@ def finish(main):
         code = FAILED
         if processes.lost_peer(error):
             time.sleep(1.0)
-            print(f"{processes.name()}: lost another rank; leaving", file=sys.stderr)
-        else:
-            traceback.print_exc()
+            processes.leave(f"{processes.name()}: lost another rank; leaving", code)
+        traceback.print_exc()
     if _connected() is not None:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> None:
     processes = factory.connect(recipe, place)
     _check_one_recipe(recipe, processes)
     images = _open_images(recipe, processes)
-    lengths = arithmetic.lengths(recipe, images.training_images)
+    lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     folder: Optional[RunFolder] = None
 
     def open_folder() -> Optional[dict]:
@@ -79,7 +79,7 @@ def run(recipe: Recipe) -> None:
         if batch.stages > 1 and place.stages == 1:
             say(f"one process computes all {batch.stages} stages itself, on one device")
         say(lengths.describe())
-        engine = factory.create(recipe, batch, processes)
+        engine = processes.together(lambda: factory.create(recipe, batch, processes))
         for note in engine.notes:
             say(note)
         _train(recipe, batch, lengths, engine, processes, images)
@@ -99,7 +99,7 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     if other is None:
         return
     first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
-    difference = first_difference(first, second) or "they differ in keys that change nothing that is learned"
+    difference = first_difference(first, second) or first_difference(first, second, free={})
 
     def complain() -> None:
         raise ConfigError(
@@ -245,7 +245,7 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
 def _start_from(engine: Engine, model: Model, processes: Processes, say: Callable[[str], None]) -> None:
     """The weights of another run or file as the first ones of this run."""
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
-    tensors, fresh = weights.fitted(stored, engine.shapes(), new_classifier=True)
+    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes(), new_classifier=True))
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
     say(f"starting from {stored.path}{new}")

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Optional
+from typing import IO, Mapping, Optional, Set
 
 import torch
 
@@ -147,12 +147,12 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def first_difference(old: Recipe, new: Recipe) -> str:
-    """`section.key OLD there, NEW here` for the first key that matters, or nothing."""
+def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _FREE) -> str:
+    """`section.key is OLD there, NEW here` for the first key that differs and is not `free` to, or nothing."""
     before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (old, new))
     for section, keys in after.items():
         for key, value in keys.items():
-            if key not in _FREE.get(section, ()) and before[section][key] != value:
+            if key not in free.get(section, ()) and before[section][key] != value:
                 there, here = ("null" if each is None else each for each in (before[section][key], value))
                 return f"{section}.{key} is {there} there, {here} here"
     return ""

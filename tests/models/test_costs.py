@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.costs import BlockCost, Cut, balance, count, measure, multiply_adds
+from models.costs import BlockCost, Cut, balance, count, measure, median, multiply_adds
 from models.efficientnet import build
 from models.stages import BlockList, split_names
 from recipe.config import Model
@@ -338,3 +338,11 @@ def test_counting_leaves_the_model_as_it_was(model, images):
     with pytest.raises(RuntimeError):
         multiply_adds(model.part(["head"]), 32)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_of_what_several_processes_measure_the_median_counts():
+    measured = [
+        {"a": BlockCost(forward, 2.0, 3, 4, 5), "b": BlockCost(1.0, backward, 0, 0, 0)}
+        for forward, backward in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))
+    ]
+    assert median(measured) == {"a": BlockCost(2.0, 2.0, 3, 4, 5), "b": BlockCost(1.0, 4.0, 0, 0, 0)}

@@ -1,5 +1,7 @@
 """What ranks tell each other on the host; several real processes on the loopback."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.errors import ConfigError, DataError, UserError
-from tests import world
+from tests import ranks, world
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
@@ -80,23 +82,23 @@ def test_the_error_of_one_is_the_error_of_all_and_told_once():
     assert world.run(3, complain, "", connect=False) == [["", "no images on 0"], ["no images on 1", ""], ["", ""]]
 
 
-def die(rank, size):
-    group = processes(rank, size)
-    if rank == 1:
-        import os
-        import signal
-
+def die(rank, size, who):
+    processes(rank, size)
+    if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
-    group.part()
+    time.sleep(100)
 
 
-def test_a_rank_that_dies_takes_the_others_with_it():
-    """Nobody communicates: the watch alone must notice."""
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 died with exit code -9"):
-        world.run(3, die, connect=False)
-    assert time.monotonic() - start < 20
+@pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
+def test_a_rank_that_dies_takes_the_others_with_it(size, who):
+    """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end."""
+    ended = ranks.run(size, die, who, timeout=30)
+    assert ended[who].code == -signal.SIGKILL
+    for step in range(1, size):
+        rank, before = (who + step) % size, (who + step - 1) % size
+        message = f"rank {rank} (replica {rank}, stage 0): rank {before} is gone; leaving"
+        assert ended[rank][:3] == (1, [], [message])
+        assert ended[rank].later < 2 * step + 3
 
 
 def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):

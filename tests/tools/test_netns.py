@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
+from tests.training.test_resume import Outcome
+from tests.training.test_several_ranks import TWO_STAGES, assert_same_outcome, train_to_the_end
 
 pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
 
@@ -100,3 +103,16 @@ def test_a_host_without_a_way_to_the_master(two_hosts, tmp_path):
         assert process.returncode == 2
         assert len(errors.splitlines()) == 1
         assert errors.startswith("cannot reach the master 198.51.100.1:29500 within 2 s (Network is unreachable); ")
+
+
+def test_two_hosts_train_what_one_process_trains(two_hosts, tmp_path):
+    """Two replicas of two stages, a replica on each host, by the command of docs/cluster.md on each."""
+    train_to_the_end(1, *TWO_STAGES, f"run.output={tmp_path / 'alone'}")
+    recipe = ["--config", str(QUICKSTART), *ranks.RECIPE, *TWO_STAGES, f"run.output={tmp_path / 'run'}"]
+    pod = [ROOT / "run_pod.sh", "--nnodes", "2", "--master", "10.83.0.1", "--replicas", "2", *recipe]
+    commands = [["ip", "netns", "exec", name, *pod, "--node-rank", str(rank)] for rank, name in enumerate(two_hosts)]
+    with started(commands) as processes:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    assert [(process.returncode, errors) for process, (_, errors) in zip(processes, outputs)] == [(0, ""), (0, "")]
+    assert [len(out.splitlines()) > 1 for out, _ in outputs] == [True, False]
+    assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "alone"))

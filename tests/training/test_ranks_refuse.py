@@ -40,8 +40,11 @@ def refusal_by_each(size, *overrides, **options):
     [
         ((), ("schedule.peak=1.5",), "schedule.peak is 2.0 on rank 0, 1.5 here"),
         ((), ("data.workers=1",), "data.workers is 0 on rank 0, 1 here"),
-        (TWO_STAGES, ("parallel.split=[blocks.2.0]",), "parallel.split is ['blocks.3.0'] on rank 0, ['blocks.2.0'] here"),
-        (("parallel.stages=1",), TWO_STAGES, "parallel.stages is 1 on rank 0, 2 here"),
+        (
+            TWO_STAGES,
+            ("parallel.split=[blocks.2.0]",),
+            "parallel.split is ['blocks.3.0'] on rank 0, ['blocks.2.0'] here",
+        ),
     ],
 )
 def test_ranks_with_different_recipes(tmp_path, ours, theirs, difference):
@@ -49,6 +52,12 @@ def test_ranks_with_different_recipes(tmp_path, ours, theirs, difference):
     remedy = "give all hosts the same files and overrides"
     assert line == f"{QUICKSTART}: rank 2 has another recipe than rank 0: {difference}; {remedy}"
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_different_stages(tmp_path):
+    """They would not even form the same groups."""
+    line = refusal(4, f"run.output={tmp_path / 'run'}", per_rank={2: TWO_STAGES})
+    assert line == f"{QUICKSTART}: rank 2 has parallel.stages 2, rank 0 1; give all hosts the same recipe"
 
 
 def images(folder, count):
@@ -104,7 +113,7 @@ def test_a_run_folder_in_use(tmp_path):
         (("parallel.split=[blocks.9.0]",), "parallel.split: "),
         (("parallel.split=[preprocess]",), "parallel.split: "),
         (("parallel.split=[stem]",), "parallel.split: the stage of preprocess has no parameters; "),
-        (("parallel.split=auto", "parallel.recompute=[blocks.9.0]"), "parallel.recompute: "),
+        (("parallel.split=[blocks.3.0]", "parallel.recompute=[blocks.9.0]"), "parallel.recompute: "),
         (
             ("parallel.split=auto", "parallel.schedule=interleaved", "parallel.virtual_stages=6"),
             "parallel.stages: 12 parts are more than the 9 blocks that have parameters",

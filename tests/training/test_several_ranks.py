@@ -1,4 +1,4 @@
-"""Whole runs in several ranks learn, write and say what a run of one process does; so do runs that change in between."""
+"""Whole runs in several ranks learn, write and say what a run of one process does, also if that changes in between."""
 
 import functools
 import json
@@ -100,9 +100,8 @@ def test_four_ranks_leave_and_say_what_one_process_does(alone, tmp_path):
     four = tmp_path / "run"
     said = train_to_the_end(4, *TWO_STAGES, f"run.output={four}")
     assert_same_outcome(four, Outcome(one))
-    assert [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one)][0] == {
-        path.relative_to(one) for path in one.rglob("*")
-    }
+    ours, theirs = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one))
+    assert ours == theirs
     assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
     assert len(json.loads((four / "environment.json").read_text())["starts"]) == 1
     assert said[0] == "240 = 20 micro x 6 accumulation x 2 replicas (2 stages each: 4 devices)"
@@ -209,11 +208,11 @@ def test_images_left_out_are_counted_and_named_as_by_one_process(folder, tmp_pat
     overrides = (*FOLDER, "data.bad_images=skip", f"data.root={tmp_path}", "log.every_steps=1")
     expected = train_to_the_end(1, *overrides, f"run.output={tmp_path / 'one'}")
     left_out = [line for line in expected if line.startswith("left out: ")]
-    assert [line.split(": ")[1] for line in left_out] == names
+    assert [line.split(": ")[1] for line in left_out[:4]] == names  # in the first epoch of two
     said = train_to_the_end(2, *overrides, f"run.output={tmp_path / 'two'}")
     assert [line for line in said if line.startswith("left out: ")] == left_out
     outcome = Outcome(tmp_path / "one")
-    assert [event["unreadable_images"] for event in outcome.events if event["event"] == "train"] == [3, 4, 8, 8]
+    assert [event["unreadable_images"] for event in outcome.events if event["event"] == "train"] == [3, 4, 7, 8]
     assert_same_outcome(tmp_path / "two", outcome)
 
 

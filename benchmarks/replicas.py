@@ -1,0 +1,135 @@
+"""Is a data-parallel step as fast as that of DistributedDataParallel, and what does each exchange cost?
+
+    python -m benchmarks.replicas [--json]
+
+EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro batches of 16 that lie in memory,
+1 and 4 of them to a step, float32. All sides are called in turn in the same two long-lived processes, which begin each
+turn together; a step's time is that of the slower one.
+- `ddp`: torch's DistributedDataParallel around the same module from `models/efficientnet.py`, all backward passes but
+  the last under no_sync, cross entropy divided by the micro batches, and our LARS on its parameters: timm's, which
+  takes one parameter after the other, would be an easier peer. `ddp, views` has gradient_as_bucket_view=True, which
+  saves a copy.
+- `dense`: a training step of our engine, gradients summed by all-reduce, which overlaps the last backward pass.
+  `half`: float16 travels. `dense, tree`: a sum of one order for every number of replicas. `none`: no gradients travel,
+  only the sums of a step; what the others take longer is what their exchange costs.
+The claim is about the faster of both forms of DDP, and the number of micro batches where we do worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from typing import Dict, List, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import claims, ranks
+from benchmarks.ranks import Ours
+from benchmarks.step import B0
+from benchmarks.step import recipe as of_step
+from models.efficientnet import build
+from models.normalization import norm_parameters
+from optim import factory
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.config import Recipe
+
+REPLICAS = 2
+MICRO = 16
+ROUNDS = {1: 40, 4: 25}  # by micro batches of a step
+PEERS = {"ddp": False, "ddp, views": True}
+SIDES = {
+    "dense": (),
+    "half": ("exchange.method=half", "exchange.wire=float16"),
+    "dense, tree": ("exchange.order=tree",),
+    "none": ("exchange.method=none",),
+}
+
+
+def recipe(accumulation: int, *overrides: str) -> Recipe:
+    """Of B0 with micro batches of 16."""
+    batch = (f"batch.micro={MICRO}", f"batch.global={MICRO * accumulation * REPLICAS}")
+    return of_step(*B0, *batch, f"parallel.replicas={REPLICAS}", *overrides)
+
+
+class Ddp:
+    """One replica of the same model in torch's DistributedDataParallel."""
+
+    def __init__(self, plan: Recipe, accumulation: int, processes: Processes, views: bool):
+        model = build(plan.model, plan.run.seed).train()
+        self._model = DistributedDataParallel(
+            model, process_group=processes.replica_group, gradient_as_bucket_view=views
+        )
+        self._optimizer = factory.create(plan.optimizer, dict(model.named_parameters()), norm_parameters(model))
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.1
+        self._loss = nn.CrossEntropyLoss(label_smoothing=plan.data.label_smoothing)
+        images, labels = ranks.images_and_labels(plan, accumulation * MICRO)
+        self._batches = list(zip(images.split(MICRO), labels.split(MICRO)))
+
+    def update(self) -> None:
+        """One training step."""
+        last = len(self._batches) - 1
+        for number, (images, labels) in enumerate(self._batches):
+            with contextlib.nullcontext() if number == last else self._model.no_sync():
+                loss = self._loss(self._model(images), labels) / len(self._batches)
+                loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def rank_takes_turns(rank: int) -> Dict[Tuple[int, str], List[ranks.Turn]]:
+    """This rank's turns by (micro batches, side)."""
+    processes = Processes(Topology(REPLICAS, 1, rank, rank), torch.device("cpu"))
+    turns = {}
+    for count, rounds in ROUNDS.items():
+        sides = {name: Ddp(recipe(count), count, processes, views).update for name, views in PEERS.items()}
+        sides.update({name: Ours(recipe(count, *changes), processes).update for name, changes in SIDES.items()})
+        found = ranks.in_turn(sides, rounds, processes)
+        turns.update({(count, name): values for name, values in found.items()})
+    processes.part()
+    return turns
+
+
+def ratios(seconds: Sequence[float], reference: Sequence[float]) -> List[float]:
+    """Turn by turn."""
+    return [own / other for own, other in zip(seconds, reference)]
+
+
+def main() -> None:
+    as_json = claims.wants_json(__doc__)
+    torch.set_num_threads(1)  # as in the ranks: the report says so
+    started = time.perf_counter()
+    outcomes = ranks.run(REPLICAS, rank_takes_turns)
+    rows, over_ddp = [], {}
+    for count in ROUNDS:
+        joined = {name: ranks.joined([each[count, name] for each in outcomes]) for name in (*PEERS, *SIDES)}
+        seconds = {name: values for name, (values, _) in joined.items()}
+        peer = min(PEERS, key=lambda name: statistics.median(seconds[name]))
+        over_ddp[count] = ratios(seconds["dense"], seconds[peer])
+        for name, (values, processor) in joined.items():
+            rows.append(
+                {
+                    "replicas": REPLICAS,
+                    "micro_batches": count,
+                    "side": name,
+                    "ms_per_step": 1000 * statistics.median(values),
+                    "fastest": 1000 * min(values),
+                    "slowest": 1000 * max(values),
+                    "processor_ms": 1000 * statistics.median(processor),
+                    "images_per_second": REPLICAS * count * MICRO / statistics.median(values),
+                    "time_over_faster_ddp": statistics.median(ratios(values, seconds[peer])),
+                    "time_over_dense": statistics.median(ratios(values, seconds["dense"])),
+                    "time_over_none": statistics.median(ratios(values, seconds["none"])),
+                }
+            )
+    print(f"measured in {time.perf_counter() - started:.0f} s")
+    worst = max(over_ddp, key=lambda count: statistics.median(over_ddp[count]))
+    claims.report("replicas", rows, [claims.claim("time_over_ddp", over_ddp[worst], "times", "<= 1.05")], as_json)
+
+
+if __name__ == "__main__":
+    main()
