@@ -8,9 +8,11 @@ changes who computes a micro batch, and the number of workers who loads it, neve
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from functools import partial
-from typing import Callable, Iterable, Iterator, List, NamedTuple, Tuple, Union
+from types import TracebackType
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -299,10 +301,22 @@ def _obey_only_the_parent(worker: int) -> None:
     before it ends, for that it must finish its step, and for that it needs its workers. If it dies
     without ending them, torch's watchdog does.
     """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _say_nothing_when_orphaned(parent.pid)
     if _WAITS_FOR_SIGNALS:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
         threading.Thread(target=_await_termination, args=(parent.pid,), daemon=True).start()
+
+
+def _say_nothing_when_orphaned(parent: int) -> None:
+    """A training process that was killed while it took images leaves its worker with a broken connection."""
+    before = sys.excepthook
+
+    def hook(kind: type, error: BaseException, trace: Optional[TracebackType]) -> None:
+        if os.getppid() == parent or not issubclass(kind, (EOFError, ConnectionError)):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _await_termination(parent: int) -> None:

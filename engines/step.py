@@ -65,10 +65,16 @@ class Recorder:
         )
 
 
+def summable(losses: torch.Tensor) -> torch.Tensor:
+    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, and so have the same bits
+    in whichever order, on however many ranks, they are added."""
+    return (losses.double() * 2**24).round() / 2**24
+
+
 class TrainingStep(Work):
     """The state of one step in this process; used again for each step.
 
-    total: float32 [], losses added up; correct: int64 [], top-1 hits. Both are 0 but on the last stage.
+    total: float64 [], losses added up; correct: int64 [], top-1 hits. Both are 0 but on the last stage.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class TrainingStep(Work):
     def start(self, step: int, rows: int, device: torch.device) -> None:
         """Args: rows: of a micro batch. The feed must have been started."""
         self._step, self._rows = step, rows
-        self.total = torch.zeros((), device=device)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
         self._gradients.zero()
 
@@ -105,7 +111,7 @@ class TrainingStep(Work):
         logits = logits[:valid].float()
         losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._smoothing)
         loss = losses / self._rows
-        self.total += loss.detach()
+        self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()
         return loss * self._loss_scale.scale
 
@@ -129,7 +135,7 @@ class AllRanks(Elsewhere):
 
     def carry(self, loss: torch.Tensor, correct: torch.Tensor) -> None:
         """What this rank adds to the sums of this step."""
-        self._carried = loss.double(), correct.double()
+        self._carried = loss, correct.double()
 
     def all_finite(self, finite: torch.Tensor) -> torch.Tensor:
         """One message for all: `sums` is then float64 [3], ranks without finite gradients, losses, hits."""

@@ -18,7 +18,7 @@ from engines.base import AVERAGES, Counts, Engine, Span, StepResult
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.feed import Feed
 from engines.stage import Stage, blocks_to_recompute, boundaries
-from engines.step import AllRanks, Recorder, TrainingStep
+from engines.step import AllRanks, Recorder, TrainingStep, summable
 from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory
@@ -71,13 +71,13 @@ class TorchEngine(Engine):
         norms = norm_parameters(whole)
         self._shapes = state.shapes(whole)
         self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
-        self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
-        self.notes = (note,) if note else ()
-        own = cuts.own_parts(self._parts, self.topology)
         try:
             recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
         except ValueError as error:
             raise ConfigError(f"parallel.recompute: {error}") from None
+        self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
+        self.notes = (note,) if note else ()
+        own = cuts.own_parts(self._parts, self.topology)
         self._stages = {number: Stage(whole.part(names), whole.draws, recomputed) for number, names in own.items()}
         self._model = whole.part([name for names in own.values() for name in names])
         self._model.draws = whole.draws
@@ -226,7 +226,7 @@ class TorchEngine(Engine):
         labels = self._feed.evaluation_labels(len(logits))
         logits = logits[: len(labels)].float()
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-        loss = F.cross_entropy(logits.double(), labels, reduction="sum")
+        loss = summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum()
         return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
 
     def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:

@@ -33,7 +33,8 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
         counts.append(engine.evaluate_step(batch))
     total, messages = engine.total(counts, unreadable)
     if not total.images:
-        raise DataError(f"no validation image can be read; the first: {messages[0]}")
+        first = f"no validation image can be read; the first: {messages[0]}"
+        raise DataError(first if engine.topology.is_main else "")  # all ranks find it, one says it
     return Scores(
         top1=total.top1.item() / total.images,
         top5=total.top5.item() / total.images,
