@@ -34,8 +34,17 @@ class StepResult(NamedTuple):
     unreadable: Tuple[str, ...]
 
 
+def summable(losses: torch.Tensor) -> torch.Tensor:
+    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, and so have the same bits
+    in whichever order, on however many ranks, they are added."""
+    return (losses.double() * 2**24).round() / 2**24
+
+
 class Counts(NamedTuple):
-    """Scores of evaluated images; they add up. loss: float64 [], cross entropy summed; top1, top5: int64 []."""
+    """Scores of evaluated images; they add up.
+
+    loss: float64 [], sum of `summable` cross entropies. top1, top5: int64 [].
+    """
 
     images: int
     loss: torch.Tensor

@@ -10,7 +10,7 @@ from typing import Callable, ContextManager, Iterator, List, Optional
 import torch
 from torch.nn import functional as F
 
-from engines.base import Span
+from engines.base import Span, summable
 from engines.feed import Feed
 from models.stochastic import Draws
 from optim.gradients import Gradients
@@ -63,12 +63,6 @@ class Recorder:
         self._spans.append(
             Span(place.replica, place.stage, place.rank, kind, number, self.step, start, time.monotonic())
         )
-
-
-def summable(losses: torch.Tensor) -> torch.Tensor:
-    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, and so have the same bits
-    in whichever order, on however many ranks, they are added."""
-    return (losses.double() * 2**24).round() / 2**24
 
 
 class TrainingStep(Work):

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from engines import cuts, replication, state
-from engines.base import AVERAGES, Counts, Engine, Span, StepResult
+from engines.base import AVERAGES, Counts, Engine, Span, StepResult, summable
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.feed import Feed
 from engines.stage import Stage, blocks_to_recompute, boundaries
-from engines.step import AllRanks, Recorder, TrainingStep, summable
+from engines.step import AllRanks, Recorder, TrainingStep
 from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from data.loader import MicroBatch
-from engines.base import Engine
+from engines.base import Engine, summable
 from recipe.errors import DataError
 
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
@@ -48,7 +48,7 @@ def score(engine: Engine, batches: Iterable[MicroBatch], classes: int) -> Report
         best = logits.topk(min(5, classes), dim=1).indices
         confusion += torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
         among_five += (best == labels[:, None]).sum().item()
-        loss += F.cross_entropy(logits.double(), labels, reduction="sum").item()
+        loss += summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum().item()
         images += batch.valid
     if not images:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")

@@ -105,6 +105,7 @@ def test_a_host_without_a_way_to_the_master(two_hosts, tmp_path):
         assert errors.startswith("cannot reach the master 198.51.100.1:29500 within 2 s (Network is unreachable); ")
 
 
+@pytest.mark.slow
 def test_two_hosts_train_what_one_process_trains(two_hosts, tmp_path):
     """Two replicas of two stages, a replica on each host, by the command of docs/cluster.md on each."""
     train_to_the_end(1, *TWO_STAGES, f"run.output={tmp_path / 'alone'}")

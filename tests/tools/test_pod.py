@@ -160,6 +160,7 @@ def test_a_killed_main_rank_is_started_again_by_itself(pod, undisturbed):
     assert_same_outcome(pod.folder, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_saved_and_goes_on(pod, undisturbed):
     arguments = ("--replicas", "2", *ranks.RECIPE, *LONG)
     process = pod.start(*arguments)
@@ -224,6 +225,7 @@ FILL = """
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(pod, small_disk):
     """Step 6 is to be saved, and there is no room."""
     disk = small_disk("8m")

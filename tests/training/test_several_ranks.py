@@ -110,6 +110,7 @@ def moved(folder):
     return torch.cat([(last[name].double() - tensor.double()).flatten() for name, tensor in first.items()])
 
 
+@pytest.mark.slow
 def test_any_order_ends_the_same_but_for_rounding(tmp_path):
     """Sums of 12 in other orders, float32 throughout; ten steps with trust ratios carry their rounding on, from
     2**-24 to a few 1e-6. A replica's share left out or counted twice shows at 0.1 and more."""
