@@ -77,6 +77,7 @@ def _automatic(
             recompute=blocks_to_recompute(model.names, parallel.recompute),
             bytes_per_parameter=_BYTES_PER_PARAMETER,
             memory=memory_of(device) // (parallel.virtual_stages or 1),
+            phases=parallel.schedule == "gpipe",
         )
 
     cut = processes.from_main(balanced)

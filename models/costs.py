@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -16,6 +17,7 @@ from models.stages import BlockList
 
 # Of backward in forward passes, in multiply-adds: the gradient of the input and that of the weights cost one each.
 _BACKWARD = 2
+_IN_TURN = 3  # micro batches that a measurement sends forward before the first goes backward
 
 
 class BlockCost(NamedTuple):
@@ -76,8 +78,9 @@ class Cut(NamedTuple):
 def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Dict[str, BlockCost]:
     """Seconds and bytes of each block, timed alone in training mode on the device where model and images are.
 
-    The passes go through the whole model, block after block, so that a drift of the machine's speed meets all of them;
-    of each block's times the least counts, for what others add is never negative. The first pass warms up. Time is
+    Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that
+    a block finds neither its input nor what it kept in the caches. A drift of the machine's speed meets all blocks; of
+    each one's times the least counts, for what others add is never negative. The first pass warms up. Time is
     that of computing gradients, not of adding them to those of other micro batches; a block whose output needs no
     gradient, such as `preprocess`, has no backward pass, and the block behind it computes no gradient of its input.
 
@@ -97,15 +100,12 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
             x = images
             for name, block in blocks.items():
                 with _saved_bytes(block) as saved:
-                    _, _, output = _timed(block, x)
+                    output = block(x)
                 sizes[name] = (sum(saved.values()), _bytes(output), _parameters(block))
                 x = _handed_on(output)
             for _ in range(repetitions):
-                x = images
-                for name, block in blocks.items():
-                    forward, backward, output = _timed(block, x)
-                    times[name] = (min(times[name][0], forward), min(times[name][1], backward))
-                    x = _handed_on(output)
+                for name, seconds in _timed(blocks, images).items():
+                    times[name] = tuple(map(min, times[name], seconds))
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -156,6 +156,7 @@ def balance(
     recompute: Container[str] = frozenset(),
     bytes_per_parameter: float = 12,
     memory: Optional[int] = None,
+    phases: bool = False,
 ) -> Cut:
     """The cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
 
@@ -176,6 +177,9 @@ def balance(
             forward pass is paid twice.
         bytes_per_parameter: weight, gradient and slots of the optimizer.
         memory: bytes of one device.
+        phases: whether all forward passes come before all backward passes, as GPipe has it. A step then takes as
+            long as the slowest forward and the slowest backward phase: from the cut above, borders are moved as
+            long as the sum of the two falls. That is not exact, but never worse.
 
     Raises:
         ValueError: more stages than blocks with parameters.
@@ -205,6 +209,11 @@ def balance(
                     every[stage, start, end] = (math.fsum(seconds[part]), size)
     fitting = {part: cost for part, cost in every.items() if memory is None or cost[1] <= memory}
     edges = _best_edges(fitting, stages, len(values), order=(0, 1)) or _best_edges(every, stages, len(values), (1, 0))
+    if phases:
+        forward = [cost.forward for cost in values]
+        backward = [whole - cost.forward for whole, cost in zip(seconds, values)]
+        allowed = fitting if all(part in fitting for part in zip(range(stages), edges, edges[1:])) else every
+        edges = _moved(edges, forward, backward, allowed)
     slowness, sizes = zip(*(every[part] for part in zip(range(stages), edges, edges[1:])))
     return Cut([names[edge] for edge in edges[1:-1]], list(slowness), list(sizes), memory)
 
@@ -246,18 +255,47 @@ def _best_edges(
     return edges
 
 
-def _timed(block: nn.Module, x: torch.Tensor) -> Tuple[float, float, torch.Tensor]:
-    """Seconds forward, seconds backward, output. `.grad` is not touched, and no hook on it runs."""
-    wanted = [tensor for tensor in (x, *block.parameters()) if tensor.requires_grad]
-    started = _now(x.device)
-    output = block(x)
-    between = _now(x.device)
-    if not output.requires_grad:
-        return between - started, 0.0, output
-    gradient = output.detach()  # any values of a likely size
-    resumed = _now(x.device)
-    torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-    return between - started, _now(x.device) - resumed, output.detach().requires_grad_()
+def _moved(edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container) -> List[int]:
+    """`edges` after all moves of one by one or two blocks that lower max(forward) + max(backward) over the stages."""
+
+    def slowness(edges: Sequence[int]) -> float:
+        stages = [slice(start, end) for start, end in zip(edges, edges[1:])]
+        return sum(max(math.fsum(phase[stage]) for stage in stages) for phase in (forward, backward))
+
+    while True:
+        moves = [
+            [*edges[:place], edges[place] + step, *edges[place + 1 :]]
+            for place in range(1, len(edges) - 1)
+            for step in (-2, -1, 1, 2)
+        ]
+        moves = [moved for moved in moves if all(part in allowed for part in zip(itertools.count(), moved, moved[1:]))]
+        best = min([edges, *moves], key=slowness)
+        if slowness(best) >= slowness(edges):
+            return edges
+        edges = best
+
+
+def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tuple[float, float]]:
+    """Seconds of each block's forward and backward pass. `.grad` is not touched, and no hook on it runs."""
+    seconds = {name: [0.0, 0.0] for name in blocks}
+    passes = []
+    for _ in range(_IN_TURN):
+        x = images
+        for name, block in blocks.items():
+            started = _now(x.device)
+            output = block(x)
+            seconds[name][0] += _now(x.device) - started
+            passes.append((name, block, x, output))
+            x = _handed_on(output)
+    while passes:
+        name, block, x, output = passes.pop()
+        if output.requires_grad:
+            wanted = [tensor for tensor in (x, *block.parameters()) if tensor.requires_grad]
+            gradient = output.detach()  # any values of a likely size
+            started = _now(x.device)
+            torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            seconds[name][1] += _now(x.device) - started
+    return {name: (forward / _IN_TURN, backward / _IN_TURN) for name, (forward, backward) in seconds.items()}
 
 
 def _now(device: torch.device) -> float:

@@ -346,3 +346,30 @@ def test_of_what_several_processes_measure_the_median_counts():
         for forward, backward in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))
     ]
     assert median(measured) == {"a": BlockCost(2.0, 2.0, 3, 4, 5), "b": BlockCost(1.0, 4.0, 0, 0, 0)}
+
+
+def test_phases_that_come_one_after_the_other_are_balanced_each():
+    """Cut at b, sums are 6 and 7, cut at c 9 and 4. But phases take 5 + 5.5 where it is cut at b, 6 + 3.5 at c."""
+    costs = {"a": BlockCost(5, 1, 1, 1, 1), "b": BlockCost(1, 2, 1, 1, 1), "c": BlockCost(0.5, 3.5, 1, 1, 1)}
+    assert balance(costs, 2, in_flight=[1, 1]).cuts == ["b"]
+    assert balance(costs, 2, in_flight=[1, 1], phases=True).cuts == ["c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_move_of_a_border_makes_phases_faster(seed):
+    draw = random.Random(seed)
+    names = [f"b{number}" for number in range(12)]
+    costs = {name: BlockCost(draw.uniform(0.5, 2), draw.uniform(0.5, 2), 1, 1, 1) for name in names}
+
+    def slowness(edges):
+        parts = split_names(names, [names[edge] for edge in edges])
+        return sum(max(sum(costs[name][phase] for name in part) for part in parts) for phase in (0, 1))
+
+    by_sums, (one, other) = (
+        [names.index(cut) for cut in balance(costs, 3, in_flight=[1] * 3, phases=phases).cuts]
+        for phases in (False, True)
+    )
+    assert slowness((one, other)) <= slowness(by_sums)
+    for moved in ((one + 1, other), (one - 1, other), (one, other + 1), (one, other - 1)):
+        if 0 < moved[0] < moved[1] < len(names):
+            assert slowness(moved) >= slowness((one, other)) - 1e-9
