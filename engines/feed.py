@@ -49,18 +49,28 @@ class Feed:
         """Of training images as they enter the model: mixed ones lie between the integers."""
         return torch.float32 if self._data.mixup or self._data.cutmix is not None else torch.uint8
 
-    def start(self, micro_batches: Iterator[MicroBatch], step: int, first_number: int, rows: int, size: int) -> None:
+    def start(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        count: int,
+        step: int,
+        first_number: int,
+        rows: int,
+        size: int,
+    ) -> None:
         """A step begins.
 
         Args:
             micro_batches: of this replica; used on the first stage only.
-            first_number: of them, within the step over all replicas.
+            count, first_number: of them, and of the first within the step over all replicas.
             rows, size: rows of a micro batch, and pixels a side of its images.
         """
         self._micro_batches, self._step, self._first_number = micro_batches, step, first_number
         self._rows, self._size = rows, size
         self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
         self._own_numbers: Dict[int, int] = {}
+        if self._topology.is_last and not self._topology.is_first:
+            self._coming = [self._ask() for _ in range(count)]
         self.images_seen = 0
         self.unreadable: List[str] = []
 
@@ -103,6 +113,8 @@ class Feed:
     def evaluation_labels(self, rows: int) -> torch.Tensor:
         """Labels of the valid rows of what is being scored, int64 [valid], on the device; on the last stage."""
         self._rows = rows
+        if not self._topology.is_first:
+            self._coming = [self._ask()]
         labels, valid = self._taken(0)
         return labels[:valid].to(self._device)
 
@@ -127,6 +139,11 @@ class Feed:
     def _taken(self, number: int) -> Tuple[torch.Tensor, int]:
         if self._topology.is_first:
             return self._waiting.pop(number)
-        message = torch.empty(1 + self._rows, dtype=torch.int64)
-        dist.recv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0)
+        work, message = self._coming[number]
+        work.wait()
         return message[1:], int(message[0])
+
+    def _ask(self) -> tuple:
+        """Says that labels are wanted, all before the first are needed: so the sender need not wait to be asked."""
+        message = torch.empty(1 + self._rows, dtype=torch.int64)
+        return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message

@@ -141,7 +141,7 @@ class TorchEngine(Engine):
             size, rows = first.images.shape[-1], len(first.images)
             micro_batches = itertools.chain([first], micro_batches)
         size = self._agreed_size(size)
-        self._feed.start(micro_batches, step, first_number, rows, size)
+        self._feed.start(micro_batches, self.batch.accumulation, step, first_number, rows, size)
         self._work.start(step, rows, self.device)
         self._schedule(size).train(self._work)
         self._feed.finish()
