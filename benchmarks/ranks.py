@@ -79,12 +79,14 @@ def _rank(rank: int, size: int, port: int, writer: connection.Connection, functi
 def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Processes) -> Dict[str, List[Turn]]:
     """This rank's turns by name, after one of each that does not count.
 
+    A turn is two calls, of which the second is timed: the first finds memory and caches as another side left them.
     Every rank must call this with the same names in the same order, which turns around from round to round. All ranks
     begin a turn together.
     """
     turns: Dict[str, List[Turn]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
+            sides[name]()
             processes.wait_for_all()
             start, used = time.perf_counter(), time.process_time()
             sides[name]()
