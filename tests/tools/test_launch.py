@@ -271,17 +271,22 @@ def test_a_rank_that_had_not_begun_has_nothing_to_save(launcher):
     assert (code, len(errors)) == (STOPPED, 1)
 
 
-@pytest.mark.multiprocess
-def test_two_hosts_start_fail_and_start_again_together(launcher):
-    """On one machine: two launchers that meet on the loopback. A rank of host 0 fails; host 1's wait for it."""
+def ends_of_two_hosts(launcher, behaviour):
+    """Four ranks over two launchers that meet on the loopback, with one restart: how each ended."""
     place = f"127.0.0.1:{free_port()}"
     two = [
         launcher.start(
-            "code9", *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
+            behaviour, *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
         )
         for rank in "01"
     ]
-    (code, out, errors), (other_code, _, other_errors) = [launcher.end(process) for process in two]
+    return [launcher.end(process) for process in two]
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_start_fail_and_start_again_together(launcher):
+    """On one machine: two launchers that meet on the loopback. A rank of host 0 fails; host 1's wait for it."""
+    (code, out, errors), (other_code, _, other_errors) = ends_of_two_hosts(launcher, "code9")
     assert out[0].startswith("4 processes = 4 replicas x 1 stage on 2 hosts, 2 here on host 0: torchrun --nnodes=2 ")
     assert (code, other_code) == (FAILED, FAILED), (errors, other_errors)
     assert [len(launcher.starts(rank)) for rank in range(4)] == [2, 2, 2, 2]
@@ -296,14 +301,7 @@ def test_two_hosts_start_fail_and_start_again_together(launcher):
 
 @pytest.mark.multiprocess
 def test_wrong_input_on_one_host_ends_the_other_with_the_same_code(launcher):
-    place = f"127.0.0.1:{free_port()}"
-    two = [
-        launcher.start(
-            "code2", *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
-        )
-        for rank in "01"
-    ]
-    (code, _, errors), (other_code, _, other_errors) = [launcher.end(process) for process in two]
+    (code, _, errors), (other_code, _, other_errors) = ends_of_two_hosts(launcher, "code2")
     assert (code, errors, other_code, other_errors) == (WRONG_INPUT, ["recipe: rank 1 complains"], WRONG_INPUT, [])
 
 

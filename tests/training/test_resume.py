@@ -22,6 +22,7 @@ import train
 from engines.torch_engine import TorchEngine
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.tensors import flat
 from training.checkpoint import CheckpointFolder
 from training.loop import Stopped
 from training.monitor import TIMING_FIELDS, Metrics
@@ -61,21 +62,12 @@ class Outcome:
 
     def tensors(self):
         """{"part/name": (dtype, bytes)} of the engine's state."""
-        return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in flat(self.engine)}
+        return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in flat(self.engine).items()}
 
     def assert_same(self, other):
         assert self.events == other.events
         assert self.progression == other.progression
         assert self.tensors() == other.tensors()
-
-
-def flat(tree, prefix=""):
-    """(path, tensor) for each tensor of nested dictionaries."""
-    if isinstance(tree, torch.Tensor):
-        yield prefix, tree
-    else:
-        for name, branch in tree.items():
-            yield from flat(branch, f"{prefix}/{name}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,8 @@ from recipe import loading
 from recipe.batch import divide
 from tests import ranks
 from tests.conftest import QUICKSTART
-from tests.training.test_resume import Outcome, flat
+from tests.tensors import flat
+from tests.training.test_resume import Outcome
 
 pytestmark = pytest.mark.multiprocess
 
@@ -105,8 +106,8 @@ def moved(folder):
     """How far each weight has come from its first value, float64."""
     recipe = loading.load(QUICKSTART, [*ranks.RECIPE, *FAST_FLOAT32])
     engine = create(recipe, divide(recipe, 1))
-    first = dict(flat(engine.state_dict()["weights"]))
-    last = dict(flat(Outcome(folder).engine["weights"]))
+    first = flat(engine.state_dict()["weights"])
+    last = flat(Outcome(folder).engine["weights"])
     return torch.cat([(last[name].double() - tensor.double()).flatten() for name, tensor in first.items()])
 
 
