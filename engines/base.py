@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch.nn import functional as F
 
+from data.base import Source
 from data.loader import MicroBatch
 from optim.half_weights import Norms
 from parallel.topology import Topology
@@ -20,7 +22,7 @@ class StepResult(NamedTuple):
 
     loss: float32 [], the objective averaged over the step's images. correct: int64 [], top-1 hits among
     `images` images. skipped, skipped_in_row: int64 [], updates left out so far, and lately without a break,
-    because gradients were not finite. loss_scale: float32 []. norms: where they were asked for.
+    because gradients were not finite. loss_scale: float32 []. norms: where they were asked for, and the device tells.
     unreadable: images that could not be decoded and were left out, a message each.
     """
 
@@ -50,6 +52,13 @@ class Counts(NamedTuple):
     loss: torch.Tensor
     top1: torch.Tensor
     top5: torch.Tensor
+
+
+def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
+    """Scores of images. Args: logits: float32 [images, classes]; labels: int64 [images]."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    loss = summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum()
+    return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
 
 
 class Span(NamedTuple):
@@ -82,16 +91,34 @@ class Engine(ABC):
     notes: Tuple[str, ...]  # lines that are worth saying at the start of a run
 
     @abstractmethod
-    def train_step(
-        self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure: bool = False
-    ) -> StepResult:
-        """One update. Pulls exactly the step's micro batches of this replica, each when it is needed.
+    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
+        """What `train_step` pulls in these steps; closing it ends the processes that load it.
 
         Args:
-            micro_batches: of this replica; nothing is pulled where images do not enter (`topology.is_first`).
+            source: None where images do not enter (`topology.is_first`).
+        """
+
+    @abstractmethod
+    def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
+        """This process's share of the validation images, to be iterated again and again; with a method `close`.
+
+        Args:
+            source: None where images do not enter: then there are as many times None.
+            images: of the whole source.
+        """
+
+    @abstractmethod
+    def train_step(self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False) -> StepResult:
+        """One update. Pulls exactly what the step needs of this process's images, each when it is needed.
+
+        Args:
+            micro_batches: of `training_batches`; nothing is pulled where images do not enter.
             step: number of the update, from 0: selects the random draws.
             lr: learning rate of this update.
             measure: also compute the norms and trust ratios.
+
+        Raises:
+            UnreadableImage: under data.bad_images=error.
         """
 
     @abstractmethod

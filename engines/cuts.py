@@ -31,17 +31,45 @@ def parts(
             than blocks.
     """
     parallel, note = recipe.parallel, ""
-    able = [name for name in model.names if any(True for _ in model.block(name).parameters())]
-    if parallel.parts > len(able):
-        raise ConfigError(
-            f"parallel.stages: {parallel.parts} parts are more than the {len(able)} blocks that have parameters"
-        )
+    able = _able(model, parallel)
     if isinstance(parallel.split, list):
         cut = parallel.split
     elif processes.topology.stages > 1:
         cut, note = _automatic(model, recipe, batch, processes, device)
     else:
         return [model.names], note
+    divided = _divided(model, able, cut)
+    return (divided if processes.topology.stages > 1 else [model.names]), note
+
+
+def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[str]], str]:
+    """As `parts`, for a device on which blocks cannot be timed one by one: an automatic cut balances multiply-adds.
+
+    Its memory is not looked at. All stages are returned, also where one process computes them.
+    """
+    parallel = recipe.parallel
+    able = _able(model, parallel)
+    if parallel.stages == 1:
+        return [model.names], ""
+    if isinstance(parallel.split, list):
+        return _divided(model, able, parallel.split), ""
+    found = costs.count(model, recipe.model.image_size, batch.micro)
+    cut = costs.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
+    return _divided(model, able, cut.cuts), cut.describe("counted")
+
+
+def _able(model: BlockList, parallel: Parallel) -> List[str]:
+    """The blocks that have parameters, of which every part must have one."""
+    able = [name for name in model.names if any(True for _ in model.block(name).parameters())]
+    if parallel.parts > len(able):
+        raise ConfigError(
+            f"parallel.stages: {parallel.parts} parts are more than the {len(able)} blocks that have parameters"
+        )
+    return able
+
+
+def _divided(model: BlockList, able: Sequence[str], cut: Sequence[str]) -> List[List[str]]:
+    """The parts that cut points make. Raises ConfigError."""
     try:
         divided = split_names(model.names, cut)
     except ValueError as error:
@@ -49,7 +77,7 @@ def parts(
     for names in divided:
         if not set(names) & set(able):
             raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
-    return (divided if processes.topology.stages > 1 else [model.names]), note
+    return divided
 
 
 def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:

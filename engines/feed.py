@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 
-from data import mixing
+from data import loader, mixing
+from data.base import Source
 from data.loader import MicroBatch
 from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.batch import Batch, training_image_size
 from recipe.config import Recipe
 
 _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
@@ -147,3 +151,47 @@ class Feed:
         """Says that labels are wanted, all before the first are needed: so the sender need not wait to be asked."""
         message = torch.empty(1 + self._rows, dtype=torch.int64)
         return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message
+
+
+def training_batches(
+    source: Optional[Source], recipe: Recipe, batch: Batch, topology: Topology, steps: range, device: torch.device
+) -> Iterator[MicroBatch]:
+    """This replica's micro batches of some steps; none where images do not enter."""
+    if source is None:
+        return (nothing for nothing in ())
+    return loader.training_batches(
+        source,
+        data=recipe.data,
+        image_size=functools.partial(training_image_size, recipe),
+        global_batch=batch.global_,
+        micro=batch.micro,
+        seed=recipe.run.seed,
+        first_step=steps.start,
+        last_step=steps.stop,
+        replica=topology.replica,
+        replicas=batch.replicas,
+        pin_memory=device.type == "cuda",
+    )
+
+
+class _Nothing(list):
+    """As many times None as the first stage has batches."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def evaluation_batches(source: Optional[Source], recipe: Recipe, topology: Topology, images: int, device: torch.device):
+    """This replica's share of the validation images; where images do not enter, as many times None."""
+    rows = recipe.batch.evaluation
+    if source is None:
+        return _Nothing([None] * len(loader.evaluation_share(images, rows, topology.replica, topology.replicas)))
+    return loader.EvaluationBatches(
+        source,
+        data=recipe.data,
+        image_size=recipe.model.image_size,
+        batch=rows,
+        replica=topology.replica,
+        replicas=topology.replicas,
+        pin_memory=device.type == "cuda",
+    )

@@ -15,6 +15,15 @@ def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def check_shapes(weights: Dict[str, torch.Tensor], expected: Dict[str, Tuple[int, ...]]) -> None:
+    """Raises ValueError for a tensor whose name or shape is not among the expected."""
+    for name, tensor in weights.items():
+        if name not in expected:
+            raise ValueError(f"{name} is unknown")
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"{name} is {list(tensor.shape)}, the model's is {list(expected[name])}")
+
+
 def persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:
     """Running statistics; constants such as the mean of the pixels belong to the recipe."""
     persistent = model.state_dict()

@@ -10,13 +10,12 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
+from data.base import Source
 from data.loader import MicroBatch
-from engines import cuts, replication, state
-from engines.base import AVERAGES, Counts, Engine, Span, StepResult, summable
+from engines import cuts, feed, replication, state
+from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
-from engines.feed import Feed
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from engines.step import AllRanks, Recorder, TrainingStep
 from models.efficientnet import build
@@ -50,7 +49,7 @@ class TorchEngine(Engine):
         }
         self._exchange = replication.create(self.weights, recipe.exchange, batch, processes)
         overlaps = self._exchange is not None and self._exchange.overlaps and len(self._stages) == 1
-        self._feed = Feed(recipe, processes, self.device, self._uses_batch_statistics)
+        self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self._recorder = Recorder(self.topology, self.synchronize)
         self._work = TrainingStep(
             self._feed,
@@ -77,6 +76,8 @@ class TorchEngine(Engine):
             raise ConfigError(f"parallel.recompute: {error}") from None
         self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
         self.notes = (note,) if note else ()
+        if self.batch.stages > 1 and self.topology.stages == 1:
+            self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)
         own = cuts.own_parts(self._parts, self.topology)
         self._stages = {number: Stage(whole.part(names), whole.draws, recomputed) for number, names in own.items()}
         self._model = whole.part([name for names in own.values() for name in names])
@@ -96,6 +97,12 @@ class TorchEngine(Engine):
             elsewhere=self._elsewhere,
         )
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
+
+    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
+        return feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
+
+    def evaluation_batches(self, source: Optional[Source], images: int):
+        return feed.evaluation_batches(source, self._recipe, self.topology, images, self.device)
 
     def train_step(
         self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure: bool = False
@@ -224,10 +231,7 @@ class TorchEngine(Engine):
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             return Counts(0, zero.double(), zero, zero)
         labels = self._feed.evaluation_labels(len(logits))
-        logits = logits[: len(labels)].float()
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-        loss = summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum()
-        return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
+        return scored(logits[: len(labels)].float(), labels)
 
     def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
         self._feed.finish()
@@ -268,11 +272,7 @@ class TorchEngine(Engine):
         return dict(self._shapes)
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        for name, tensor in weights.items():
-            if name not in self._shapes:
-                raise ValueError(f"{name} is unknown")
-            if tuple(tensor.shape) != self._shapes[name]:
-                raise ValueError(f"{name} is {list(tensor.shape)}, the model's is {list(self._shapes[name])}")
+        state.check_shapes(weights, self._shapes)
         self.weights.replace({name: tensor for name, tensor in weights.items() if name not in self._buffers})
         for name, buffer in self._buffers.items():
             if name in weights:

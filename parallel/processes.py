@@ -12,13 +12,14 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional, TypeVar
+from typing import Any, List, Optional
 
 import torch
 import torch.distributed as dist
 
+from parallel.agreement import Agreement
 from parallel.topology import Topology
-from recipe.errors import ConfigError, UserError
+from recipe.errors import ConfigError
 
 _MEETING_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
@@ -27,10 +28,8 @@ _quiet_code: Optional[int] = None  # see leave_quietly
 _last_word = threading.Lock()
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
-Result = TypeVar("Result")
 
-
-class Processes:
+class Processes(Agreement):
     """All processes of a run, as one of them sees them.
 
     stage_group: the processes that share this one's replica, ordered by stage. replica_group: those that compute
@@ -83,42 +82,12 @@ class Processes:
         dist.gather_object(mine, values or None, dst=0, group=self._host)
         return [values[rank] for rank in ranks] if values else []
 
-    def from_main(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns on the main rank, on every rank. Raises there and here what it raises.
-
-        Only the main rank's error has a message: one line for all of them.
-        """
+    def _broadcast(self, value: Any) -> Any:
         if self._world == 1:
-            return function()
-        outcome: List[Any] = [None]
-        failure: Optional[UserError] = None
-        if self.topology.is_main:
-            try:
-                outcome = [(True, function())]
-            except UserError as error:
-                outcome, failure = [(False, None)], error
-        dist.broadcast_object_list(outcome, src=0, group=self._host)
-        done, value = outcome[0]
-        if not done:
-            raise failure or UserError("")
-        return value
-
-    def together(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns on this rank; if it fails on any, raises on all.
-
-        The first failing rank's error keeps its message, the others have none: one line for all of them.
-        """
-        if self._world == 1:
-            return function()
-        result, failure = None, None
-        try:
-            result = function()
-        except UserError as error:
-            failure = error
-        failed = [rank for rank, fault in enumerate(self.gather(failure is not None)) if fault]
-        if failed:
-            raise failure if failure is not None and failed[0] == self.topology.rank else UserError("")
-        return result
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._host)
+        return values[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of `values` over all ranks, in place, on the device; nothing waits on the host."""

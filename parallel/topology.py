@@ -84,6 +84,8 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
                 raise ConfigError(f"{names[1]} {rank} is not below {names[0]} {world} in the environment; unset both")
             return _divided(recipe, world, rank, local_rank)
     replicas, stages = recipe.parallel.replicas or 1, recipe.parallel.stages
+    if recipe.run.device == "ipu":
+        return Topology(replicas, 1, 0, 0, replicas)  # one process can feed them all
     if replicas > 1:
         raise ConfigError(
             f"parallel.replicas {replicas} needs {replicas * stages} processes, one was started; start them by "

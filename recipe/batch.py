@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from recipe.config import Data, Parallel, Recipe
+from recipe import ipu
+from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError
 
 _DIGITS = (1437, 360)
@@ -78,13 +79,22 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
             f"batch.global {total} is not a multiple of {micro} micro x {_count(replicas, 'replica')} = {portion}; "
             f"nearest: {nearest}"
         )
+    batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
     _check_company(recipe)
-    _check_schedule(recipe.parallel, total // portion)
-    return Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
+    if recipe.run.device == "ipu":
+        ipu.check(recipe, batch, launched=None)
+    else:
+        _check_schedule(recipe, batch.accumulation)
+    return batch
 
 
-def _check_schedule(parallel: Parallel, accumulation: int) -> None:
+def _check_schedule(recipe: Recipe, accumulation: int) -> None:
     """What the schedules of torch.distributed.pipelining ask of the number of micro batches."""
+    parallel = recipe.parallel
+    if parallel.schedule == "sharded":
+        raise ConfigError(
+            f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
+        )
     if parallel.schedule == "gpipe" or parallel.stages == 1:
         return
     if accumulation < parallel.stages:
@@ -210,6 +220,10 @@ def describe(recipe: Recipe) -> str:
         lines.append(f"length     {images} training images; {lengths(recipe, images).describe()}")
     else:
         lines.append("length     known once data.root is read (or data.train_images given)")
+    if recipe.run.device == "ipu":
+        from recipe import ipu_plan  # which needs this file
+
+        lines += ipu_plan.lines(recipe, batch)
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from recipe.by_name import COMPOUND_SCALES, fill
 from recipe.distribution import Exchange, Parallel
+from recipe.hardware import Ipu
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, exactly_one
 
@@ -22,7 +23,7 @@ class Run(Section):
     )
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = Field(
-        "auto", description="auto takes CUDA where there is one, else the CPU; ipu so far only plans (--dry-run)"
+        "auto", description="auto takes CUDA where there is one, else the CPU; IPUs are only taken by name"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="every draw of the run is a function of it")
     epochs: Optional[float] = Field(
@@ -271,6 +272,7 @@ class Recipe(Section):
     log: Log = Field(default_factory=Log)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    ipu: Ipu = Field(default_factory=Ipu)
 
 
 # Keys of which a recipe gives one: naming one in a later layer replaces another of an earlier layer.

@@ -14,20 +14,33 @@ def _or_auto(*choices: dict) -> dict:
     return {"anyOf": [{"const": "auto"}, *choices, {"type": "null"}]}
 
 
+def _or_launchers(schema: dict) -> None:
+    """JSON Schema of a number that a file may leave to the launcher as auto; a loaded recipe has the number."""
+    number = {key: schema.pop(key) for key in ("type", "minimum")}
+    schema["anyOf"] = [{"const": "auto"}, number]
+
+
 class Parallel(Section):
     """How the model is cut and copied. One process that is started alone runs all stages itself."""
 
-    stages: int = Field(1, ge=1, description="pipeline stages of one replica, each on a device of its own")
+    stages: int = Field(
+        1,
+        ge=1,
+        description="pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun "
+        "gives a replica, elsewhere 1, and cuts anew where split is a list for another number",
+        json_schema_extra=_or_launchers,
+    )
     split: Union[Literal["counted"], List[str], None] = Field(
         None,
         description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
         "stages by what each block costs, measured at the start; counted, by its multiply-adds",
         json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}}),
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+    schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = Field(
         "gpipe",
         description="order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which "
-        "holds fewer activations; interleaved, in turn over several parts of the model on each device",
+        "holds fewer activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe "
+        "and 1f1b are the one order that PopART has, sharded lets one stage work at a time, and I/O overlap it",
     )
     virtual_stages: Optional[int] = Field(
         None, ge=2, description="interleaved: parts of the model that each of the `stages` devices has (2)"
@@ -78,8 +91,8 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Parallel":
-        if self.schedule == "interleaved" and self.stages == 1:
-            raise ValueError("schedule interleaved needs stages of 2 or more")
+        if self.schedule in ("interleaved", "sharded") and self.stages == 1:
+            raise ValueError(f"schedule {self.schedule} needs stages of 2 or more")
         if self.schedule != "interleaved" and self.virtual_stages is not None:
             raise ValueError("virtual_stages goes with schedule interleaved; give virtual_stages=null")
         if isinstance(self.split, list) and len(self.split) != self.parts - 1:

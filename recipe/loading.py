@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from recipe.by_name import FAMILIES, keys_of_family
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
+from recipe.ipu_rules import stages_of_launcher
 
 _COMMAND_LINE = "command line"
 
@@ -88,10 +89,21 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
     overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     for place, layer in [*layers, *(_override(text) for text in overrides)]:
         _merge(merged, layer, place, origin)
+    _settle_stages(merged["parallel"])
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_first_line(error, origin, default)) from None
+
+
+def _settle_stages(parallel: dict) -> None:
+    """Puts the launcher's number in the place of `stages: auto`; a list of cuts for another number gives way."""
+    if parallel.get("stages") != "auto":
+        return
+    stages = parallel["stages"] = stages_of_launcher(os.environ) or 1
+    split = parallel.get("split")
+    if isinstance(split, list) and len(split) != stages - 1:
+        parallel["split"] = "auto"
 
 
 def parse_yaml(text: str, place: str) -> Any:

@@ -1,6 +1,7 @@
 """Who may import whom (docs/architecture.md): read from the source of every file, without running any."""
 
 import ast
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple
 
@@ -23,12 +24,16 @@ ALLOWED = {
 SLOW = ("torch", "numpy", "timm", "torchvision")
 # Present on some machines only, or slow to load and seldom needed.
 OPTIONAL = (
-    "poptorch", "nvidia.dali", "triton", "tensorboard", "torch.utils.tensorboard", "optuna", "matplotlib", "rich",
+    "poptorch", "popdist", "horovod", "nvidia.dali", "triton", "tensorboard", "torch.utils.tensorboard", "optuna",
+    "matplotlib", "rich",
 )  # fmt: skip
+# What comes with the IPU's SDK, and the only files that may import it, be it in a function.
+OF_THE_SDK = {"poptorch": "engines/ipu_engine.py", "popdist": "engines/ipu_engine.py", "horovod": "engines/ipu_*.py"}
 # What also runs on Python 3.8, which the IPU's SDK needs.
 ON_IPU = (
     "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
-    "engines/base.py", "engines/factory.py", "engines/ipu_engine.py", "train.py", "evaluate.py", "tools/launch.py",
+    "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
+    "tools/plan.py",
 )  # fmt: skip
 _BUILTIN_GENERICS = ("list", "dict", "tuple", "set", "frozenset", "type")
 
@@ -71,6 +76,8 @@ def complaints(files: Dict[str, str]) -> List[str]:
                 found.append(f"{path}:{line}: {room} may not import {name}")
             elif room == "recipe" and _is_of(name, SLOW):
                 found.append(f"{path}:{line}: recipe may not import {name}")
+            elif target in OF_THE_SDK and not fnmatch(path, OF_THE_SDK[target]):
+                found.append(f"{path}:{line}: only {OF_THE_SDK[target]} may import {name}")
             elif at_start and path in needed and _is_of(name, OPTIONAL):
                 found.append(f"{path}:{line}: {name} at the start of a file that others need; import it in a function")
         if path.startswith(ON_IPU):
@@ -164,6 +171,13 @@ def test_directions():
         ("recipe/a.py", "import train", "recipe/a.py:1: recipe may not import train"),
         ("recipe/a.py", "import torch.nn as nn", "recipe/a.py:1: recipe may not import torch.nn"),
         ("recipe/a.py", "def f():\n  import numpy as np", "recipe/a.py:2: recipe may not import numpy"),
+        (
+            "engines/a.py",
+            "def f():\n  import poptorch",
+            "engines/a.py:2: only engines/ipu_engine.py may import poptorch",
+        ),
+        ("engines/ipu_a.py", "import popdist.poptorch", "engines/ipu_a.py:1: only engines/ipu_engine.py may import"),
+        ("training/a.py", "from horovod import torch", "training/a.py:1: only engines/ipu_*.py may import horovod"),
         ("data/a.py", "from . import b", "data/a.py:1: .b is relative; write the room's name"),
         ("data/a.py", "from ..models import b", "data/a.py:1: ..models is relative; write the room's name"),
         ("helpers/a.py", "import os", "helpers/a.py:1: helpers is no room"),
@@ -187,6 +201,8 @@ def test_a_broken_rule_is_found(path, source, complaint):
     ("path", "source"),
     [
         ("models/a.py", "import torch, timm\nfrom recipe.config import Model\nfrom models import stages"),
+        ("engines/ipu_engine.py", "def f():\n  import poptorch, popdist.poptorch"),
+        ("engines/ipu_a.py", "def f():\n  import horovod.torch"),
         ("engines/torch_engine.py", "match x:\n  case 1: pass\ndef f(x: list[int]) -> int | None: pass"),
         ("data/a.py", "from __future__ import annotations\ndef f(x: list[int], y: int | None) -> dict[str, int]: pass"),
         ("data/a.py", "x = flags | 3\ny = z[int]"),
@@ -201,6 +217,8 @@ def test_what_keeps_the_rules_is_let_through(path, source):
 def test_optional_packages_are_imported_where_they_are_used(name):
     """At the start of a file that is itself only imported when it is used they are welcome."""
     package, _, last = name.rpartition(".")
+    room, special = ("engines", "ipu_engine") if name in OF_THE_SDK else ("data", "special")
+    path = f"{room}/{special}.py"
     ways = [
         f"import {name}\n",
         f"from {name} import x\n",
@@ -211,20 +229,20 @@ def test_optional_packages_are_imported_where_they_are_used(name):
     for way in ways:
         line = 2 if way.startswith("try") else 1
         for user in (
-            "import data.special",
-            "from data.special import x",
-            "from data import special",
-            "if x:\n  import data.special",
+            f"import {room}.{special}",
+            f"from {room}.{special} import x",
+            f"from {room} import {special}",
+            f"if x:\n  import {room}.{special}",
         ):
-            found = complaints({"data/special.py": way, "training/a.py": user + "\n"})
+            found = complaints({path: way, "training/a.py": user + "\n"})
             assert len(found) >= 1
-            assert found[0].startswith(f"data/special.py:{line}: {name}")
+            assert found[0].startswith(f"{path}:{line}: {name}")
             assert found[0].endswith("at the start of a file that others need; import it in a function")
         inside = "def f():\n    " + way.replace("\n", "\n    ") + "\n"
-        assert complaints({"data/special.py": inside, "training/a.py": "import data.special\n"}) == []
+        assert complaints({path: inside, "training/a.py": f"import {room}.{special}\n"}) == []
         for user in (
-            "def f():\n    from data.special import x\n",
-            "import typing\nif typing.TYPE_CHECKING:\n    import data.special\n",
+            f"def f():\n    from {room}.{special} import x\n",
+            f"import typing\nif typing.TYPE_CHECKING:\n    import {room}.{special}\n",
         ):
-            assert complaints({"data/special.py": way, "training/a.py": user}) == []
-        assert complaints({"tools/plot.py": way}) == []
+            assert complaints({path: way, "training/a.py": user}) == []
+        assert complaints({path: way}) == []

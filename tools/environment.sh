@@ -1,5 +1,6 @@
-# Sourced by run_pod.sh and run_tests.sh: makes .venv from requirements.txt where it is missing or out of
-# date, and sets PYTHON to its interpreter. Needs Python 3.10 or newer and nothing else.
+# Sourced by run_pod.sh and run_tests.sh: makes a virtual environment where it is missing or out of date, and
+# sets PYTHON to its interpreter. make_environment: .venv from requirements.txt, needs Python 3.10 or newer and
+# nothing else. make_ipu_environment: .venv-ipu from requirements-ipu.txt, needs Python 3.8.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -16,15 +17,37 @@ find_python() {
   exit 2
 }
 
+# Prints where Python 3.8 is; fails without a word where there is none. pyenv's own python3.8 only says which
+# versions it has unless one is chosen, so what is found must run.
+find_python38() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.8 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.8.*/bin/python; do
+    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
 make_environment() {
-  local venv="$ROOT/.venv" wanted
-  wanted=$(cksum < "$ROOT/requirements.txt")
+  environment_from .venv requirements.txt find_python "about 6 GB"
+}
+
+make_ipu_environment() {
+  environment_from .venv-ipu requirements-ipu.txt find_python38 "about 5 GB"
+}
+
+# environment_from FOLDER REQUIREMENTS FINDER SIZE: FINDER prints the Python that makes it, and is asked only then.
+environment_from() {
+  local venv="$ROOT/$1" requirements="$ROOT/$2" wanted
+  wanted=$(cksum < "$requirements")
   if [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" != "$wanted" ]; then
     local python
-    python=$(find_python) || exit 2
-    echo "making .venv with $("$python" --version) from requirements.txt (a few minutes, about 6 GB)" >&2
+    python=$("$3") || exit 2
+    echo "making $1 with $("$python" --version) from $2 (a few minutes, $4)" >&2
     "$python" -m venv "$venv" || { echo "$python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt" || exit 1
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" || exit 1
     printf '%s\n' "$wanted" > "$venv/requirements.cksum"
   fi
   PYTHON="$venv/bin/python"

@@ -170,15 +170,13 @@ class Trainer:
             "loss": window.loss.item() / window.steps,
             "top1": window.correct.item() / max(window.images, 1),
             "lr": self._rate(step),
-            "gradient_norm": result.norms.gradient.item(),
-            "weight_norm": result.norms.weight.item(),
-            "update_norm": result.norms.update.item(),
+            **self._norms(result),
             "skipped_steps": result.skipped.item(),
             "unreadable_images": self._progression.unreadable,
             "loss_scale": result.loss_scale.item(),
             **self._pace(),
         }
-        if self._recipe.log.trust_ratios:
+        if self._recipe.log.trust_ratios and result.norms is not None:
             names = list(result.norms.trust)
             ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
             values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
@@ -197,6 +195,13 @@ class Trainer:
                     "lower schedule.peak (or peak_per_image) or precision.loss_scale"
                 )
             )
+
+    @staticmethod
+    def _norms(result: StepResult) -> dict:
+        """None where the update is made on a device that does not tell them."""
+        if result.norms is None:
+            return {}
+        return {f"{kind}_norm": getattr(result.norms, kind).item() for kind in ("gradient", "weight", "update")}
 
     def _told_once(self, message: str) -> str:
         """A message on the main rank; nothing on the others, which would say the same."""

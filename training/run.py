@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple, Optional, Sequence
+from typing import Callable, NamedTuple, Optional, Sequence
 
 import torch
 
 from data.base import Source
-from data.loader import EvaluationBatches, MicroBatch, evaluation_share, training_batches
 from data.sources import open_source
 from engines import factory
 from engines.base import Engine
 from models.costs import multiply_adds
 from models.efficientnet import build
 from parallel import topology
+from parallel.agreement import Agreement
 from recipe import batch as arithmetic
 from recipe import loading
-from recipe.batch import Batch, Lengths
+from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError
 from training import weights
@@ -26,9 +25,6 @@ from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
 from training.run_folder import RunFolder, first_difference
-
-if TYPE_CHECKING:
-    from parallel.processes import Processes
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -76,13 +72,11 @@ def run(recipe: Recipe) -> None:
             processes.part()
             return
         say(batch.describe())
-        if batch.stages > 1 and place.stages == 1:
-            say(f"one process computes all {batch.stages} stages itself, on one device")
         say(lengths.describe())
         engine = processes.together(lambda: factory.create(recipe, batch, processes))
         for note in engine.notes:
             say(note)
-        _train(recipe, batch, lengths, engine, processes, images)
+        _train(recipe, lengths, engine, processes, images)
     finally:
         if folder is not None:
             folder.close()
@@ -92,7 +86,7 @@ def _nothing(*_: object, **__: object) -> None:
     """What ranks other than the main one say."""
 
 
-def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
+def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
     """Raises ConfigError where ranks were started with different recipes; only hosts' own files can be the cause."""
     texts = processes.gather(loading.dump(recipe))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
@@ -110,7 +104,7 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     processes.from_main(complain)
 
 
-def _open_images(recipe: Recipe, processes: Processes) -> _Images:
+def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
     """The sources, on ranks where images enter; their sizes everywhere.
 
     Raises:
@@ -140,9 +134,7 @@ def _open_images(recipe: Recipe, processes: Processes) -> _Images:
     return _Images(train, validation, *everywhere[0])
 
 
-def _train(
-    recipe: Recipe, batch: Batch, lengths: Lengths, engine: Engine, processes: Processes, images: _Images
-) -> None:
+def _train(recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreement, images: _Images) -> None:
     folder, main = Path(arithmetic.output_folder(recipe)), engine.topology.is_main
     say = print if main else _nothing
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
@@ -152,8 +144,8 @@ def _train(
         say(f"resuming at step {step} of {lengths.total}")
     elif recipe.model.init_from:
         _start_from(engine, recipe.model, processes, say)
-    micro_batches = _training_batches(recipe, batch, lengths, engine, images, step)
-    evaluation = _evaluation_batches(recipe, batch, engine, images)
+    micro_batches = engine.training_batches(images.train, range(step, lengths.total))
+    evaluation = engine.evaluation_batches(images.validation, images.validation_images)
     monitor = _monitor(recipe, folder, lengths, progression) if main else _silent_monitor(lengths)
     try:
         if progression.logged_checkpoint:
@@ -180,46 +172,8 @@ def _train(
         engine.close()
     finally:
         micro_batches.close()
-        if images.validation is not None:
-            evaluation.close()
+        evaluation.close()
         monitor.close()
-
-
-def _training_batches(
-    recipe: Recipe, batch: Batch, lengths: Lengths, engine: Engine, images: _Images, step: int
-) -> Iterator[MicroBatch]:
-    """This replica's micro batches from `step` on; none where images do not enter."""
-    if images.train is None:
-        return (nothing for nothing in ())
-    return training_batches(
-        images.train,
-        data=recipe.data,
-        image_size=functools.partial(arithmetic.training_image_size, recipe),
-        global_batch=batch.global_,
-        micro=batch.micro,
-        seed=recipe.run.seed,
-        first_step=step,
-        last_step=lengths.total,
-        replica=engine.topology.replica,
-        replicas=batch.replicas,
-        pin_memory=engine.device.type == "cuda",
-    )
-
-
-def _evaluation_batches(recipe: Recipe, batch: Batch, engine: Engine, images: _Images):
-    """This replica's share of the validation images; where images do not enter, as many times None."""
-    place, rows = engine.topology, recipe.batch.evaluation
-    if images.validation is None:
-        return [None] * len(evaluation_share(images.validation_images, rows, place.replica, batch.replicas))
-    return EvaluationBatches(
-        images.validation,
-        data=recipe.data,
-        image_size=recipe.model.image_size,
-        batch=rows,
-        replica=place.replica,
-        replicas=batch.replicas,
-        pin_memory=engine.device.type == "cuda",
-    )
 
 
 def _monitor(recipe: Recipe, folder: Path, lengths: Lengths, progression: Progression) -> Monitor:
@@ -242,7 +196,7 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
     return 3 * 2 * sum(multiply_adds(model, image_size).values())
 
 
-def _start_from(engine: Engine, model: Model, processes: Processes, say: Callable[[str], None]) -> None:
+def _start_from(engine: Engine, model: Model, processes: Agreement, say: Callable[[str], None]) -> None:
     """The weights of another run or file as the first ones of this run."""
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
     tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes(), new_classifier=True))
@@ -251,7 +205,7 @@ def _start_from(engine: Engine, model: Model, processes: Processes, say: Callabl
     say(f"starting from {stored.path}{new}")
 
 
-def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, processes: Processes) -> Progression:
+def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, processes: Agreement) -> Progression:
     """Loads the newest whole checkpoint into the engine, and says where the run is.
 
     The main rank reads it and sends it to the others: hosts need not share a file system.

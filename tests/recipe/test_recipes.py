@@ -60,8 +60,9 @@ def test_pod_recipes_divide_as_published(name, replicas):
 
 
 @pytest.mark.parametrize("name", PODS)
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
-def test_pod_recipes_take_any_number_of_replicas_that_divides(name, replicas):
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+def test_pod_recipes_take_any_power_of_two_that_fills_the_pipeline(name, replicas):
+    """From 1024 replicas on there are fewer than the three micro batches that two stages need."""
     assert divide(load(named(name), [f"parallel.replicas={replicas}"])).accumulation == 2048 // replicas
 
 

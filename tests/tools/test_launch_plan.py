@@ -70,7 +70,7 @@ def refusal(capfd, *arguments):
         (("--stages", "2", "run.sed=1"), "command line: run.sed: unknown key"),
         (("--instances", "2"), "--instances goes with run.device=ipu, but run.device is cpu"),
         (("run.device=ipu",), "how many IPUs there are is not known here; give the number of replicas"),
-        (("run.device=ipu", "--replicas", "2"), "run.device=ipu needs poprun on the PATH"),
+        (("run.device=ipu", "optimizer.trust=momentum", "--replicas", "2"), "run.device=ipu needs poprun on the PATH"),
         (("run.device=ipu", "--nnodes", "2", "--node-rank", "0", "--master", "a"), "poprun itself starts all hosts"),
         (
             ("run.device=cuda", "--replicas", "2"),

@@ -1,0 +1,102 @@
+"""Measures, while a run trains, how much longer a step of LARS's gradient form is than one of its momentum form.
+
+The runs it is used on, and what came out, are lars_forms.py's.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class StepRatio:
+    """Length of the gradient form's step over the momentum form's, for each tensor, along a run of either form.
+
+    The momentum form's step is lr * eta * |w|. The gradient form's is its momentum buffer; the trust coefficient eta
+    cancels. `steady` leaves the learning rate out of the buffer: the ratio under a schedule so slow that the rate
+    does not change within the momentum's memory. Both need every step of the run.
+    """
+
+    def __init__(self, momentum: float, weight_decay: float):
+        self._momentum, self._weight_decay = momentum, weight_decay
+        self._scheduled: Optional[List[torch.Tensor]] = None
+        self._steady: List[torch.Tensor] = []
+
+    def step(
+        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], lr: float
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Takes the step's gradients in, at the weights they belong to; gives (scheduled, steady), float32 [tensors].
+
+        `scheduled` is not finite where lr or a norm is 0.
+        """
+        if self._scheduled is None:
+            self._scheduled, self._steady = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+        weight_norms = torch.stack(torch._foreach_norm(weights))
+        ratios = weight_norms / (torch.stack(torch._foreach_norm(gradients)) + self._weight_decay * weight_norms)
+        directions = torch._foreach_add(gradients, weights, alpha=self._weight_decay)
+        torch._foreach_mul_(directions, list(ratios.unbind()))
+        for buffers, rate in ((self._scheduled, lr), (self._steady, 1.0)):
+            torch._foreach_mul_(buffers, self._momentum)
+            torch._foreach_add_(buffers, directions, alpha=rate)
+        scheduled, steady = (torch.stack(torch._foreach_norm(each)) for each in (self._scheduled, self._steady))
+        return scheduled / (lr * weight_norms), steady / weight_norms
+
+
+class Recorder:
+    """Watches the trusted tensors of the one optimizer that steps while it is entered."""
+
+    def __init__(self) -> None:
+        self._ratio: Optional[StepRatio] = None
+        self._before: List[torch.Tensor] = []
+        self.rates: List[float] = []
+        self.scheduled: List[torch.Tensor] = []
+        self.steady: List[torch.Tensor] = []
+        self.updates: List[float] = []
+
+    def __enter__(self) -> Recorder:
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        group = _trusted(optimizer)
+        if self._ratio is None:
+            self._ratio = StepRatio(group["momentum"], group["weight_decay"])
+        weights = group["params"]
+        scheduled, steady = self._ratio.step(weights, [weight.grad for weight in weights], group["lr"])
+        self.rates.append(group["lr"])
+        self.scheduled.append(scheduled)
+        self.steady.append(steady)
+        self._before = [weight.clone() for weight in weights]
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        differences = torch._foreach_sub(_trusted(optimizer)["params"], self._before)
+        self.updates.append(torch.stack(torch._foreach_norm(differences)).norm().item())
+
+    def summary(self) -> dict:
+        """Lists over the steps with a learning rate above 0, and K of each tensor, averaged with the rate as weight."""
+        steps = [number for number, rate in enumerate(self.rates) if rate > 0]
+        rates = torch.tensor([self.rates[step] for step in steps])
+        found = {"step": steps, "lr": rates.tolist(), "update": [self.updates[step] for step in steps]}
+        for name, values in (("scheduled", self.scheduled), ("steady", self.steady)):
+            by_step = torch.stack([values[step] for step in steps])
+            assert by_step.isfinite().all(), "a trusted tensor or its gradient was 0"
+            found[name] = by_step.quantile(torch.tensor([0.25, 0.5, 0.75]), dim=1).T.tolist()
+            found[f"{name}_tensors"] = (rates @ by_step / rates.sum()).tolist()
+        return found
+
+
+def _trusted(optimizer: torch.optim.Optimizer) -> dict:
+    group, *others = [group for group in optimizer.param_groups if group["adapt"]]
+    assert not others
+    return group

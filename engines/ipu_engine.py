@@ -1,0 +1,414 @@
+"""The engine for Graphcore's IPUs, by PopTorch: the only file that imports it.
+
+What of a recipe becomes which option is in recipe/ipu.py, and docs/ipu.md has the table. A program is compiled once
+for training and once for evaluation; the two take turns on the same IPUs. Weights and optimizer state live on the
+device, and come to the host when they are saved, averaged or evaluated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from data.base import Source
+from data.loader import MicroBatch
+from engines import cuts, state
+from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored
+from engines.devices import DTYPES
+from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
+from engines.ipu_instances import Instances
+from engines.ipu_model import EvaluationModule, TrainingModule, begin_stages, device_model
+from models.normalization import norm_parameters
+from models.stages import BlockList
+from optim import factory
+from optim.averaging import WeightAverage
+from optim.half_weights import WeightState
+from optim.loss_scale import LossScale
+from parallel.agreement import Agreement
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe import ipu
+from recipe.batch import Batch
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+
+# Of a Mk2 IPU in matrix products, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
+_PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
+# Of each optimizer's state tensors, what PopART puts before the parameter's name (willow/src/patterns/*decompose.cpp).
+_SLOT_PREFIXES = {
+    "lars": {"momentum_buffer": "Accl1___"},
+    "sgd": {"momentum_buffer": "Accl1___"},
+    "lamb": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"},
+    "rmsprop": {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"},
+}
+_COUNT_PREFIX = "Step___"  # of the updates that a bias correction counts
+_NO_MARKS = (None, None)
+_INSIDE = "model."  # parameters of engines.ipu_model's modules are those of their BlockList
+
+
+def connect(recipe: Recipe, topology: Topology) -> Agreement:
+    """Meets the other instances that poprun started, if it did.
+
+    Raises:
+        ConfigError: PopTorch cannot be imported here, or poprun started something else than the recipe says.
+    """
+    _poptorch()
+    if not _under_poprun():
+        ipu.check_launched(recipe, ipu.Launched(topology.replicas, topology.served, recipe.parallel.stages))
+        return Processes(topology, IpuEngine.device)
+    import popdist
+
+    popdist.init()
+    launched = ipu.Launched(
+        popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getNumIpusPerReplica()
+    )
+    instances = Instances(topology)
+    instances.from_main(lambda: ipu.check_launched(recipe, launched))
+    return instances
+
+
+class IpuEngine(Engine):
+    """Computes the replicas that this instance serves, each in `parallel.stages` IPUs."""
+
+    device = torch.device("cpu")  # of all that goes in and out
+
+    def __init__(self, recipe: Recipe, batch: Batch, processes: Agreement):
+        poptorch = _poptorch()
+        self.batch, self.topology = batch, processes.topology
+        self._recipe, self._processes = recipe, processes
+        self._weights_dtype = DTYPES[recipe.precision.weights]
+        self._compute = torch.float32 if recipe.precision.compute == "float32" else torch.float16
+        training, evaluation = (device_model(recipe, self._compute, self._weights_dtype) for _ in range(2))
+        self._shapes = state.shapes(evaluation)
+        parts, note = cuts.counted(evaluation, recipe, batch)
+        begin = functools.partial(_begin, poptorch)
+        for model in (training, evaluation):
+            begin_stages(model, parts, begin)
+        # The host's copy of the weights and the optimizer's state, in the form that all engines save.
+        self._host = WeightState(
+            evaluation.named_parameters(),
+            lambda parameters: factory.create(recipe.optimizer, parameters, norm_parameters(evaluation)),
+            dtype=self._weights_dtype,
+            rounding="nearest",  # the device rounds; here values are only kept
+            seed=recipe.run.seed,
+        )
+        self._averages = {
+            name: WeightAverage(decay, [self._host.flat])
+            for name, decay in zip(AVERAGES, (None, recipe.average.epoch_decay))
+            if decay is not None
+        }
+        self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
+        self._create_programs(poptorch, training, evaluation)
+        self.notes = (*((note,) if note else ()), *ipu.notes(recipe))
+
+    def _create_programs(self, poptorch: Any, training: BlockList, evaluation: BlockList) -> None:
+        """The two executors. Nothing is compiled before the first images come."""
+        recipe, served = self._recipe, self.topology.served
+        options = {
+            "training": ipu.training_settings(recipe, self.batch, served, _under_poprun()),
+            "evaluation": ipu.evaluation_settings(recipe, self.batch, served, _under_poprun()),
+        }
+        self._options = {name: self._made(poptorch, settings) for name, settings in options.items()}
+        marks = _overlap_marks(poptorch)
+        module = TrainingModule(
+            training,
+            recipe.data.label_smoothing,
+            recipe.model.classes,
+            functools.partial(poptorch.identity_loss, reduction="none"),
+            kept=frozenset(recipe.ipu.keep_activations),
+            keep=poptorch.recomputationCheckpoint,
+            overlap=marks if ipu.overlaps(recipe, self.batch) else _NO_MARKS,
+        ).train()
+        self._create_optimizer(poptorch, training)
+        self._module = module
+        self._training = poptorch.trainingModel(module, self._options["training"], self._optimizer)
+        scoring = EvaluationModule(evaluation, marks if ipu.evaluation_overlaps(recipe) else _NO_MARKS).eval()
+        self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
+        self._rows = recipe.batch.evaluation * ipu.evaluation_iterations(recipe) * served
+        self._weights_are_on_device = self._slots_are_on_device = False
+        self._slots_to_send = False
+        self._inference_is_stale = False
+        # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
+        self._slot_scale = recipe.precision.loss_scale if recipe.optimizer.name == "sgd" else 1.0
+
+    def _made(self, poptorch: Any, settings: Sequence[ipu.Setting]) -> Any:
+        """PopTorch's options with all settings made."""
+        if _under_poprun():
+            import popdist.poptorch
+
+            options = popdist.poptorch.Options(ipus_per_replica=self._recipe.parallel.stages)
+        else:
+            options = poptorch.Options()
+        for setting in settings:
+            if setting.main_only and not self.topology.is_main:
+                continue
+            *path, method = setting.call.split(".")[1:]
+            target = functools.reduce(getattr, path, options)
+            getattr(target, method)(*_resolved(poptorch, list(setting.arguments)))
+        return options
+
+    def _create_optimizer(self, poptorch: Any, model: BlockList) -> None:
+        plan = ipu.optimizer(self._recipe)
+        parameters = dict(model.named_parameters())
+        skipped = factory.skipped_names(self._recipe.optimizer, parameters, norm_parameters(model))
+        groups, self._rate_scales = [], []
+        for group in plan.groups:
+            members = [parameter for name, parameter in parameters.items() if (name in skipped) == group.skipped]
+            if members:
+                groups.append({"params": members, **group.options})
+                self._rate_scales.append(group.lr_scale)
+        keywords = {name: _resolved(poptorch, value) for name, value in plan.options.items()}
+        # The rate must be given here: PopTorch takes what is only said in groups for constant.
+        self._optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **keywords)
+        for name in plan.constant:
+            self._optimizer.variable_attrs.markAsConstant(name)
+
+    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
+        poptorch, place, recipe = _poptorch(), self.topology, self._recipe
+        instance, instances = place.replica // place.served, place.world
+        positions = Positions(source, recipe, self.batch, steps, instance, instances)
+
+        def loader(dataset: Positions) -> Any:
+            return poptorch.DataLoader(
+                self._options["training"],
+                dataset,
+                batch_size=self.batch.micro,
+                num_workers=recipe.data.workers,
+                auto_distributed_partitioning=False,  # `Positions` are this instance's already
+                mode=poptorch.DataLoaderMode.AsyncRebatched,
+                rebatched_worker_size=self.batch.micro,
+                async_options={"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False,
+                               "early_preload": True},
+            )  # fmt: skip
+
+        return TrainingFeed(positions, steps, loader)
+
+    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
+        place = self.topology
+        return EvaluationFeed(source, self._recipe, self._rows, place.replica // place.served, place.world)
+
+    def train_step(
+        self, micro_batches: Iterator[StepImages], step: int, lr: float, measure: bool = False
+    ) -> StepResult:
+        images = next(micro_batches)
+        assert images.step == step, (images.step, step)
+        for group, scale in zip(self._optimizer.param_groups, self._rate_scales):
+            group["lr"] = lr * scale
+        self._training.setOptimizer(self._optimizer)
+        arguments = [tensor for tensor in images[:3] if tensor is not None]
+        self._take(self._training, self._inference)
+        if not self._training.isCompiled():
+            self._training.compile(*arguments)
+        if self._slots_to_send:
+            self._send_slots(step)
+        losses, correct = self._training(*arguments)
+        self._weights_are_on_device = self._slots_are_on_device = True
+        sums = self._processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
+        zero = torch.zeros((), dtype=torch.int64)
+        return StepResult(
+            (sums[0] / self.batch.micro_batches).float(),
+            sums[1].long(),
+            self.batch.global_,
+            zero,
+            zero,
+            self._loss_scale.scale,
+            None,
+            (),
+        )
+
+    def end_epoch(self) -> None:
+        if "epoch_average" in self._averages:
+            self._fetch_weights()
+            self._averages["epoch_average"].add([self._host.flat])
+
+    def averages(self) -> Tuple[str, ...]:
+        return tuple(name for name, average in self._averages.items() if average.count)
+
+    @contextlib.contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        self._fetch_weights()
+        if weights == "trained":
+            yield
+            return
+        with self._host.shown(self._averages[weights].tensors[0]):
+            self._inference_is_stale = True
+            yield
+        self._inference_is_stale = True
+
+    def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
+        logits = self._logits(batch.images)[: batch.valid]
+        return scored(logits, batch.labels[: batch.valid])
+
+    def predict_step(self, batch: MicroBatch) -> torch.Tensor:
+        return self._logits(batch.images)[: batch.valid]
+
+    def _logits(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, classes], of the weights in use."""
+        self._fetch_weights()
+        self._take(self._inference, self._training)
+        if self._inference_is_stale and self._inference.isCompiled() and self._inference.isAttachedToDevice():
+            self._inference.copyWeightsToDevice()  # else they are sent when it is attached
+        self._inference_is_stale = False
+        parts = [self._inference(part).float() for part in padded(images, self._rows)]
+        return torch.cat(parts)[: len(images)]
+
+    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
+        own = [torch.stack([torch.as_tensor(value).double() for value in each]) for each in counts]
+        sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64)
+        images, loss, top1, top5 = self._processes.sum(sums)
+        messages = [message for part in self._processes.gather(list(unreadable)) for message in part]
+        return Counts(int(images), loss, top1.long(), top5.long()), messages
+
+    def shapes(self) -> Dict[str, Tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
+        state.check_shapes(weights, self._shapes)
+        self._fetch_weights()
+        self._host.replace(weights)
+        self._send_weights()
+
+    def state_dict(self) -> dict:
+        self._fetch_weights()
+        self._fetch_slots()
+        if not self.topology.is_main:
+            return {}
+        averages = {
+            name: {"weights": self._host.by_name(average.tensors[0]), "buffers": {}, "count": average.count.clone()}
+            for name, average in self._averages.items()
+        }
+        return {
+            **self._host.state_dict(),
+            "loss_scale": self._loss_scale.state_dict(),
+            "averages": averages,
+            "buffers": {},
+        }
+
+    def load_state_dict(self, saved: dict) -> None:
+        for part in ("loss_scale", "averages"):
+            if part not in saved:
+                raise ValueError(f"{part} is missing")
+        for name in self._averages:
+            if name not in saved["averages"]:
+                raise ValueError(f"averages.{name} is missing")
+        self._host.load_state_dict(saved)
+        for name, average in self._averages.items():
+            self._host.load_flat(average.tensors[0], saved["averages"][name]["weights"])
+            average.count = saved["averages"][name]["count"].clone()
+        self._slots_are_on_device, self._slots_to_send = False, True
+        self._send_weights()
+
+    def timeline(self) -> List[Span]:
+        return []
+
+    def agree(self, value: int) -> int:
+        return self._processes.agree(value)
+
+    def peak_flops(self) -> float:
+        """Published, not measured: nothing but the run's own programs can run on the IPUs beside it."""
+        return _PEAK_FLOPS[self._compute] * self.batch.replicas * self._recipe.parallel.stages
+
+    def synchronize(self) -> None:
+        """Every call of a program waits for it."""
+
+    def close(self) -> None:
+        for program in (self._training, self._inference):
+            program.destroy()
+        self._processes.part()
+
+    def _take(self, wanted: Any, other: Any) -> None:
+        """Makes the IPUs free for a program; it takes them itself when it is called."""
+        if other.isCompiled() and other.isAttachedToDevice():
+            other.detachFromDevice()
+
+    def _fetch_weights(self) -> None:
+        """The device's weights into the host's copy; PopTorch reads them when the module's are looked at."""
+        if self._weights_are_on_device:
+            self._weights_are_on_device = False
+            found = self._module.state_dict()
+            self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in found.items()})
+            self._inference_is_stale = True
+
+    def _send_weights(self) -> None:
+        self._weights_are_on_device, self._inference_is_stale = False, True
+        weights = self._host.state_dict()["weights"]
+        self._training.load_state_dict({_INSIDE + name: tensor for name, tensor in weights.items()})
+
+    def _fetch_slots(self) -> None:
+        if self._slots_are_on_device:
+            self._slots_are_on_device = False
+            found = self._optimizer.state_dict()["ipu_state"]
+            slots = {
+                slot: {name: found[key] / self._slot_scale for name, key in self._slot_keys(slot)}
+                for slot in self._host.optimizer.slots
+            }
+            self._host.load_state_dict({**self._host.state_dict(), **slots})
+
+    def _send_slots(self, step: int) -> None:
+        """What was loaded, into the program that has just been compiled: before, PopART has no place for it."""
+        self._slots_to_send = False
+        saved, own = self._optimizer.state_dict(), self._host.state_dict()
+        found = {
+            key: torch.full_like(value, step) if key.startswith(_COUNT_PREFIX) else value
+            for key, value in saved["ipu_state"].items()
+        }
+        for slot in self._host.optimizer.slots:
+            for name, key in self._slot_keys(slot):
+                found[key] = (own[slot][name] * self._slot_scale).to(found[key].dtype).view_as(found[key])
+        self._optimizer.load_state_dict({**saved, "ipu_state": found})
+        self._training.setOptimizer(self._optimizer)
+
+    def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
+        """Each parameter's name, and PopART's for its state tensor."""
+        prefix = _SLOT_PREFIXES[self._recipe.optimizer.name][slot]
+        return [(name, f"{prefix}{_INSIDE}{name}") for name in self._shapes]
+
+
+def _poptorch() -> Any:
+    """The module. Raises ConfigError with PopTorch's own words where it cannot be imported."""
+    try:
+        import poptorch
+    except (ImportError, AssertionError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"run.device ipu: PopTorch cannot be imported: {error or type(error).__name__}; Poplar SDK 3.4 needs "
+            f"Python 3.8 and torch 2.0.1 (requirements-ipu.txt), here are Python {platform.python_version()} and torch "
+            f"{torch.__version__}; source the SDK's enable.sh and install its wheel, or use run.device=cpu"
+        ) from None
+    return poptorch
+
+
+def _under_poprun() -> bool:
+    return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
+
+
+def _resolved(poptorch: Any, value: Any) -> Any:
+    """`value` with the objects that its names stand for."""
+    if isinstance(value, ipu.Name):
+        module, *path = value.path.split(".")
+        return functools.reduce(getattr, path, {"poptorch": poptorch, "torch": torch}[module])
+    if isinstance(value, ipu.Chain):
+        made = _resolved(poptorch, ipu.Name(value.start))()
+        for method, arguments in value.calls:
+            made = getattr(made, method)(*_resolved(poptorch, list(arguments)))
+        return made
+    if isinstance(value, list):
+        return [_resolved(poptorch, each) for each in value]
+    return value
+
+
+def _begin(poptorch: Any, block: torch.nn.Module, number: int) -> None:
+    poptorch.BeginBlock(block, user_id=f"stage {number}", ipu_id=number)
+
+
+def _overlap_marks(poptorch: Any) -> tuple:
+    """What marks inputs and outputs whose transfer is to overlap the accumulation loop."""
+    mode = poptorch.OverlapMode.OverlapAccumulationLoop
+    return (
+        lambda tensor: poptorch.set_overlap_for_input(tensor, mode),
+        lambda tensor: poptorch.set_overlap_for_output(tensor, mode),
+    )

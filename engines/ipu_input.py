@@ -1,0 +1,191 @@
+"""Images for IPUs: what one instance reads, position by position, in the order that every engine keeps.
+
+PopTorch's own loader gathers positions into the batches of a whole update, in worker processes. So a step arrives as
+one block of memory that its data path takes as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from data import mixing
+from data.base import Source
+from data.decode import UnreadableImage
+from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share
+from data.transforms import train_transform
+from engines.ipu_model import mixes, mixing_rows
+from recipe.batch import Batch, steps_per_epoch, training_image_size
+from recipe.config import Recipe
+
+PADDING = -1  # label of a row that is no image
+UNREADABLE = -2  # label of an image that could not be decoded
+
+
+class StepImages(NamedTuple):
+    """The images of one update that an instance computes: micro batches one behind the other.
+
+    images: uint8 [accumulation x replicas x micro, 3, H, W]. labels: int32, likewise. mixing: float32 [.., 6], see
+    engines.ipu_model.mixing_rows; None where the recipe does not mix. step: number of the update.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    mixing: Optional[torch.Tensor]
+    step: int
+
+
+class Positions(Dataset):
+    """Position p of an instance: row p % share of its part of step first_step + p // share, `share` images a step.
+
+    Order, augmentation and mixing are the functions of (seed, epoch, step, micro batch) that the other devices use:
+    which images a step has does not depend on the number of replicas or instances.
+    """
+
+    def __init__(
+        self, source: Source, recipe: Recipe, batch: Batch, steps: range, instance: int = 0, instances: int = 1
+    ):
+        """Args: steps: numbers of the updates. instance, instances: this process, and how many there are."""
+        self._source, self._recipe, self._batch, self._steps = source, recipe, batch, steps
+        self._share = batch.global_ // instances
+        self._first = instance * self._share
+        self._per_epoch = steps_per_epoch(len(source), batch.global_)
+        self._size = training_image_size(recipe, 0)
+        self._mixes = mixes(recipe.data)
+        self._order: Tuple[int, Optional[np.ndarray]] = (-1, None)
+        self._plan: Tuple[Optional[Tuple[int, int]], Optional[torch.Tensor]] = (None, None)
+
+    def __len__(self) -> int:
+        return len(self._steps) * self._share
+
+    def __getitem__(self, position: int) -> tuple:
+        """Image, uint8 [3, H, W]; label, int32 []; how its row is mixed, float32 [6], if anything is."""
+        step, row, epoch, index = self._place(position)
+        image, label = self._read(epoch, index)
+        if not self._mixes:
+            return image, label
+        return image, label, self._mixing(step, row // self._batch.micro)[row % self._batch.micro]
+
+    def complain(self, position: int) -> None:
+        """Raises UnreadableImage: what is wrong with the image at a position."""
+        index = self._place(position)[3]
+        try:
+            self._source.read(index)
+        except UnreadableImage as error:
+            raise UnreadableImage(f"{error}; mend or remove the file") from None
+        raise UnreadableImage(f"{self._source.name(index)}: could be read only the second time; start again")
+
+    def _place(self, position: int) -> Tuple[int, int, int, int]:
+        """Step, row within the step over all instances, epoch, and number of the image in its source."""
+        number, row = divmod(position, self._share)
+        step, row = self._steps[number], row + self._first
+        epoch, within = divmod(step, self._per_epoch)
+        return step, row, epoch, int(self._ordered(epoch)[within * self._batch.global_ + row])
+
+    def _read(self, epoch: int, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        recipe = self._recipe
+        try:
+            image = train_transform(self._source.read(index), self._size, recipe.data, recipe.run.seed, epoch, index)
+            label = int(self._source.labels[index])
+        except UnreadableImage:  # the training process says which: here it would end as a traceback of a worker
+            image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
+        return image, torch.tensor(label, dtype=torch.int32)
+
+    def _ordered(self, epoch: int) -> np.ndarray:
+        if self._order[0] != epoch:
+            self._order = epoch, epoch_order(self._recipe.run.seed, epoch, len(self._source))
+        return self._order[1]
+
+    def _mixing(self, step: int, number: int) -> torch.Tensor:
+        if self._plan[0] != (step, number):
+            micro, size = self._batch.micro, self._size
+            plan = mixing.draw(self._recipe.data, self._recipe.run.seed, step, number, micro, micro, size, size)
+            self._plan = (step, number), mixing_rows(plan, micro, size, size)
+        return self._plan[1]
+
+
+class TrainingFeed:
+    """The steps of a run, out of a loader that gives combined batches of `Positions`; closing it ends the loader."""
+
+    def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
+        """Args: loader: makes PopTorch's loader, which begins to read at once."""
+        self._positions, self._first = positions, steps.start
+        with _without_interrupts():
+            self._loader = loader(positions)
+            self._batches = iter(self._loader)
+        self._number = 0
+
+    def __iter__(self) -> Iterator[StepImages]:
+        return self
+
+    def __next__(self) -> StepImages:
+        """Raises UnreadableImage."""
+        images, labels, *mixing_of_rows = next(self._batches)
+        number, self._number = self._number, self._number + 1
+        damaged = (labels == UNREADABLE).nonzero()
+        if len(damaged):
+            self._positions.complain(number * len(labels) + int(damaged[0]))
+        return StepImages(images, labels, mixing_of_rows[0] if mixing_of_rows else None, self._first + number)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._loader.terminate()
+
+
+class EvaluationFeed:
+    """This instance's part of the validation images, in as many batches as any other instance's.
+
+    The replicas of all instances run in step, so an instance with fewer images ends with batches of no image.
+    """
+
+    def __init__(self, source: Source, recipe: Recipe, rows: int, instance: int, instances: int):
+        """Args: rows: images that the instance's replicas evaluate in one call."""
+        self._batches = EvaluationBatches(
+            source,
+            data=recipe.data,
+            image_size=recipe.model.image_size,
+            batch=rows,
+            replica=instance,
+            replicas=instances,
+        )
+        shares = [len(evaluation_share(len(source), rows, each, instances)) for each in range(instances)]
+        self._empty = max(shares) - shares[instance]
+        self._shape = (rows, 3, recipe.model.image_size, recipe.model.image_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield from self._batches
+        for _ in range(self._empty):
+            none = torch.zeros(self._shape[0], dtype=torch.int64)
+            yield MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), none, none - 1, 0, 0, 0, ())
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._batches.close()
+
+
+def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
+    """Images in parts of `rows`, the last filled up with black ones: a compiled program takes one size only."""
+    parts = list(images.split(rows))
+    missing = rows - len(parts[-1])
+    if missing:
+        parts[-1] = torch.cat([parts[-1], parts[-1].new_zeros(missing, *images.shape[1:])])
+    return parts
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started within never see Ctrl-C: the training process finishes its step, for which it needs
+    their images, and then ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,58 @@
+"""What processes decide together, whatever the way on which they talk: one does it for all, or all do it or none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Callable, List, Optional, TypeVar
+
+from parallel.topology import Topology
+from recipe.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class Agreement(ABC):
+    """Of all processes of a run, as one of them sees them."""
+
+    topology: Topology
+
+    @abstractmethod
+    def gather(self, value: Any) -> List[Any]:
+        """`value` of every process, in their order, on every process. Small picklable objects."""
+
+    @abstractmethod
+    def _broadcast(self, value: Any) -> Any:
+        """The main process's `value`, on every process."""
+
+    def from_main(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns on the main process, on every process. Raises there and here what it raises.
+
+        Only the main process's error has a message: one line for all of them.
+        """
+        outcome: Any = None
+        failure: Optional[UserError] = None
+        if self.topology.is_main:
+            try:
+                outcome = (True, function())
+            except UserError as error:
+                outcome, failure = (False, None), error
+        done, value = self._broadcast(outcome)
+        if not done:
+            raise failure or UserError("")
+        return value
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns on this process; if it fails on any, raises on all.
+
+        The first failing process's error keeps its message, the others have none: one line for all of them.
+        """
+        result: Any = None
+        failure: Optional[UserError] = None
+        try:
+            result = function()
+        except UserError as error:
+            failure = error
+        failed = [rank for rank, fault in enumerate(self.gather(failure is not None)) if fault]
+        if failed:
+            raise failure if failure is not None and failed[0] == self.topology.rank else UserError("")
+        return result

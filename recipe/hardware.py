@@ -1,0 +1,67 @@
+"""The section of a recipe that says how IPUs compile and run the model. Other devices do not read it."""
+
+from typing import List, Literal, Optional
+
+from pydantic import Field, field_validator
+
+from recipe.section import Section
+
+
+class Ipu(Section):
+    """run.device=ipu: what the compiler may use, and how data moves. docs/ipu.md says what each key becomes."""
+
+    available_memory_proportion: Optional[List[float]] = Field(
+        None,
+        description="share of an IPU's memory that convolutions and matrix products may use for temporary data: one "
+        "number for all IPUs of a replica, or one each; null: Poplar's own (0.6)",
+    )
+    partials: Optional[Literal["half", "float"]] = Field(
+        None, description="what convolutions and matrix products add up in; null: half with float16, else float"
+    )
+    convolution_dithering: bool = Field(
+        False, description="start convolutions on different tiles, which evens out memory"
+    )
+    shard_optimizer_state: bool = Field(
+        False, description="divide the optimizer's state over the replicas: less memory, one more gather an update"
+    )
+    executable_cache: Optional[str] = Field(
+        None, description="folder of compiled programs, so that the same recipe compiles once; null: none"
+    )
+    synthetic_data: bool = Field(
+        False, description="numbers made on the device in the place of images, for timing: nothing sensible is learned"
+    )
+    profile: Optional[str] = Field(
+        None, description="folder for Poplar's profile of compilation and run (slow, large); null: none"
+    )
+    io_tiles: int = Field(32, ge=32, le=192, description="tiles of each IPU that only move data, where I/O overlaps")
+    overlap_io: Optional[bool] = Field(
+        None,
+        description="move data while the device computes, on tiles of their own; impossible with pipelined stages; "
+        "null: wherever it is possible",
+    )
+    prefetch_depth: int = Field(3, ge=1, le=64, description="micro batches that the host keeps ready for each replica")
+    keep_activations: List[str] = Field(
+        [], description="parallel.recompute=true: blocks whose output is kept nonetheless, e.g. [blocks.2.3]"
+    )
+    exchange_memory_target: Optional[Literal["cycles", "memory", "balanced"]] = Field(
+        None, description="what the code that moves data between tiles is optimised for; null: Poplar's own (cycles)"
+    )
+    evaluation_iterations: Optional[int] = Field(
+        None,
+        ge=1,
+        description="batches of batch.evaluation images that a replica scores in one call; null: 4 x stages",
+    )
+
+    @field_validator("available_memory_proportion")
+    @classmethod
+    def _shares(cls, value: Optional[List[float]]) -> Optional[List[float]]:
+        if value is not None and (not value or not all(0 < share <= 1 for share in value)):
+            raise ValueError(f"{value} must be one or more numbers above 0 and at most 1")
+        return value
+
+    @field_validator("io_tiles")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError(f"{value} must be even")
+        return value

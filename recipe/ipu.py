@@ -1,0 +1,353 @@
+"""What a recipe means on IPUs, as plain data: the options that PopTorch is given, and the optimizer on the device.
+
+Names stand for PopTorch's objects, so that a plan can be made and checked where there is no Poplar SDK. Facts are those
+of PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md says why each option is what it is. What a recipe may ask for
+is in ipu_rules.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
+
+from recipe.config import Recipe
+from recipe.ipu_rules import Launched, check, check_launched, compute_dtype, pipelined, stages_of_launcher
+from recipe.optimization import Optimizer
+
+if TYPE_CHECKING:
+    from recipe.batch import Batch
+
+__all__ = [
+    "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "compute_dtype",
+    "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "notes", "optimizer", "overlaps",
+    "pipelined", "shown", "stages_of_launcher", "training_settings",
+]  # fmt: skip
+
+
+class Name(NamedTuple):
+    """Something of poptorch or torch that the engine looks up, e.g. torch.half."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class Chain(NamedTuple):
+    """The object that the name `start` makes, after the methods `calls` with their arguments."""
+
+    start: str
+    calls: Tuple[Tuple[str, tuple], ...] = ()
+
+    def __str__(self) -> str:
+        return self.start + "()" + "".join(f".{name}({_listed(arguments)})" for name, arguments in self.calls)
+
+
+class Setting(NamedTuple):
+    """One call on PopTorch's options.
+
+    call: the method, e.g. Options.Training.gradientAccumulation. arguments: plain values, Names and Chains. source:
+    the keys of the recipe that it comes from, or "always: " and why. main_only: for the first process of a run.
+    """
+
+    call: str
+    arguments: tuple
+    source: str
+    main_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call}({_listed(self.arguments)})"
+
+
+class Group(NamedTuple):
+    """Parameters that are stepped alike: the skipped ones (optim.factory.skipped_names), or all others.
+
+    lr_scale: the group's learning rate is the schedule's times this. options: what else the group sets.
+    """
+
+    skipped: bool
+    lr_scale: float
+    options: Dict[str, float]
+
+
+class DeviceOptimizer(NamedTuple):
+    """An optimizer of poptorch.optim.
+
+    options: arguments of its constructor besides params and lr. The learning rate belongs there, too, lest PopTorch
+    compile it in. constant: attributes for `variable_attrs.markAsConstant`, which are compiled in.
+    """
+
+    name: str
+    options: Dict[str, object]
+    constant: Tuple[str, ...]
+    groups: Tuple[Group, ...]
+
+
+def evaluation_iterations(recipe: Recipe) -> int:
+    """Batches that a replica scores in one call.
+
+    A pipeline takes stages - 1 rounds more to fill and drain: 4 x stages keep that below a fifth.
+    """
+    return recipe.ipu.evaluation_iterations or 4 * recipe.parallel.stages
+
+
+def overlaps(recipe: Recipe, batch: Batch) -> bool:
+    """Whether images and results of training move while the device computes.
+
+    PopART overlaps the turns of a loop; with one micro batch an update there is none, and explicit main loops without a
+    loop are an error where results are summed (willow/src/transforms/mainloops.cpp).
+    """
+    return _may_overlap(recipe) and batch.accumulation > 1
+
+
+def evaluation_overlaps(recipe: Recipe) -> bool:
+    """Likewise, in evaluation."""
+    return _may_overlap(recipe) and evaluation_iterations(recipe) > 1
+
+
+def _may_overlap(recipe: Recipe) -> bool:
+    return recipe.ipu.overlap_io is not False and not pipelined(recipe)
+
+
+def notes(recipe: Recipe) -> Tuple[str, ...]:
+    """What a run should say at its start, a line each."""
+    if not pipelined(recipe):
+        return ()
+    return (
+        f"pipelined stages: {recipe.ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap "
+        "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time",
+    )
+
+
+def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
+    """The options of the training model, in the order in which they are to be set.
+
+    Args:
+        served: replicas of this process.
+        under_poprun: the options are popdist.poptorch.Options, which bring the replicas along.
+    """
+    return [
+        *_common(recipe, served, under_poprun, overlaps(recipe, batch)),
+        *_gradients(recipe, batch),
+        *_recomputation(recipe),
+        *_published(),
+    ]
+
+
+def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
+    """The options of the inference model, likewise."""
+    source = "ipu.evaluation_iterations" if recipe.ipu.evaluation_iterations else "parallel.stages"
+    return [
+        *_common(recipe, served, under_poprun, evaluation_overlaps(recipe)),
+        Setting("Options.deviceIterations", (evaluation_iterations(recipe),), source),
+        Setting("Options.outputMode", (Name("poptorch.OutputMode.All"),), "always: logits of every image"),
+        Setting("Options.Precision.enableStochasticRounding", (False,), "always: scores repeat"),
+    ]
+
+
+def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> Iterator[Setting]:
+    """What training and evaluation have in common."""
+    ipu, stages = recipe.ipu, recipe.parallel.stages
+    if not under_poprun:
+        instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
+        yield Setting("Options.replicationFactor", (served,), f"parallel.replicas; {instead}")
+    strategy = "PipelinedExecution" if pipelined(recipe) else "ShardedExecution"
+    yield Setting(
+        "Options.setExecutionStrategy", (Chain(f"poptorch.{strategy}"),), "parallel.stages, parallel.schedule"
+    )
+    if ipu.available_memory_proportion is not None:
+        shares = ipu.available_memory_proportion * (stages if len(ipu.available_memory_proportion) == 1 else 1)
+        by_ipu = {f"IPU{number}": share for number, share in enumerate(shares)}
+        yield Setting("Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion")
+    yield from _arithmetic(recipe)
+    if overlap:
+        yield Setting("Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io")
+    yield Setting("Options._Popart.set", ("defaultPrefetchBufferingDepth", ipu.prefetch_depth), "ipu.prefetch_depth")
+    yield from _compiler(recipe)
+
+
+def _arithmetic(recipe: Recipe) -> Iterator[Setting]:
+    """Number formats and normalisation."""
+    ipu = recipe.ipu
+    partials = ipu.partials or ("half" if compute_dtype(recipe) == "float16" else "float")
+    source = "ipu.partials" if ipu.partials else "precision.compute"
+    yield Setting("Options.Precision.setPartialsType", (Name(f"torch.{partials}"),), source)
+    if ipu.convolution_dithering:
+        # setPartialsType and Training.setConvolutionDithering overwrite each other's dictionary (python/options.py).
+        options = {"partialsType": partials, "enableConvDithering": "true"}
+        yield _popart("convolutionOptions", options, f"ipu.convolution_dithering, {source}")
+    yield Setting("Options.enableStableNorm", (True,), "always: variances about the mean, as on other devices")
+    yield _popart("groupNormStridedChannelGrouping", False, "always: groups of neighbouring channels, as in torch")
+
+
+def _compiler(recipe: Recipe) -> Iterator[Setting]:
+    """The compiler's engine, its cache and its reports."""
+    ipu = recipe.ipu
+    engine, source = {"target.deterministicWorkers": "portable"}, "always: replicas round alike"
+    if ipu.exchange_memory_target:
+        engine["opt.internalExchangeOptimisationTarget"] = ipu.exchange_memory_target
+        source = f"ipu.exchange_memory_target; {source}"
+    yield _popart("engineOptions", engine, source)
+    if ipu.profile:  # after the engine's options, which it adds to
+        yield Setting("Options.enableProfiling", (ipu.profile,), "ipu.profile", main_only=True)
+    if ipu.executable_cache:
+        yield Setting("Options.enableExecutableCaching", (ipu.executable_cache,), "ipu.executable_cache")
+    if ipu.synthetic_data:
+        yield Setting("Options.enableSyntheticData", (True,), "ipu.synthetic_data")
+
+
+def _gradients(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
+    """Accumulation, reduction, loss scale and rounding of the updates."""
+    precision = recipe.precision
+    # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in their own float16,
+    # where a mean that is kept as it goes cannot overflow.
+    strategy = "Post" if batch.accumulation > 1 else "Running"
+    stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
+    yield Setting("Options.deviceIterations", (1,), "always: the learning rate changes with every update")
+    yield Setting(
+        "Options.Training.gradientAccumulation",
+        (batch.accumulation,),
+        "batch.global, batch.micro, parallel.replicas",
+    )
+    yield Setting(
+        "Options.Training.accumulationAndReplicationReductionType",
+        (Name("poptorch.ReductionType.Mean"),),
+        "always: the gradient of the mean loss over batch.global",
+    )
+    yield Setting(
+        "Options.Training.setMeanAccumulationAndReplicationReductionStrategy",
+        (Name(f"poptorch.MeanReductionStrategy.{strategy}"),),
+        "batch.global, batch.micro, parallel.replicas",
+    )
+    if precision.dynamic_loss_scale:
+        yield Setting("Options.Training.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale")
+    yield Setting("Options.Precision.enableStochasticRounding", (stochastic,), "precision.rounding, precision.weights")
+    yield Setting("Options.outputMode", (Name("poptorch.OutputMode.Sum"),), "always: loss and hits of an update")
+    yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
+    if recipe.ipu.shard_optimizer_state:
+        location = Chain(
+            "poptorch.TensorLocationSettings",
+            (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,))),
+        )
+        yield Setting("Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state")
+
+
+# PopART's RecomputationType, by number: PopTorch has no names for it (willow/include/popart/sessionoptions.hpp).
+_RECOMPUTE_NONE, _RECOMPUTE_STANDARD, _RECOMPUTE_PIPELINE, _RECOMPUTE_ALL = 0, 1, 3, 4
+
+
+def _recomputation(recipe: Recipe) -> Iterator[Setting]:
+    wanted, kept = recipe.parallel.recompute, recipe.ipu.keep_activations
+    source = "parallel.recompute"
+    if pipelined(recipe):
+        # PopTorch recomputes pipelines unless it is told not to.
+        yield _popart("autoRecomputation", _RECOMPUTE_PIPELINE if wanted else _RECOMPUTE_NONE, source)
+    elif wanted:
+        yield _popart("explicitRecomputation", True, source)
+        yield _popart(
+            "autoRecomputation",
+            _RECOMPUTE_ALL if kept else _RECOMPUTE_STANDARD,
+            f"{source}, ipu.keep_activations" if kept else source,
+        )
+
+
+def _published() -> Iterator[Setting]:
+    """What Graphcore's published PyTorch recipe of this model sets besides (vision/cnns/pytorch, SDK 3.4).
+
+    But not its disableOptimizerStateTensorStreams, which would keep the momentum on the device.
+    """
+    overlap_memory_optimized = 3  # AccumulateOuterFragmentSchedule, by number
+    for name, value, reason in (
+        ("scheduleNonWeightUpdateGradientConsumersEarly", True, "frees gradients as soon as they are added"),
+        ("accumulateOuterFragmentSettings.schedule", overlap_memory_optimized, "IPUs of a replica update together"),
+        ("replicatedCollectivesSettings.prepareScheduleForMergingCollectives", True, "few large sums over replicas"),
+        ("replicatedCollectivesSettings.mergeAllReduceCollectives", True, "few large sums over replicas"),
+        ("disableGradAccumulationTensorStreams", True, "accumulators stay on the device"),
+    ):
+        yield _popart(name, value, f"always: {reason}")
+
+
+def _popart(name: str, value: object, source: str) -> Setting:
+    return Setting("Options._Popart.set", (name, value), source)
+
+
+def optimizer(recipe: Recipe) -> DeviceOptimizer:
+    """The optimizer of poptorch.optim that updates as the recipe's does, apart from rounding."""
+    section, precision = recipe.optimizer, recipe.precision
+    state = Name("torch.half" if precision.weights == "float16" else "torch.float")
+    options: Dict[str, object] = {"loss_scaling": precision.loss_scale, "accum_type": Name("torch.float")}
+    constant = () if precision.dynamic_loss_scale else ("loss_scaling",)
+    make = {"lars": _lars, "lamb": _lamb, "sgd": _sgd, "rmsprop": _rmsprop}[section.name]
+    name, own, groups = make(section, state)
+    own = {key: value for key, value in own.items() if value is not None}
+    fixed = tuple(key for key in own if key in ("betas", "eps", "momentum", "alpha"))
+    return DeviceOptimizer(name, {**own, **options}, (*fixed, *constant), groups)
+
+
+_Parts = Tuple[str, Dict[str, object], Tuple[Group, ...]]
+
+
+def _lars(section: Optimizer, state: Name) -> _Parts:
+    """LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives it).
+
+    With E = eps and wd / E as weight decay LAMB's direction is u = (m + wd w) / E; the trust ratio cancels E. With
+    float16 weights PopART adds m / E and wd w / E in float16, where E = 2^-8 keeps small momenta clear of the subnormal
+    numbers. A maximum weight norm of 0 makes the ratio 1 (willow/src/patterns/adamdecompose.cpp): plain momentum.
+    """
+    epsilon = 2.0**-8 if state.path == "torch.half" else 1.0
+    own = {
+        "betas": (section.momentum, 1.0),
+        "eps": epsilon,
+        "bias_correction": False,
+        "first_order_momentum_accum_type": state,
+        "second_order_momentum_accum_type": Name("torch.float"),
+    }
+    trusted = Group(False, section.trust_coefficient, {"weight_decay": section.weight_decay / epsilon})
+    scale = section.skip_lr_scale * epsilon / (1 - section.momentum)
+    return "LAMB", own, (trusted, Group(True, scale, {"weight_decay": 0.0, "max_weight_norm": 0.0}))
+
+
+def _lamb(section: Optimizer, state: Name) -> _Parts:
+    """LAMB; both moments in float32, as everywhere."""
+    own = {
+        "betas": (section.beta1, section.beta2),
+        "eps": section.eps,
+        "bias_correction": True,
+        "first_order_momentum_accum_type": Name("torch.float"),
+        "second_order_momentum_accum_type": Name("torch.float"),
+    }
+    trusted = Group(False, 1.0, {"weight_decay": section.weight_decay})
+    return "LAMB", own, (trusted, Group(True, 1.0, {"weight_decay": 0.0, "max_weight_norm": 0.0}))
+
+
+def _sgd(section: Optimizer, state: Name) -> _Parts:
+    """SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
+    own = {"momentum": section.momentum or None, "use_combined_accum": False, "velocity_accum_type": state}
+    return "SGD", own, _decayed(section)
+
+
+def _rmsprop(section: Optimizer, state: Name) -> _Parts:
+    """TensorFlow's form: averages start at 1, the rate is in the momentum, which is float32 on IPUs (adaptive.hpp)."""
+    own = {
+        "alpha": section.alpha,
+        "eps": section.eps,
+        "momentum": section.momentum or None,
+        "first_order_momentum_accum_type": Name("torch.float"),
+        "use_tf_variant": True,
+    }
+    return "RMSprop", own, _decayed(section)
+
+
+def _decayed(section: Optimizer) -> Tuple[Group, ...]:
+    return (
+        Group(False, 1.0, {"weight_decay": section.weight_decay}),
+        Group(True, 1.0, {"weight_decay": 0.0}),
+    )
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, a Name or a Chain as the code that makes it."""
+    return str(value) if isinstance(value, (Name, Chain)) else repr(value)
+
+
+def _listed(arguments: tuple) -> str:
+    return ", ".join(map(shown, arguments))

@@ -1,0 +1,108 @@
+"""The plan of a run on IPUs: every option and the optimizer that PopTorch would be given, and where each comes from."""
+
+from __future__ import annotations
+
+import os
+from typing import Dict, Iterator, List, Tuple
+
+from recipe import ipu
+from recipe.batch import Batch
+from recipe.config import Recipe
+
+# Where the arguments of an optimizer's constructor come from, for those that are not named after their key.
+_SOURCES: Dict[str, Dict[str, str]] = {
+    "lamb": {
+        "first_order_momentum_accum_type": "always: averages in float32",
+        "betas": "optimizer.beta1, optimizer.beta2",
+        "bias_correction": "optimizer.name",
+    },
+    "lars": {
+        "first_order_momentum_accum_type": "precision.weights",
+        "betas": "optimizer.momentum; always: 1.0 keeps the second moment at 0",
+        "bias_correction": "optimizer.name",
+        "eps": "precision.weights",
+    },
+    "sgd": {
+        "use_combined_accum": "always: accumulator and momentum apart",
+        "velocity_accum_type": "precision.weights",
+    },
+    "rmsprop": {
+        "first_order_momentum_accum_type": "always: averages of squares in float32",
+        "use_tf_variant": "optimizer.name",
+    },
+}
+_COMMON_SOURCES = {
+    "loss_scaling": "precision.loss_scale",
+    "accum_type": "always: gradients add up in float32",
+    "second_order_momentum_accum_type": "always: the first moment is cast to its type",
+}
+_GROUP_SOURCES = {
+    "lars": ("optimizer.trust_coefficient, optimizer.weight_decay", "optimizer.skip, optimizer.skip_lr_scale"),
+}
+
+
+def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
+    """("training" or "evaluation", setting) of each option, as a process that this environment starts sets them."""
+    under_poprun = ipu.stages_of_launcher(os.environ) is not None
+    for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
+        for setting in make(recipe, batch, batch.replicas, under_poprun):
+            yield model, setting
+
+
+def arguments_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
+    """(argument, value, source) of the optimizer's constructor; the learning rate is the schedule's."""
+    yield "lr", "the schedule's x the group's", "schedule"
+    sources = {**_COMMON_SOURCES, **_SOURCES[recipe.optimizer.name]}
+    for name, value in ipu.optimizer(recipe).options.items():
+        yield name, ipu.shown(value), sources.get(name, f"optimizer.{name}")
+
+
+def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
+    """(which parameters, how they are stepped, source) of each group."""
+    sources = _GROUP_SOURCES.get(recipe.optimizer.name, ("optimizer.weight_decay", "optimizer.skip"))
+    for group, source in zip(ipu.optimizer(recipe).groups, sources):
+        options = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
+        which = "skipped" if group.skipped else "other"
+        yield which, f"lr scale {group.lr_scale:.6g}, {options}", source
+
+
+def lines(recipe: Recipe, batch: Batch) -> List[str]:
+    """The plan as text, an option a line."""
+    shown = [f"note       {note}" for note in ipu.notes(recipe)]
+    shown += [f"{model:<10} {setting}  <- {setting.source}" for model, setting in settings(recipe, batch)]
+    name = ipu.optimizer(recipe).name
+    shown += [
+        f"optimizer  poptorch.optim.{name}({argument}={value})  <- {source}"
+        for argument, value, source in arguments_of_optimizer(recipe)
+    ]
+    shown += [
+        f"optimizer  {which} parameters: {how}  <- {source}" for which, how, source in groups_of_optimizer(recipe)
+    ]
+    return shown
+
+
+def as_data(recipe: Recipe, batch: Batch) -> dict:
+    """The same as JSON has it. Names and objects of PopTorch are text."""
+    optimizer = ipu.optimizer(recipe)
+    return {
+        "options": [
+            {
+                "model": model,
+                "call": setting.call,
+                "arguments": [_plain(each) for each in setting.arguments],
+                "from": setting.source,
+            }
+            for model, setting in settings(recipe, batch)
+        ],
+        "optimizer": {
+            "name": f"poptorch.optim.{optimizer.name}",
+            "options": {name: _plain(value) for name, value in optimizer.options.items()},
+            "constant": list(optimizer.constant),
+            "groups": [group._asdict() for group in optimizer.groups],
+            "from": {name: source for name, _, source in arguments_of_optimizer(recipe)},
+        },
+    }
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, (ipu.Name, ipu.Chain)) else value

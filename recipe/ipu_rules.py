@@ -1,0 +1,263 @@
+"""What a recipe may ask of IPUs: rules that are checked before anything is compiled, which takes many minutes.
+
+Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Iterator, Mapping, NamedTuple, Optional, Tuple
+
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recipe.batch import Batch
+
+_MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
+
+
+class Launched(NamedTuple):
+    """What poprun started. replicas: of the run; served: of them, by this process; ipus_per_replica: each has."""
+
+    replicas: int
+    served: int
+    ipus_per_replica: int
+
+
+def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
+    """The IPUs that poprun gives each replica; None where poprun did not start this process. Raises ConfigError."""
+    name = "POPDIST_NUM_IPUS_PER_REPLICA"
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"{name} {text!r} in the environment is no number of IPUs; start by ./run_pod.sh")
+    return int(text)
+
+
+def compute_dtype(recipe: Recipe) -> str:
+    """Of activations and working weights: float16 unless the recipe says otherwise."""
+    return "float16" if recipe.precision.compute == "auto" else recipe.precision.compute
+
+
+def pipelined(recipe: Recipe) -> bool:
+    """Whether the stages work at the same time, on successive micro batches."""
+    return recipe.parallel.stages > 1 and recipe.parallel.schedule != "sharded"
+
+
+def check(recipe: Recipe, batch: Batch, launched: Optional[Launched]) -> None:
+    """Refuses what IPUs cannot do as the recipe says it.
+
+    Args:
+        launched: None where poprun did not start this process.
+
+    Raises:
+        ConfigError: one line with key, reason and remedy.
+    """
+    for refused, key, reason, remedy in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
+        if refused:
+            raise ConfigError(f"{key} on IPUs: {reason}; {remedy}")
+    if launched is not None:
+        check_launched(recipe, launched)
+    if pipelined(recipe):
+        _check_pipeline(recipe, batch)
+    _check_powers(batch)
+
+
+_Rule = Tuple[bool, str, str, str]  # whether it is broken; the key and its value; why; what to do
+
+
+def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
+    """What is learned, and how."""
+    section, data, average = recipe.optimizer, recipe.data, recipe.average
+    yield (
+        section.trust == "gradient",
+        "optimizer.trust gradient",
+        "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
+        "use optimizer.trust=momentum and the trust_coefficient that docs/ipu.md gives for it",
+    )
+    yield (
+        section.name == "lars" and section.eps != 0,
+        f"optimizer.eps {section.eps}",
+        "LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon",
+        "use optimizer.eps=0",
+    )
+    yield (
+        bool(section.nesterov),
+        "optimizer.nesterov",
+        "PopART adds the gradient to Nesterov's step without dividing it by accumulation and replicas",
+        "use optimizer.nesterov=false",
+    )
+    yield (
+        section.clip_norm is not None,
+        f"optimizer.clip_norm {section.clip_norm}",
+        "PopTorch's LAMB and RMSprop cannot clip gradients",
+        "use optimizer.clip_norm=null",
+    )
+    yield (
+        average.step_decay is not None,
+        f"average.step_decay {average.step_decay}",
+        "the weights would have to leave the device after every update",
+        "use average.step_decay=null; average.epoch_decay works",
+    )
+    yield (
+        recipe.exchange.method != "dense",
+        f"exchange.method {recipe.exchange.method}",
+        "PopART exchanges gradients itself, completely and in the accumulator's float32",
+        "use exchange.method=dense",
+    )
+    yield (
+        recipe.exchange.order == "tree",
+        "exchange.order tree",
+        "PopART decides in which order gradients are added",
+        "use exchange.order=fast",
+    )
+    yield (
+        recipe.model.norm == "batch",
+        "model.norm batch",
+        "running statistics would be each replica's own",
+        "use model.norm=group or layer",
+    )
+    yield (
+        data.bad_images == "skip",
+        "data.bad_images skip",
+        "a compiled program takes whole micro batches only",
+        "use data.bad_images=error",
+    )
+    yield (
+        data.image_sizes is not None and len({pixels for _, pixels in data.image_sizes}) > 1,
+        f"data.image_sizes {data.image_sizes}",
+        "every size is another program to compile",
+        "use one size, or a run for each that starts from the one before (model.init_from)",
+    )
+
+
+def _numbers(recipe: Recipe) -> Iterator[_Rule]:
+    """Formats of numbers."""
+    precision, compute = recipe.precision, compute_dtype(recipe)
+    yield (
+        compute == "bfloat16",
+        "precision.compute bfloat16",
+        "the IPU has float16 and float32 only",
+        "use precision.compute=float16",
+    )
+    yield (
+        compute != precision.weights,
+        f"precision.weights {precision.weights} with precision.compute {compute}",
+        "weights live on the device, in the format that it computes in",
+        f"use precision.weights={compute} or precision.compute={precision.weights}",
+    )
+    yield (
+        precision.dynamic_loss_scale and compute == "float32",
+        "precision.dynamic_loss_scale",
+        "PopART finds the scale from float16 gradients, and float32 has none",
+        "use precision.dynamic_loss_scale=false",
+    )
+
+
+def _machine(recipe: Recipe, batch: Batch) -> Iterator[_Rule]:
+    """Schedules, memory, data movement."""
+    parallel, ipu = recipe.parallel, recipe.ipu
+    yield (
+        parallel.schedule == "interleaved",
+        "parallel.schedule interleaved",
+        "PopART pipelines in one way of its own, one stage an IPU",
+        "use parallel.schedule=1f1b",
+    )
+    yield (
+        isinstance(parallel.recompute, list),
+        "parallel.recompute as a list",
+        "PopART recomputes all blocks or none, and is told which outputs to keep",
+        "use parallel.recompute=true, and ipu.keep_activations for the blocks whose output is kept",
+    )
+    yield (
+        bool(ipu.keep_activations) and not parallel.recompute,
+        "ipu.keep_activations",
+        "without recomputation all activations are kept",
+        "use parallel.recompute=true or ipu.keep_activations=[]",
+    )
+    yield (
+        recipe.log.trace > 0,
+        f"log.trace {recipe.log.trace}",
+        "the host does not see what the IPUs of a replica do when",
+        "use log.trace=0, and ipu.profile=FOLDER for Poplar's own profile",
+    )
+    yield (
+        bool(ipu.overlap_io) and pipelined(recipe),
+        "ipu.overlap_io with pipelined stages",
+        '"Overlapped IO is not supported with poptorch.PipelinedExecution"',
+        "use ipu.overlap_io=null, which prefetches only, or parallel.schedule=sharded, or parallel.stages=1",
+    )
+    yield (
+        bool(ipu.overlap_io) and batch.accumulation == 1,
+        "ipu.overlap_io with an accumulation of 1",
+        "the next micro batch moves while this one is computed, and an update has only one",
+        "use ipu.overlap_io=null, or a smaller batch.micro",
+    )
+    shares = ipu.available_memory_proportion
+    yield (
+        shares is not None and len(shares) not in (1, parallel.stages),
+        f"ipu.available_memory_proportion {shares}",
+        f"{parallel.stages} stages have {parallel.stages} IPUs",
+        "give one number, or one for each stage",
+    )
+    wanted = ipu.evaluation_iterations
+    yield (
+        wanted is not None and pipelined(recipe) and wanted < parallel.stages,
+        f"ipu.evaluation_iterations {wanted}",
+        f"a pipeline of {parallel.stages} stages needs at least {parallel.stages} batches",
+        "use ipu.evaluation_iterations=null",
+    )
+
+
+def check_launched(recipe: Recipe, launched: Launched) -> None:
+    """Whether poprun's replicas have the IPUs that the recipe's stages need. Raises ConfigError."""
+    stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
+    replicas, served, given = launched
+    if given != stages:
+        raise ConfigError(
+            f"poprun gives each replica {given} IPU{'' if given == 1 else 's'}, but parallel.stages is {stages}; start "
+            f"it as `poprun --num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py "
+            f"...` (N divides {replicas}: one or more a host), or use parallel.stages=auto, which takes what there is"
+        )
+    if wanted is not None and wanted != replicas:
+        raise ConfigError(
+            f"poprun started {replicas} replicas, but parallel.replicas is {wanted}; use parallel.replicas=auto"
+        )
+    if not _is_power(served) or served * stages > _MAX_IPUS:
+        raise ConfigError(
+            f"one process would have {served} replicas x {stages} IPUs = {served * stages}, but PopTorch takes a power "
+            f"of two up to {_MAX_IPUS}; start more of them by poprun --num-instances {replicas}, or another divisor"
+        )
+
+
+def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
+    """In training a pipeline has a forward and a backward part for each stage, in one for the last."""
+    stages, accumulation, replicas = batch.stages, batch.accumulation, batch.replicas
+    needed = 2 * stages - 1
+    if accumulation >= needed:
+        return
+    least = 2 if recipe.data.mixup or recipe.data.cutmix is not None else 1  # mixing needs partners
+    portion = batch.global_ // replicas
+    micros = [micro for micro in range(least, batch.micro) if portion % micro == 0 and portion // micro >= needed]
+    remedy = f"batch.micro={micros[-1]}" if micros else f"batch.global={batch.micro * replicas * needed}"
+    raise ConfigError(
+        f"accumulation on IPUs: {batch.global_} = {batch.micro} micro x {accumulation} x {replicas} replicas, but a "
+        f"pipeline of {stages} stages needs 2 x {stages} - 1 = {needed} micro batches or more in training; use "
+        f"{remedy}{', fewer replicas' if replicas > 1 else ''} or parallel.schedule=sharded"
+    )
+
+
+def _check_powers(batch: Batch) -> None:
+    """PopTorch reserves IPUs in powers of two."""
+    for number, key in ((batch.stages, "parallel.stages"), (batch.replicas, "parallel.replicas")):
+        if not _is_power(number):
+            below = 1 << (number.bit_length() - 1)
+            product = f"{batch.replicas} replicas x {batch.stages} = {batch.replicas * batch.stages}"
+            raise ConfigError(
+                f"{key} {number} on IPUs: they come in powers of two, not {product}; use {below} or {2 * below}"
+            )
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0

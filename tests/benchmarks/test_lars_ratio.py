@@ -1,0 +1,81 @@
+"""The measure of how much longer a step of LARS's gradient form is, against closed forms and LARS itself."""
+
+import pytest
+import torch
+
+from benchmarks.lars_ratio import Recorder, StepRatio
+from optim.lars import LARS
+
+MOMENTUM = 0.885
+
+
+def after(gradients, rates):
+    """(scheduled, steady) of the last step, for one tensor and no weight decay."""
+    weight, ratio = torch.randn(len(gradients[0])), StepRatio(MOMENTUM, weight_decay=0.0)
+    for gradient, lr in zip(gradients, rates):
+        found = ratio.step([weight], [gradient], lr)
+    return [each.item() for each in found]
+
+
+def test_aligned_gradients_of_any_length():
+    """The geometric series: what is left of it after 200 steps is below 1e-10."""
+    direction = torch.randn(100)
+    gradients = [direction * (1 + step % 7) for step in range(200)]
+    assert after(gradients, [0.3] * 200) == pytest.approx([1 / (1 - MOMENTUM)] * 2, rel=1e-5)
+
+
+def test_unrelated_gradients():
+    """Cosines of two random directions in 100,000 dimensions are around 0.003, and some 70 pairs count."""
+    gradients = list(torch.randn(100, 100_000, generator=torch.Generator().manual_seed(0)))
+    assert after(gradients, [0.3] * 100) == pytest.approx([(1 - MOMENTUM**2) ** -0.5] * 2, rel=0.01)
+
+
+def test_a_rising_rate_shortens_the_scheduled_step_only():
+    """Aligned gradients, rate 1, 2, ... 400: the sum of mu^k (n - k) / n is (1 - mu / (n (1 - mu))) / (1 - mu)."""
+    direction = torch.randn(100)
+    scheduled, steady = after([direction] * 400, range(1, 401))
+    assert scheduled == pytest.approx((1 - MOMENTUM / (400 * (1 - MOMENTUM))) / (1 - MOMENTUM), rel=1e-5)
+    assert steady == pytest.approx(1 / (1 - MOMENTUM), rel=1e-5)
+
+
+@pytest.mark.parametrize("trust", ["gradient", "momentum"])
+def test_it_is_the_ratio_of_the_steps_that_lars_makes(trust):
+    """Along a run of either form, the other form steps on the same gradients from the same weights."""
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=generator) for shape in ((16, 8, 3, 3), (10, 40))]
+    run, other = (lars(start, form) for form in (trust, {"gradient": "momentum", "momentum": "gradient"}[trust]))
+    recorder, expected = Recorder(), []
+    for step in range(12):
+        gradients = [torch.randn(weight.shape, generator=generator) for weight in start]
+        before = [weight.detach().clone() for weight in run.param_groups[0]["params"]]
+        lengths = {other.trust: stepped(other, before, gradients, 0.5 * step)}
+        with recorder:
+            lengths[trust] = stepped(run, before, gradients, 0.5 * step)
+        expected.append(lengths["gradient"] / lengths["momentum"])
+    expected = torch.stack(expected[1:])
+    summary = recorder.summary()
+    assert summary["step"] == list(range(1, 12)), "at a rate of 0 nothing moves"
+    # Steps are differences of float32 weights, of a thousandth of these at the lowest rate.
+    assert [each[1] for each in summary["scheduled"]] == pytest.approx(expected.quantile(0.5, dim=1).tolist(), rel=1e-3)
+    average = torch.tensor(summary["lr"]) @ expected / sum(summary["lr"])
+    assert summary["scheduled_tensors"] == pytest.approx(average.tolist(), rel=1e-3)
+
+
+def lars(weights, trust):
+    """Besides the weights it has a parameter without trust ratio, which must be left out."""
+    copies = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    bias = torch.nn.Parameter(torch.ones(3))
+    bias.grad = torch.ones(3)
+    groups = [{"params": copies, "weight_decay": 0.01}, {"params": [bias], "adapt": False}]
+    return LARS(groups, lr=0.0, momentum=MOMENTUM, trust=trust)
+
+
+def stepped(optimizer, weights, gradients, lr):
+    """Lengths of the step from `weights`, float32 [tensors]."""
+    group = optimizer.param_groups[0]
+    group["lr"] = lr
+    for parameter, weight, gradient in zip(group["params"], weights, gradients):
+        parameter.data.copy_(weight)
+        parameter.grad = gradient
+    optimizer.step()
+    return torch.stack([(new.detach() - old).norm() for new, old in zip(group["params"], weights)])

@@ -1,0 +1,125 @@
+"""What an instance reads: the images, labels and mixing that every other engine gives to the same step."""
+
+import numpy as np
+import pytest
+import torch
+
+from data import loader, mixing
+from data.decode import UnreadableImage
+from data.sources import open_source
+from engines import ipu_input, ipu_model
+from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
+from recipe.batch import divide
+
+GLYPHS = ("data.source=glyphs", "data.train_images=60", "data.validation_images=50", "batch.global=24", "batch.micro=4")
+
+
+def plan_of(tiny, *overrides):
+    recipe = tiny(*GLYPHS, "data.mixup=0.3", "data.cutmix=0.85", "data.augment=randaugment", *overrides)
+    return recipe, open_source(recipe.data, recipe.model.classes, "train")
+
+
+def batches(recipe, source, steps):
+    return list(
+        loader.training_batches(
+            source,
+            data=recipe.data,
+            image_size=recipe.model.image_size,
+            global_batch=24,
+            micro=4,
+            seed=recipe.run.seed,
+            first_step=steps.start,
+            last_step=steps.stop,
+        )
+    )
+
+
+@pytest.mark.parametrize("instances", [1, 2, 3])
+def test_all_instances_together_have_the_images_of_every_engine(tiny, instances):
+    recipe, source = plan_of(tiny)
+    steps, batch = range(1, 4), divide(recipe, instances)  # over the end of an epoch, which has two steps
+    parts = [Positions(source, recipe, batch, steps, number, instances) for number in range(instances)]
+    assert {len(part) for part in parts} == {3 * 24 // instances}
+    expected, share = iter(batches(recipe, source, steps)), 24 // instances
+    for number, step in enumerate(steps):
+        rows = [part[number * share + row] for part in parts for row in range(share)]
+        for micro in range(6):
+            own, other = rows[micro * 4 : micro * 4 + 4], next(expected)
+            assert torch.equal(torch.stack([row[0] for row in own]), other.images)
+            assert [int(row[1]) for row in own] == other.labels.tolist()
+            drawn = mixing.draw(recipe.data, recipe.run.seed, step, micro, 4, 4, 16, 16)
+            assert torch.equal(torch.stack([row[2] for row in own]), ipu_model.mixing_rows(drawn, 4, 16, 16))
+    assert rows[0][0].dtype == torch.uint8 and rows[0][1].dtype == torch.int32
+
+
+def test_nothing_is_mixed_unless_the_recipe_says_so(tiny):
+    recipe, source = plan_of(tiny, "data.mixup=0", "data.cutmix=null")
+    assert len(Positions(source, recipe, divide(recipe, 1), range(1))[0]) == 2
+
+
+class Loader:
+    """In the place of PopTorch's: two combined batches of 24."""
+
+    def __init__(self, positions):
+        self.batches = [[torch.stack(part) for part in zip(*(positions[i] for i in range(s, s + 24)))] for s in (0, 24)]
+        self.ended = False
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def terminate(self):
+        self.ended = True
+
+
+def test_a_feed_gives_steps_and_ends_its_loader(tiny):
+    recipe, source = plan_of(tiny)
+    steps = range(5, 7)
+    feed = TrainingFeed(Positions(source, recipe, divide(recipe, 1), steps), steps, Loader)
+    found = list(feed)
+    assert [step.step for step in found] == [5, 6]
+    assert found[0].images.shape == (24, 3, 16, 16) and found[0].mixing.shape == (24, 6)
+    feed.close()
+    assert feed._loader.ended
+
+
+def test_an_unreadable_image_is_named(tiny, monkeypatch):
+    recipe, source = plan_of(tiny)
+    steps, reads = range(2), source.read
+    order = loader.epoch_order(recipe.run.seed, 0, 60)
+    damaged = int(order[24 + 7])
+
+    def read(index):
+        if index == damaged:
+            raise UnreadableImage("glyph.png: cut off")
+        return reads(index)
+
+    monkeypatch.setattr(source, "read", read)
+    feed = TrainingFeed(Positions(source, recipe, divide(recipe, 1), steps), steps, Loader)
+    next(feed)
+    with pytest.raises(UnreadableImage, match=r"^glyph.png: cut off; mend or remove the file$"):
+        next(feed)
+    monkeypatch.setattr(source, "read", reads)
+    with pytest.raises(UnreadableImage, match="only the second time"):
+        feed._positions.complain(24 + 7)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_all_images_are_evaluated_once_in_as_many_batches_everywhere(tiny, instances):
+    recipe, _ = plan_of(tiny)
+    source = open_source(recipe.data, recipe.model.classes, "validation")
+    feeds = [EvaluationFeed(source, recipe, 8, number, instances) for number in range(instances)]
+    found = [list(feed) for feed in feeds]
+    assert len({len(each) for each in found}) == 1
+    indices = np.concatenate([batch.indices[: batch.valid] for each in found for batch in each])
+    assert indices.tolist() == list(range(50))
+    assert all(batch.images.shape == (8, 3, 16, 16) for each in found for batch in each)
+    for feed in feeds:
+        feed.close()
+
+
+def test_batches_of_any_size_are_cut_and_filled_up():
+    images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
+    parts = padded(images, 3)
+    assert [part.flatten().tolist() for part in parts] == [[0, 1, 2], [3, 4, 0]]
+    assert [part.flatten().tolist() for part in padded(images[:3], 3)] == [[0, 1, 2]]
+    assert ipu_input.UNREADABLE < 0

@@ -1,0 +1,108 @@
+"""The modules that an IPU runs, on the CPU: equal to what the other engine computes step by step."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from data import mixing
+from engines import ipu_model
+from engines.ipu_model import EvaluationModule, HardwareDraws, TrainingModule, device_model
+from models.efficientnet import build
+
+RECIPE = ("model.image_size=20", "data.mixup=0.4", "data.cutmix=0.85")
+
+
+def images_of(rows, size=20):
+    return torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def unmarked(tensor):
+    return tensor
+
+
+def drawn(recipe, step, rows=4, size=20):
+    plan = mixing.draw(recipe.data, 0, step, 1, rows, rows, size, size)
+    return plan, ipu_model.mixing_rows(plan, rows, size, size)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_images_and_targets_are_mixed_as_elsewhere(tiny, rows):
+    recipe = tiny(*RECIPE)
+    images, labels = images_of(rows), torch.arange(rows) + 3
+    boxes = 0
+    for step in range(20):
+        plan, columns = drawn(recipe, step, rows)
+        boxes += plan.kept < 1
+        torch.testing.assert_close(ipu_model.mix_images(images.float(), columns), mixing.mix_images(images, plan))
+        one_hot = F.one_hot(labels, 10).float()
+        torch.testing.assert_close(ipu_model.mix_targets(one_hot, columns), mixing.mix_targets(labels, plan, 10))
+    assert 0 < boxes < 20
+
+
+def test_loss_and_hits_are_torchs(tiny):
+    recipe = tiny(*RECIPE, "data.label_smoothing=0.1")
+    model = device_model(recipe, torch.float32, torch.float32)
+    module = TrainingModule(model, 0.1, 10, unmarked)
+    images, labels = images_of(4), torch.tensor([1, 2, 3, 4])
+    plan, columns = drawn(recipe, 2)
+    loss, correct = module(images, labels.int(), columns)
+    logits = build(recipe.model, recipe.run.seed)(mixing.mix_images(images, plan))
+    expected = F.cross_entropy(logits, mixing.mix_targets(labels, plan, 10), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    assert correct == (logits.argmax(1) == labels).sum()
+    plain, _ = module(images, labels.int())
+    logits = build(recipe.model, recipe.run.seed)(images)
+    torch.testing.assert_close(plain, F.cross_entropy(logits, labels, label_smoothing=0.1))
+
+
+def test_parameters_have_the_names_of_all_engines(tiny):
+    recipe = tiny(*RECIPE)
+    names = [name for name, _ in build(recipe.model, 0).named_parameters()]
+    assert [name for name, _ in device_model(recipe, torch.float32, torch.float32).named_parameters()] == names
+    half = device_model(recipe, torch.float16, torch.float16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+
+
+def test_images_enter_in_float32_and_leave_in_the_dtype_of_the_arithmetic(tiny):
+    recipe = tiny(*RECIPE)
+    entry = device_model(recipe, torch.float16, torch.float16).block("preprocess")
+    exact = build(recipe.model, 0).block("preprocess")(images_of(2))
+    assert torch.equal(entry(images_of(2)), exact.half())
+    assert not list(entry.buffers()) and not list(entry.parameters())
+
+
+def test_random_layers_draw_from_the_devices_generator(tiny):
+    recipe = tiny(*RECIPE, "model.dropout=0.5", "model.drop_path=0.4")
+    model = device_model(recipe, torch.float32, torch.float32)
+    draws = {id(module.draws): type(module.draws) for module in model.modules() if hasattr(module, "draws")}
+    assert list(draws.values()) == [HardwareDraws]
+    torch.manual_seed(3)
+    mask = HardwareDraws(0).keep_mask("head", 0.25, 40000, torch.zeros(1, dtype=torch.float16))
+    assert mask.dtype == torch.float16 and set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).half().item()}
+    assert abs((mask == 0).float().mean() - 0.25) < 0.01  # 4.6 standard errors
+    again = HardwareDraws(0).keep_mask("head", 0.25, 40000, torch.zeros(1, dtype=torch.float16))
+    assert not torch.equal(mask, again)
+
+
+def test_marks_are_put_where_they_belong(tiny):
+    recipe, seen = tiny(*RECIPE), []
+
+    def mark(kind):
+        return lambda tensor: seen.append((kind, tuple(tensor.shape))) or tensor
+
+    model = device_model(recipe, torch.float32, torch.float32)
+    kept = model.names[2]
+    module = TrainingModule(model, 0.0, 10, mark("loss"), {kept}, mark("keep"), (mark("input"), mark("output")))
+    module(images_of(2), torch.tensor([1, 2]).int(), drawn(recipe, 0, 2)[1])
+    assert [kind for kind, _ in seen] == ["input", "input", "input", "keep", "loss", "output", "output"]
+    assert seen[4] == ("loss", ())
+    seen.clear()
+    EvaluationModule(model, (mark("input"), mark("output")))(images_of(2))
+    assert seen == [("input", (2, 3, 20, 20)), ("output", (2, 10))]
+
+
+def test_each_stage_begins_at_its_first_block(tiny):
+    model, begun = device_model(tiny(*RECIPE), torch.float32, torch.float32), []
+    parts = [model.names[:3], model.names[3:]]
+    ipu_model.begin_stages(model, parts, lambda block, number: begun.append((block, number)))
+    assert begun == [(model.block("preprocess"), 0), (model.block(model.names[3]), 1)]

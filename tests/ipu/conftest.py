@@ -1,0 +1,26 @@
+"""Fixture of the IPU tests: the double of PopTorch, importable for one test."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+DOUBLE = Path(__file__).with_name("double")
+_PACKAGES = ("poptorch", "popdist", "horovod")
+
+
+def _forget():
+    for name in list(sys.modules):
+        if name.split(".")[0] in _PACKAGES:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """The double's poptorch; popdist and horovod.torch can be imported beside it. All three are gone afterwards."""
+    _forget()
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    import poptorch
+
+    yield poptorch
+    _forget()

@@ -1,0 +1,277 @@
+"""Training on IPUs, through the double of PopTorch, is training on the CPU: weights, momenta, scores and resumes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.sources import open_source
+from engines import factory
+from parallel.topology import Topology
+from recipe.batch import divide
+from recipe.errors import ConfigError
+from tests.tensors import flat
+from training.checkpoint import CheckpointFolder
+from training.run import run
+
+pytestmark = [pytest.mark.ipu, pytest.mark.usefixtures("double")]
+
+FLOAT32 = ("precision.compute=float32", "precision.weights=float32")
+LARS = ("optimizer.trust=momentum", "optimizer.trust_coefficient=0.01")
+PIPELINE = ("parallel.stages=2", "parallel.split=auto", "parallel.replicas=2")
+IPU = ("run.device=ipu", *FLOAT32, "batch.micro=4", "data.workers=0")
+MIXED = ("data.mixup=0.3", "data.cutmix=0.85", "data.label_smoothing=0.1")
+
+
+def on_cpu(overrides):
+    """The same recipe for one process on the CPU."""
+    return [text for text in overrides if not text.startswith(("parallel.", "ipu."))] + ["run.device=cpu"]
+
+
+def trained(recipe):
+    """The newest state of a finished run, and its events without times."""
+    run(recipe)
+    content = CheckpointFolder(Path(recipe.run.output, "checkpoints"), 2, True).load_newest(warn=pytest.fail)
+    return content["engine"], events(recipe.run.output)
+
+
+def events(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def moved(state, other, part, start=None):
+    """|state - other| over |other - start|, over all tensors of a part together."""
+    names = other[part].keys()
+    assert state[part].keys() == names
+    difference, movement = (
+        torch.cat([(one[name].double() - (two[name].double() if two else 0)).flatten() for name in names]).norm()
+        for one, two in ((state[part], other[part]), (other[part], start and start[part]))
+    )
+    return (difference / movement).item()
+
+
+def first_state(recipe):
+    """What a run starts from."""
+    engine = factory.create(recipe, divide(recipe, 1))
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("mixing", [(), MIXED], ids=["plain", "mixed"])
+def test_twenty_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path, mixing):
+    """The quickstart itself: its model, size, batch, schedule."""
+    own = (*IPU, *LARS, *mixing, "run.steps=20", "schedule.warmup_steps=4", "batch.global=64", "model.width=0.5",
+           "model.depth=0.4", "model.image_size=28", "log.every_steps=5")  # fmt: skip
+    state, said = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
+    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
+    expected, told = trained(cpu)
+    start = first_state(cpu)
+    # The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
+    # difference of large numbers, that is more.
+    assert moved(state, expected, "weights") < 1e-5
+    assert moved(state, expected, "weights", start) < 1e-4
+    assert moved(state, expected, "momentum_buffer") < 1e-3
+    assert moved(expected, start, "weights") > 1e-2, "nothing was learned"
+    for ours, theirs in zip(said, told):
+        assert ours["event"] == theirs["event"]
+        for key in ("loss", "top1", "top5", "lr", "images"):
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+
+
+@pytest.mark.parametrize("weight", ["optimizer.trust_coefficient=0.0101", "optimizer.momentum=0.91", "run.seed=1"])
+def test_another_recipe_would_be_seen(tiny, tmp_path, weight):
+    own = (*IPU, *LARS, "run.steps=6", "schedule.warmup_steps=2")
+    state, _ = trained(tiny(*own, weight, *PIPELINE, f"run.output={tmp_path}/ipu"))
+    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
+    expected, _ = trained(cpu)
+    assert moved(state, expected, "weights", first_state(cpu)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ("optimizer.name=sgd", "schedule.peak=0.05"),
+        ("optimizer.name=rmsprop", "schedule.peak=0.005"),
+        ("optimizer.name=lamb", "schedule.peak=0.01"),
+    ],
+    ids=["sgd", "rmsprop", "lamb"],
+)
+def test_the_controls_are_those_of_the_cpu(tiny, tmp_path, optimizer):
+    own = (*IPU, *optimizer, "run.steps=8", "schedule.warmup_steps=2")
+    state, _ = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
+    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
+    expected, _ = trained(cpu)
+    start = first_state(cpu)
+    for slot in expected.keys() - {"weights", "loss_scale", "averages", "buffers"}:
+        assert moved(state, expected, slot) < 1e-3
+    assert moved(state, expected, "weights", start) < 1e-4
+    assert moved(expected, start, "weights") > 1e-3, "nothing was learned"
+
+
+RESUMED = (*LARS, "run.steps=9", "schedule.warmup_steps=2", "checkpoint.keep_last=9", "checkpoint.every_epochs=0.05",
+           "average.epoch_decay=0.5", "batch.global=480",
+    "batch.micro=24", "log.every_steps=2", *MIXED)  # fmt: skip
+
+
+def cut_back(folder, other, step):
+    """A copy of a run folder as it was after a checkpoint."""
+    shutil.copytree(folder, other)
+    for path in (other / "checkpoints").glob("step-*.pt"):
+        if int(path.stem.split("-")[1]) > step:
+            path.unlink()
+    saved = torch.load(CheckpointFolder(other / "checkpoints", 9, True).path(step), weights_only=True)
+    with open(other / "metrics.jsonl", "r+b") as file:
+        file.truncate(saved["progression"]["metrics_bytes"])
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace(str(folder), str(other)))
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+def test_a_resumed_run_ends_as_the_undisturbed_one(tiny, tmp_path, optimizer):
+    """With its momentum, and LAMB's count of updates, which left the device and entered another program."""
+    rest = [text for text in RESUMED if not text.startswith("optimizer.")] if optimizer == "lamb" else RESUMED
+    named = [f"optimizer.name={optimizer}"] if optimizer == "lamb" else []
+    own = (*IPU, *rest, *named, "schedule.peak=0.05", "parallel.stages=2", "parallel.split=auto")
+    expected, told = trained(tiny(*own, f"run.output={tmp_path}/whole"))
+    cut_back(tmp_path / "whole", tmp_path / "cut", 4)
+    state, said = trained(tiny(*own, f"run.output={tmp_path}/cut"))
+    expected, state = flat(expected), flat(state)
+    assert expected.keys() == state.keys()
+    assert all(torch.equal(expected[name], state[name]) for name in expected)
+    assert [event.get("loss") for event in said] == [event.get("loss") for event in told]
+    assert float(expected["/averages/epoch_average/count"]) == 4
+
+
+@pytest.mark.parametrize("first", ["ipu", "cpu"])
+def test_a_run_changes_devices(tiny, tmp_path, first):
+    """What one engine saved the other resumes: weights, momenta and averages mean the same to both."""
+    own = {"ipu": (*IPU, *RESUMED, *PIPELINE), "cpu": tuple(on_cpu((*IPU, *RESUMED)))}
+    second = {"ipu": "cpu", "cpu": "ipu"}[first]
+    expected, _ = trained(tiny(*own[first], f"run.output={tmp_path}/whole"))
+    folder = CheckpointFolder(tmp_path / "whole" / "checkpoints", 9, True)
+    saved = torch.load(folder.path(4), weights_only=True)["engine"]
+    recipe = tiny(*own[second])
+    batch = divide(recipe)
+    engine = factory.create(recipe, batch, factory.connect(recipe, Topology(batch.replicas, 1, 0, 0, batch.replicas)))
+    engine.load_state_dict(saved)
+    source = open_source(recipe.data, recipe.model.classes, "train")
+    batches = engine.training_batches(source, range(4, 9))
+    rates = [event["lr"] for event in events(tmp_path / "whole") if event["event"] == "train"]
+    from optim import schedule
+    from recipe.batch import lengths
+
+    rate = schedule.create(recipe, lengths(recipe, len(source)))
+    assert rates[0] == rate(1)
+    for step in range(4, 9):
+        engine.train_step(batches, step, rate(step))
+        if (step + 1) % 2 == 0:
+            engine.end_epoch()
+    batches.close()
+    found = engine.state_dict()
+    assert moved(found, expected, "weights") < 1e-6
+    assert moved(found, expected, "momentum_buffer") < 1e-3
+    average = {name: each["averages"]["epoch_average"] for name, each in (("found", found), ("expected", expected))}
+    assert moved(average["found"], average["expected"], "weights") < 1e-6
+    engine.close()
+
+
+def evaluated(engine, recipe):
+    source = open_source(recipe.data, recipe.model.classes, "validation")
+    batches = engine.evaluation_batches(source, len(source))
+    total, _ = engine.total([engine.evaluate_step(batch) for batch in batches], ())
+    batches.close()
+    return total
+
+
+def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
+    """Between updates, with an average, and after other weights were loaded; 360 images in calls of 7 x 8."""
+    recipe = tiny(*IPU, *LARS, *PIPELINE, "batch.evaluation=7", "average.epoch_decay=0.5", "batch.global=48")
+    batch = divide(recipe)
+    place = Topology(2, 1, 0, 0, 2)
+    engine = factory.create(recipe, batch, factory.connect(recipe, place))
+    source = open_source(recipe.data, recipe.model.classes, "train")
+    batches = engine.training_batches(source, range(4))
+    seen = []
+    for step in range(4):
+        engine.train_step(batches, step, 1.0)
+        engine.end_epoch()
+        total, state = evaluated(engine, recipe), engine.state_dict()
+        with engine.using("epoch_average"):
+            averaged = evaluated(engine, recipe)
+        seen.append((total, averaged, state))
+    batches.close()
+    assert not torch.equal(
+        seen[0][2]["weights"]["stem.conv_stem.weight"], seen[3][2]["weights"]["stem.conv_stem.weight"]
+    )
+    cpu = tiny(*on_cpu((*IPU, *LARS)), "average.epoch_decay=0.5")
+    other = factory.create(cpu, divide(cpu))
+    for total, averaged, state in seen:
+        other.load_state_dict(state)
+        for found, weights in ((total, "trained"), (averaged, "epoch_average")):
+            with other.using(weights):
+                expected = evaluated(other, cpu)
+            assert (found.images, found.top1, found.top5) == (360, expected.top1, expected.top5)
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    engine.load_weights(seen[0][2]["weights"])
+    assert evaluated(engine, recipe).loss == seen[0][0].loss
+    engine.close()
+
+
+def test_half_weights_stay_half(tiny, tmp_path):
+    """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods run."""
+    recipe = tiny("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *PIPELINE, f"run.output={tmp_path}")
+    state, said = trained(recipe)
+    for part in ("weights", "momentum_buffer"):
+        assert {tensor.dtype for tensor in state[part].values()} == {torch.float16}
+        assert all(tensor.isfinite().all() for tensor in state[part].values())
+    cpu = tiny(*on_cpu((*LARS, *IPU)), f"run.output={tmp_path}/cpu")
+    expected, told = trained(cpu)
+    assert 1e-5 < moved(state, expected, "weights") < 5e-3  # eleven bits, 4e-4, some updates deep
+    assert said[-1]["top1"] == pytest.approx(told[-1]["top1"], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [("parallel.stages=1",), ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")],
+    ids=["one stage", "sharded"],
+)
+def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
+    own = (*IPU, *LARS, "run.steps=4", "schedule.warmup_steps=1")
+    state, _ = trained(tiny(*own, *parallel, f"run.output={tmp_path}/ipu"))
+    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
+    assert moved(state, trained(cpu)[0], "weights", first_state(cpu)) < 1e-4
+
+
+def test_states_that_do_not_fit_are_refused(tiny):
+    recipe = tiny(*IPU, *LARS)
+    engine = factory.create(recipe, divide(recipe))
+    state = engine.state_dict()
+    for part, message in (("loss_scale", "loss_scale is missing"), ("momentum_buffer", "momentum_buffer is missing")):
+        with pytest.raises(ValueError, match=message):
+            engine.load_state_dict({key: value for key, value in state.items() if key != part})
+    with pytest.raises(ValueError, match=r"stem.conv_stem.weight is \[1\]"):
+        engine.load_weights({"stem.conv_stem.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match="nothing is unknown"):
+        engine.load_weights({"nothing": torch.zeros(1)})
+    engine.close()
+
+
+def test_poptorchs_own_refusal_is_shown(tiny, monkeypatch):
+    """Where it cannot be imported, and what its release needs."""
+    import builtins
+
+    imported = builtins.__import__
+
+    def refuse(name, *arguments, **keywords):
+        if name == "poptorch":
+            raise AssertionError("This version of PopTorch is only compatible with PyTorch version 2.0.1")
+        return imported(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    recipe = tiny(*IPU, *LARS)
+    with pytest.raises(ConfigError) as error:
+        factory.connect(recipe, Topology())
+    assert "only compatible with PyTorch version 2.0.1" in str(error.value)
+    assert f"torch {torch.__version__}" in str(error.value) and "requirements-ipu.txt" in str(error.value)

@@ -1,0 +1,37 @@
+"""Loaded by ./run_tests.sh --ipu-environment: what torch 2.0.1 cannot do on a CPU is skipped there, and says so."""
+
+import pytest
+
+# Of a test's path and name -> why it is left out.
+LEFT_OUT = {
+    "tests/recipe/test_schema.py": "configs/schema.json is written by the pydantic of requirements.txt",
+    "bfloat16": "no IPU computes in bfloat16, and torch 2.0.1's kernels for it on CPUs are less exact",
+}
+# Of an error's message -> why torch 2.0.1 raises it where newer ones do not.
+CANNOT = {
+    "not implemented for 'Half'": "torch 2.0.1 has few float16 kernels for CPUs",
+    "Found no NVIDIA driver": "torch 2.0.1 needs a GPU even for tensors without values",
+}
+
+
+def pytest_configure(config):
+    # Raised within torch 2.0.1 itself, by torch.load(weights_only=True).
+    config.addinivalue_line("filterwarnings", "ignore:TypedStorage is deprecated:UserWarning")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for part, reason in LEFT_OUT.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    try:
+        return (yield)
+    except RuntimeError as error:
+        for part, reason in CANNOT.items():
+            if part in str(error):
+                pytest.skip(reason)
+        raise

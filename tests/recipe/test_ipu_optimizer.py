@@ -1,0 +1,194 @@
+"""Optimizers on IPUs: PopART's own equations, written out here, step as this repository's optimizers do on a CPU.
+
+The equations are those of PopART 3.4: willow/include/popart/{adam,sgd,adaptive}.hpp, and adamupdaterx.cpp and
+adamvarupdatex.cpp in willow/src/popx/op. Gradients enter them times the loss scale, summed over micro batches.
+"""
+
+import math
+
+import pytest
+import torch
+
+from optim import factory
+from recipe import ipu
+from recipe.loading import load
+from tests.conftest import QUICKSTART
+
+MICRO_BATCHES, STEPS = 8, 40
+FULL = ("precision.weights=float32", "precision.compute=float32")
+
+
+def recipe(*overrides):
+    named = any(text.startswith("optimizer.name") for text in overrides)
+    trust = () if named else ("optimizer.trust=momentum",)
+    return load(QUICKSTART, ["run.device=ipu", *trust, *overrides])
+
+
+class PopArt:
+    """An optimizer of poptorch.optim as PopART computes it, in float64."""
+
+    def __init__(self, plan):
+        self.plan, self.state = plan, {}
+        self._step = {"LAMB": self._lamb, "SGD": self._sgd, "RMSprop": self._rmsprop}[plan.name]
+
+    def step(self, weights, summed, lr, skipped):
+        """`summed`: gradients times the loss scale, summed over micro batches; the reduction type is Mean."""
+        for group in self.plan.groups:
+            for name in weights:
+                if (name in skipped) == group.skipped:
+                    gradient = summed[name] / (self.plan.options["loss_scaling"] * MICRO_BATCHES)
+                    state = self.state.setdefault(name, {})
+                    self._step(weights[name], gradient, lr * group.lr_scale, group.options, state)
+
+    def _lamb(self, w, g, lr, group, state):
+        options = self.plan.options
+        (b1, b2), bias = options["betas"], options["bias_correction"]
+        state["t"] = state.get("t", 0) + 1
+        state["m"] = b1 * state.get("m", torch.zeros_like(w)) + (1 - b1) * g
+        state["v"] = b2 * state.get("v", torch.zeros_like(w)) + (1 - b2) * g * g
+        c1, c2 = (1 - b1 ** state["t"], 1 - b2 ** state["t"]) if bias else (1, 1)
+        u = (state["m"] / c1) / ((state["v"] / c2).sqrt() + options["eps"]) + group["weight_decay"] * w
+        r1, r2, limit = w.norm().item(), u.norm().item(), group.get("max_weight_norm", 65500.0)
+        ratio = 1.0 if 0 in (r1, r2, limit) else min(limit, r1) / r2
+        w -= lr * ratio * u
+
+    def _sgd(self, w, g, lr, group, state):
+        mm = self.plan.options.get("momentum", 0.0)
+        state["v"] = mm * state.get("v", torch.zeros_like(w)) + g + group["weight_decay"] * w
+        w -= lr * state["v"]
+
+    def _rmsprop(self, w, g, lr, group, state):
+        options = self.plan.options
+        assert options["use_tf_variant"]
+        g, a, m = g + group["weight_decay"] * w, options["alpha"], options.get("momentum", 0.0)
+        state["v1"] = a * state.get("v1", torch.ones_like(w)) + (1 - a) * g * g
+        x = lr * g / (state["v1"] + options["eps"]).sqrt()
+        state["v3"] = m * state.get("v3", torch.zeros_like(w)) + x
+        w -= state["v3"]
+
+
+def parameters():
+    torch.manual_seed(0)
+    shapes = {
+        "conv.weight": (12, 5),
+        "conv.bias": (12,),
+        "norm.weight": (12,),
+        "norm.bias": (12,),
+        "out.weight": (3, 12),
+    }
+    return {name: torch.nn.Parameter(0.1 * torch.randn(shape) + 0.5) for name, shape in shapes.items()}
+
+
+def rates():
+    """A warm-up and a decay, so that it matters whether the rate is in the momentum."""
+    return [0.4 * min(1, (step + 1) / 10) * (1 - step / STEPS) ** 2 for step in range(STEPS)]
+
+
+def largest_difference(made):
+    """Between our optimizer and PopART's after STEPS updates, relative to how far each tensor went."""
+    ours = parameters()
+    before = {name: parameter.detach().clone() for name, parameter in ours.items()}
+    optimizer = factory.create(made.optimizer, ours, {"norm.weight", "norm.bias"})
+    for parameter in ours.values():
+        optimizer.state[parameter] = {
+            name: torch.full_like(parameter, slot.initial) for name, slot in optimizer.slots.items()
+        }
+    skipped = factory.skipped_names(made.optimizer, ours, {"norm.weight", "norm.bias"})
+    assert skipped == {"conv.bias", "norm.weight", "norm.bias"}
+    theirs = {name: parameter.detach().double() for name, parameter in ours.items()}
+    popart, random = PopArt(ipu.optimizer(made)), torch.Generator().manual_seed(1)
+    for step, lr in enumerate(rates()):
+        summed = {name: torch.zeros_like(value) for name, value in theirs.items()}
+        for name, parameter in ours.items():
+            parts = 0.1 * torch.randn(MICRO_BATCHES, *parameter.shape, generator=random) + 0.05
+            parameter.grad = parts.mean(0)
+            summed[name] += made.precision.loss_scale * parts.double().sum(0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.at_step(step)
+        optimizer.step()
+        popart.step(theirs, summed, lr, skipped)
+    return max(
+        ((ours[name].detach() - theirs[name]).norm() / (theirs[name] - before[name]).norm()).item() for name in ours
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.trust_coefficient=0.05", "optimizer.weight_decay=0.01", "optimizer.skip_lr_scale=0.3"),
+        ("optimizer.trust_coefficient=0.05", "optimizer.weight_decay=0", "optimizer.momentum=0"),
+        ("optimizer.name=lamb", "optimizer.weight_decay=0.05"),
+        ("optimizer.name=sgd", "optimizer.weight_decay=0.01"),
+        ("optimizer.name=sgd", "optimizer.momentum=0"),
+        ("optimizer.name=rmsprop", "optimizer.weight_decay=0.01"),
+        ("optimizer.name=rmsprop", "optimizer.momentum=0"),
+    ],
+)
+@pytest.mark.parametrize("numbers", [FULL, ()], ids=["float32", "float16"])
+def test_popart_steps_as_we_do(overrides, numbers):
+    """Ours adds in float32, to weights of 0.5 steps of 1e-3 and less: each is rounded to 1e-4 of itself at most."""
+    assert largest_difference(recipe(*overrides, *numbers)) < 1e-4
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["trusted", "skipped"])
+def test_the_comparison_sees_a_rate_that_is_off_by_a_thousandth(number, monkeypatch):
+    made = recipe("optimizer.trust_coefficient=0.05")
+    plan = ipu.optimizer(made)
+    groups = list(plan.groups)
+    groups[number] = groups[number]._replace(lr_scale=groups[number].lr_scale * 1.001)
+    monkeypatch.setattr(ipu, "optimizer", lambda _: plan._replace(groups=tuple(groups)))
+    assert largest_difference(made) > 5e-4
+
+
+def test_an_epsilon_of_a_256th_keeps_small_momenta_in_float16():
+    """PopART forms m / eps + wd / eps w in float16. At m = 1e-6 float16 has steps of 6e-8, at 256e-6 of 1.2e-7."""
+    half, m = torch.float16, torch.full((4096,), 1e-6).uniform_(0.5e-6, 1.5e-6)
+    errors = {}
+    for eps in (1.0, ipu.optimizer(recipe()).options["eps"]):
+        stored = (m / eps).to(half).float() * eps
+        errors[eps] = ((stored - m).norm() / m.norm()).item()
+    assert errors[1.0] > 0.01 and errors[2.0**-8] < 0.0005
+
+
+def test_lars_is_lamb_without_a_second_moment():
+    for numbers, eps, state in ((FULL, 1.0, "torch.float"), ((), 2.0**-8, "torch.half")):
+        plan = ipu.optimizer(recipe("optimizer.momentum=0.885", *numbers))
+        assert plan.name == "LAMB" and plan.options["betas"] == (0.885, 1.0) and plan.options["eps"] == eps
+        assert plan.options["bias_correction"] is False
+        assert plan.options["first_order_momentum_accum_type"] == ipu.Name(state)
+        assert plan.options["second_order_momentum_accum_type"] == ipu.Name("torch.float")
+
+
+@pytest.mark.parametrize("name", ["lars", "sgd", "rmsprop", "lamb"])
+def test_what_adds_up_is_float32_and_what_stays_is_compiled_in(name):
+    """The learning rate is no constructor option here, nor constant: it changes with every update."""
+    made = recipe(f"optimizer.name={name}", *(["optimizer.trust=momentum"] if name == "lars" else []))
+    plan = ipu.optimizer(made)
+    assert plan.options["accum_type"] == ipu.Name("torch.float")
+    assert plan.options["loss_scaling"] == made.precision.loss_scale
+    assert "lr" not in plan.options and "lr" not in plan.constant and "loss_scaling" in plan.constant
+    assert set(plan.constant) <= set(plan.options)
+    if name in ("rmsprop", "lamb"):
+        assert plan.options["first_order_momentum_accum_type"] == ipu.Name("torch.float")
+
+
+def test_an_automatic_loss_scale_must_be_free_to_move():
+    """PopART refuses automatic loss scaling where the scale is constant (automaticlossscaling.cpp)."""
+    assert "loss_scaling" not in ipu.optimizer(recipe("precision.dynamic_loss_scale=true")).constant
+
+
+def test_without_momentum_poptorch_keeps_none():
+    """It takes what is not given for a constant 0 (PopTorch 3.4, python/optim.py)."""
+    for name in ("sgd", "rmsprop"):
+        assert "momentum" not in ipu.optimizer(recipe(f"optimizer.name={name}", "optimizer.momentum=0")).options
+
+
+def test_the_skipped_take_plain_momentum():
+    """Ours is lr x skip_lr_scale x m / (1 - mu) with m = mu m + (1 - mu) g; LAMB's direction is m / eps."""
+    made = recipe("optimizer.momentum=0.9", "optimizer.skip_lr_scale=0.5")
+    trusted, skipped = ipu.optimizer(made).groups
+    assert not trusted.skipped and skipped.skipped
+    assert math.isclose(skipped.lr_scale / ipu.optimizer(made).options["eps"], 0.5 / (1 - 0.9))
+    assert skipped.options == {"weight_decay": 0.0, "max_weight_norm": 0.0}
+    assert trusted.lr_scale == made.optimizer.trust_coefficient

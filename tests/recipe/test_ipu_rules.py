@@ -1,0 +1,200 @@
+"""What IPUs refuse: every rule has a recipe that trips it and a neighbour that passes, and says what to do."""
+
+import pytest
+
+from recipe import ipu
+from recipe.batch import Batch, divide
+from recipe.errors import ConfigError
+from recipe.ipu import Launched
+from recipe.loading import load
+from tests.conftest import QUICKSTART, ROOT
+
+POD256 = ROOT / "configs" / "pod256.yaml"
+# Digits: 64 images an update in micro batches of 4, so an accumulation of 16.
+BASE = ("run.device=ipu", "batch.micro=4")
+TWO = ("parallel.stages=2",)
+FULL = ("precision.compute=float32", "precision.weights=float32")
+RECOMPUTE = ("parallel.recompute=true",)
+
+
+def recipe(*overrides):
+    trust = () if any(text.startswith("optimizer.name") for text in overrides) else ("optimizer.trust=momentum",)
+    return load(QUICKSTART, [*BASE, *trust, *overrides])
+
+
+def check(*overrides, launched=None):
+    made = recipe(*overrides)
+    batch, replicas = made.batch, made.parallel.replicas or 1
+    accumulation = batch.global_ // (batch.micro * replicas)
+    ipu.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages), launched)
+
+
+def refusal(*overrides, launched=None):
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides, launched=launched)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# What is refused; what the line says; the remedy that it names, which must be enough.
+RULES = [
+    (("optimizer.trust=gradient",), "PopTorch has no LARS", "optimizer.trust=momentum"),
+    (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
+    (("optimizer.name=sgd", "optimizer.nesterov=true"), "without dividing it", "optimizer.nesterov=false"),
+    (("optimizer.clip_norm=1",), "cannot clip", "optimizer.clip_norm=null"),
+    (("average.step_decay=0.99",), "leave the device after every update", "average.step_decay=null"),
+    (("exchange.method=half",), "PopART exchanges gradients itself", "exchange.method=dense"),
+    (("exchange.method=none",), "PopART exchanges gradients itself", "exchange.method=dense"),
+    (("exchange.order=tree",), "in which order", "exchange.order=fast"),
+    (("model.norm=batch",), "running statistics", "model.norm=group"),
+    (("data.bad_images=skip",), "whole micro batches", "data.bad_images=error"),
+    (("precision.compute=bfloat16",), "float16 and float32 only", "precision.compute=float16"),
+    (("precision.compute=float32",), "in the format that it computes in", "precision.compute=float16"),
+    (("precision.weights=float32",), "in the format that it computes in", "precision.compute=float32"),
+    ((*FULL, "precision.dynamic_loss_scale=true"), "float16 gradients", "precision.dynamic_loss_scale=false"),
+    ((*TWO, "parallel.schedule=interleaved"), "one way of its own", "parallel.schedule=1f1b"),
+    (("parallel.recompute=[blocks.1.0]",), "all blocks or none", "parallel.recompute=true"),
+    (("ipu.keep_activations=[blocks.1.0]",), "all activations are kept", "parallel.recompute=true"),
+    (("log.trace=3",), "does not see", "log.trace=0"),
+    ((*TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "parallel.schedule=sharded"),
+    ((*TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "parallel.stages=1"),
+    ((*TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "ipu.overlap_io=null"),
+    (("ipu.overlap_io=true", "batch.micro=64"), "an update has only one", "ipu.overlap_io=null"),
+    ((*TWO, "ipu.evaluation_iterations=1"), "needs at least 2 batches", "ipu.evaluation_iterations=null"),
+    ((*TWO, "batch.micro=32"), "needs 2 x 2 - 1 = 3", "batch.micro=16"),
+    (("parallel.stages=4", "batch.micro=16"), "needs 2 x 4 - 1 = 7", "batch.micro=8"),
+    (("parallel.stages=3",), "powers of two", "use 2 or 4"),
+    (("parallel.replicas=3", "batch.global=96"), "powers of two", "use 2 or 4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason", "remedy"), RULES)
+def test_what_is_refused_and_why(overrides, reason, remedy):
+    line = refusal(*overrides)
+    assert reason in line and remedy in line
+
+
+@pytest.mark.parametrize(("overrides", "reason", "remedy"), [rule for rule in RULES if "=" in rule[2]])
+def test_the_remedy_is_enough(overrides, reason, remedy):
+    check(*overrides, remedy)
+
+
+def test_the_neighbours_pass():
+    check()
+    check(*TWO)
+    check(*TWO, "parallel.schedule=1f1b")
+    check(*TWO, "parallel.schedule=sharded", "batch.micro=64")
+    check(*TWO, "ipu.evaluation_iterations=2")
+    check(*TWO, "parallel.schedule=sharded", "ipu.evaluation_iterations=1", "ipu.overlap_io=true")
+    check(*RECOMPUTE, "ipu.keep_activations=[blocks.1.0]")
+    check("precision.compute=float16", "precision.dynamic_loss_scale=true")
+    check(*FULL)
+    check("parallel.replicas=2", "parallel.stages=2", "average.epoch_decay=0.9")
+    check("data.image_sizes=[[0, 28]]")
+    for name in ("sgd", "rmsprop", "lamb"):
+        check(f"optimizer.name={name}")
+
+
+def test_a_recipe_with_several_image_sizes_is_several_programs():
+    assert "model.init_from" in refusal("data.image_sizes=[[0, 20], [3, 28]]")
+
+
+def test_memory_proportions_are_one_for_all_or_one_each():
+    line = refusal(*TWO, "ipu.available_memory_proportion=[0.1, 0.2, 0.3]")
+    assert "2 stages have 2 IPUs" in line
+    check(*TWO, "ipu.available_memory_proportion=[0.1]")
+    check(*TWO, "ipu.available_memory_proportion=[0.1, 0.2]")
+
+
+def test_the_arithmetic_of_the_pipeline_is_shown():
+    """3 micro batches fill two stages, 7 fill four: forward of each, backward of each, the last stage's in one."""
+    assert "64 = 32 micro x 2 x 1 replicas" in refusal(*TWO, "batch.micro=32")
+    check(*TWO, "batch.global=96", "batch.micro=32")
+    check("parallel.stages=4", "batch.global=56", "batch.micro=8")
+    assert "needs 2 x 4 - 1 = 7" in refusal("parallel.stages=4", "batch.global=48", "batch.micro=8")
+
+
+def test_a_batch_that_no_smaller_micro_batch_divides_must_grow():
+    """Mixing takes a partner from the same micro batch, which so has two images at least."""
+    small = ("batch.global=4", "batch.micro=4", *TWO)
+    assert "use batch.global=12 or" in refusal(*small)
+    check(*small, "batch.global=12")
+    assert "use batch.micro=1 or" in refusal(*small, "data.mixup=0")
+    check(*small, "data.mixup=0", "batch.micro=1")
+    assert "use batch.global=24, fewer replicas or" in refusal(*small, "batch.global=8", "parallel.replicas=2")
+
+
+def test_dividing_a_batch_checks_the_rules():
+    """So `--dry-run` and the launcher refuse what the engine would."""
+    with pytest.raises(ConfigError, match="gradient on IPUs: PopTorch has no LARS"):
+        divide(recipe("optimizer.trust=gradient"))
+    divide(recipe())
+
+
+def test_other_devices_have_no_sharded_schedule():
+    with pytest.raises(ConfigError, match="sharded is for IPUs"):
+        divide(recipe("run.device=cpu", *TWO, "parallel.schedule=sharded"))
+    with pytest.raises(ConfigError, match="sharded needs stages of 2 or more"):
+        recipe("parallel.schedule=sharded")
+
+
+def test_other_devices_keep_what_ipus_refuse():
+    divide(recipe("run.device=cpu", "optimizer.trust=gradient", "optimizer.clip_norm=1", "average.step_decay=0.9"))
+
+
+def test_poprun_without_its_flags_is_told_the_whole_line():
+    """poprun's default is one IPU a replica, which a recipe of two stages cannot use."""
+    two = load(POD256, ["optimizer.trust=momentum"])
+    with pytest.raises(ConfigError) as caught:
+        ipu.check_launched(two, Launched(replicas=64, served=64, ipus_per_replica=1))
+    line = str(caught.value)
+    assert "gives each replica 1 IPU, but parallel.stages is 2" in line
+    assert "poprun --num-replicas 64 --ipus-per-replica 2 --num-instances N python train.py" in line
+    assert "parallel.stages=auto" in line
+
+
+@pytest.mark.parametrize(
+    ("launched", "overrides", "words"),
+    [
+        (Launched(8, 4, 2), (), None),
+        (Launched(8, 8, 2), (), None),
+        (Launched(64, 32, 2), (), None),
+        (Launched(64, 64, 2), (), "64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64"),
+        (Launched(12, 6, 2), (), "6 replicas x 2 IPUs = 12"),
+        (Launched(8, 4, 4), (), "gives each replica 4 IPUs, but parallel.stages is 2"),
+        (Launched(8, 4, 2), ("parallel.replicas=4",), "started 8 replicas, but parallel.replicas is 4"),
+        (Launched(8, 4, 2), ("parallel.replicas=8",), None),
+    ],
+)
+def test_what_poprun_started_fits_the_recipe(launched, overrides, words):
+    made = recipe(*TWO, *overrides)
+    if words is None:
+        ipu.check_launched(made, launched)
+        return
+    with pytest.raises(ConfigError) as caught:
+        ipu.check_launched(made, launched)
+    assert words in str(caught.value)
+
+
+def test_the_check_looks_at_the_launcher_too():
+    assert "gives each replica 1 IPU" in refusal(*TWO, launched=Launched(1, 1, 1))
+    check(*TWO, launched=Launched(1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"POPDIST_NUM_IPUS_PER_REPLICA": "4"}, 4),
+        ({"POPDIST_NUM_TOTAL_REPLICAS": "4"}, None),
+    ],
+)
+def test_the_launcher_says_how_many_ipus_a_replica_has(environment, expected):
+    assert ipu.stages_of_launcher(environment) == expected
+
+
+@pytest.mark.parametrize("text", ["", "two", "0", "-1"])
+def test_an_ipu_count_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="no number of IPUs"):
+        ipu.stages_of_launcher({"POPDIST_NUM_IPUS_PER_REPLICA": text})

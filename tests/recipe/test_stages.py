@@ -1,0 +1,82 @@
+"""parallel.stages: auto, which takes the IPUs that poprun gives a replica: settled when a recipe is loaded."""
+
+import pytest
+
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+from recipe.loading import dump, load, loads
+from tests.conftest import QUICKSTART, ROOT
+
+POD256 = ROOT / "configs" / "pod256.yaml"
+GIVEN = "POPDIST_NUM_IPUS_PER_REPLICA"
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """given(2): poprun gives each replica two IPUs; given(None): poprun started nothing."""
+
+    def give(number):
+        monkeypatch.delenv(GIVEN, raising=False)
+        if number is not None:
+            monkeypatch.setenv(GIVEN, str(number))
+
+    return give
+
+
+@pytest.mark.parametrize(("number", "stages"), [(None, 1), (1, 1), (2, 2), (4, 4)])
+def test_auto_takes_what_the_launcher_gives_and_else_one(given, number, stages):
+    given(number)
+    recipe = load(POD256, ["parallel.stages=auto"])
+    assert recipe.parallel.stages == stages and type(recipe.parallel.stages) is int
+
+
+@pytest.mark.parametrize(("number", "split"), [(2, ["blocks.3.0"]), (4, None), (1, None)])
+def test_cuts_for_another_number_give_way(given, number, split):
+    """The recipe's one cut is for two stages."""
+    given(number)
+    assert load(POD256, ["parallel.stages=auto"]).parallel.split == split
+
+
+def test_cuts_of_a_written_number_do_not_give_way(given):
+    given(4)
+    with pytest.raises(ConfigError, match="split names 1 cut points but 4 stages need 3"):
+        load(POD256, ["parallel.stages=4"])
+
+
+def test_other_splits_stay(given):
+    given(4)
+    assert load(QUICKSTART, ["parallel.stages=auto", "parallel.split=counted"]).parallel.split == "counted"
+
+
+def test_a_written_number_wins_over_the_launcher(given):
+    given(4)
+    assert load(POD256).parallel.stages == 2
+
+
+def test_what_was_resolved_stays_so_elsewhere(given):
+    """A checkpoint's recipe is read where another launcher, or none, started the process."""
+    given(4)
+    text = dump(load(POD256, ["parallel.stages=auto"]))
+    given(None)
+    assert "auto" not in text.split("stages: ")[1].split("\n")[0]
+    assert loads(text, "checkpoint").parallel.stages == 4
+
+
+def test_a_number_that_is_none_is_the_users_to_mend(given):
+    given("two")
+    with pytest.raises(ConfigError, match=f"{GIVEN} 'two' in the environment is no number"):
+        load(QUICKSTART, ["parallel.stages=auto"])
+    load(QUICKSTART)
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ConfigError, match="stages"):
+        load(QUICKSTART, ["parallel.stages=many"])
+    with pytest.raises(ConfigError, match="stages"):
+        load(QUICKSTART, ["parallel.stages=0"])
+
+
+def test_editors_accept_the_word_and_numbers_from_one():
+    node = Recipe.model_json_schema(by_alias=True)["$defs"]["Parallel"]["properties"]["stages"]
+    assert node["anyOf"] == [{"const": "auto"}, {"type": "integer", "minimum": 1}]
+    assert "type" not in node and "minimum" not in node

@@ -1,0 +1,112 @@
+"""python -m tools.plan: the plan of --dry-run, as text and as one JSON object; and the table in docs/ipu.md."""
+
+import json
+
+import pytest
+
+import train
+from recipe import ipu, ipu_plan
+from recipe.batch import divide
+from recipe.loading import load
+from tests.conftest import QUICKSTART, ROOT
+from tools import plan
+
+POD256 = ROOT / "configs" / "pod256.yaml"
+TRUST = "optimizer.trust=momentum"
+FULL_POD = (TRUST, "parallel.replicas=128")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    monkeypatch.delenv("POPDIST_NUM_IPUS_PER_REPLICA", raising=False)
+
+
+def printed(capsys, *arguments):
+    assert plan.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_text_is_that_of_a_dry_run(capsys):
+    assert train.main(["--config", str(POD256), "--dry-run", *FULL_POD]) == 0
+    expected = capsys.readouterr().out
+    assert printed(capsys, "--config", str(POD256), *FULL_POD) == expected
+
+
+def test_the_plan_lists_every_option_and_where_it_comes_from(capsys):
+    text = printed(capsys, "--config", str(POD256), *FULL_POD)
+    recipe = load(POD256, FULL_POD)
+    batch = divide(recipe)
+    for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
+        for setting in make(recipe, batch, 128, under_poprun=False):
+            assert f"{model:<10} {setting}  <- {setting.source}\n" in text
+    assert "training   Options.Training.gradientAccumulation(16)  <- batch.global, batch.micro" in text
+    assert "optimizer  poptorch.optim.LAMB(betas=(0.885, 1.0))  <- optimizer.momentum" in text
+    assert "note       pipelined stages: 3 micro batches are prefetched, but I/O does not overlap" in text
+
+
+def test_the_last_line_is_one_json_object(capsys):
+    last = printed(capsys, "--json", "--config", str(POD256), *FULL_POD).splitlines()[-1]
+    data = json.loads(last)
+    assert data["batch"] == {"global": 6144, "micro": 3, "accumulation": 16, "replicas": 128, "stages": 2}
+    assert {tuple(option) for option in data["options"]} == {("model", "call", "arguments", "from")}
+    found = {(option["model"], option["call"]): option["arguments"] for option in data["options"]}
+    assert found["training", "Options.setExecutionStrategy"] == ["poptorch.PipelinedExecution()"]
+    assert found["training", "Options.Precision.setPartialsType"] == ["torch.half"]
+    assert found["evaluation", "Options.deviceIterations"] == [8]
+    assert data["optimizer"]["name"] == "poptorch.optim.LAMB"
+    assert data["optimizer"]["options"]["betas"] == [0.885, 1.0]
+    assert [group["skipped"] for group in data["optimizer"]["groups"]] == [False, True]
+    assert set(data["optimizer"]["from"]) == {"lr", *data["optimizer"]["options"]}
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "sgd", "rmsprop"])
+def test_every_argument_of_every_optimizer_has_a_source(name):
+    overrides = [f"optimizer.name={name}", *([TRUST] if name == "lars" else [])]
+    recipe = load(QUICKSTART, ["run.device=ipu", *overrides])
+    keys = recipe.model_dump(by_alias=True)
+    for argument, _, source in ipu_plan.arguments_of_optimizer(recipe):
+        for part in source.split("; "):
+            if part.startswith("always: "):
+                continue
+            for key in part.split(", "):
+                section, _, inner = key.partition(".")
+                assert section in keys and (not inner or keys[section][inner] is not None), (argument, source)
+
+
+def test_under_poprun_the_replicas_are_its_own(capsys, monkeypatch):
+    assert "Options.replicationFactor(128)" in printed(capsys, "--config", str(POD256), *FULL_POD)
+    monkeypatch.setenv("POPDIST_NUM_IPUS_PER_REPLICA", "2")
+    assert "replicationFactor" not in printed(capsys, "--config", str(POD256), *FULL_POD)
+
+
+def test_other_devices_have_no_options(capsys):
+    text = printed(capsys, "--json", "--config", str(QUICKSTART))
+    assert "poptorch" not in text
+    data = json.loads(text.splitlines()[-1])
+    assert data["options"] == [] and data["optimizer"] == {} and data["batch"]["global"] == 64
+
+
+def test_a_wrong_recipe_is_one_line_and_2(capsys):
+    assert plan.main(["--config", str(POD256), "optimizer.trust=gradient"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(POD256)) and "use optimizer.trust=momentum" in line
+
+
+def table():
+    """The rows of docs/ipu.md's table, made from the plan of a POD256."""
+    recipe = load(POD256, FULL_POD)
+    rows: dict = {}
+    for model, setting in ipu_plan.settings(recipe, divide(recipe)):
+        rows.setdefault((f"`{setting}`", setting.source), []).append(model)
+    for argument, value, source in ipu_plan.arguments_of_optimizer(recipe):
+        rows[f"`{ipu.optimizer(recipe).name}(..., {argument}={value})`", source] = ["optimizer"]
+    for which, how, source in ipu_plan.groups_of_optimizer(recipe):
+        rows[f"{which} parameters: {how}", source] = ["optimizer"]
+    return [f"| {source} | {call} | {', '.join(models)} |" for (call, source), models in rows.items()]
+
+
+def test_the_table_in_the_docs_is_the_plan_of_a_pod256():
+    lines = (ROOT / "docs" / "ipu.md").read_text().splitlines()
+    start = lines.index("| recipe key | PopTorch call | of |") + 2
+    end = next(number for number in range(start, len(lines)) if not lines[number].startswith("|"))
+    assert lines[start:end] == table(), "replace the rows in docs/ipu.md by:\n" + "\n".join(table())
