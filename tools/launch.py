@@ -1,7 +1,7 @@
 """The launcher's command: checks everything, then becomes train.py or poprun, or starts and watches the ranks.
 
     ./run_pod.sh [--stages K] [--replicas R] [--nnodes N --node-rank I --master HOST[:PORT]] [--max-restarts M]
-                 [--dry-run] --config FILE [section.key=value ...]
+                 [--instances I] [--poprun=FLAGS] [--dry-run] --config FILE [section.key=value ...]
 
 Exit codes are train.py's. How ranks are started and watched is in parallel/agent.py, how
 hosts find each other in parallel/hosts.py.
@@ -101,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-restarts", type=_whole, default=0, metavar="M", help="times to start again after a failure (default: 0)"
     )
     parser.add_argument("--instances", type=_positive, metavar="I", help="run.device=ipu: poprun's --num-instances")
+    parser.add_argument(
+        "--poprun", type=shlex.split, default=[], metavar="FLAGS", help="run.device=ipu: more of poprun's flags, as --poprun=\"...\""
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
@@ -129,8 +132,9 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
     if recipe.run.device == "ipu":
         if found.number > 1:
             raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
-    elif options.instances:
-        raise UserError(f"--instances goes with run.device=ipu, but run.device is {recipe.run.device}")
+    elif options.instances or options.poprun:
+        flag = "--instances" if options.instances else "--poprun"
+        raise UserError(f"{flag} goes with run.device=ipu, but run.device is {recipe.run.device}")
     replicas = recipe.parallel.replicas or _automatic_replicas(recipe, found.number, options.dry_run)
     # Only checked and shown with this number: the ranks find it by counting themselves.
     recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
@@ -211,7 +215,7 @@ def _become_poprun(plan: Plan, options: argparse.Namespace) -> int:
 def _poprun_arguments(plan: Plan, options: argparse.Namespace) -> List[str]:
     instances = ["--num-instances", str(options.instances)] if options.instances else []
     shape = ["--num-replicas", str(plan.replicas), "--ipus-per-replica", str(plan.stages), *instances]
-    return [*shape, sys.executable, *plan.command]
+    return [*shape, *options.poprun, sys.executable, *plan.command]
 
 
 def _start(plan: Plan, options: argparse.Namespace) -> int:

@@ -93,6 +93,15 @@ def distance(one, other, before):
     return (difference / torch.cat([(other[name].double() - before[name]).flatten() for name in names]).norm()).item()
 
 
+def to_rounding(weights, seed):
+    """The same weights but for their last bit."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor * (1 + torch.finfo(torch.float32).eps * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in weights.items()
+    }
+
+
 CASES = {
     "g1_bn_sgd": (
         G1_BN_SGD,
@@ -105,14 +114,19 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def references():
-    """references(recipe, case, before): timm's loop in float64 and in float32, each run once per case."""
+    """references(recipe, case, before): timm's loop in float64, and in float32 from three starts; once per case.
+
+    The starts are equal to rounding, for how far a run in float32 ends from the exact one is a matter of luck: from
+    4.6e-6 to 8.6e-6 with LARS, by the start and by the processor's kernels.
+    """
     done = {}
 
     def run(recipe, case, before):
         _, create, create_optimizer = CASES[case]
         if case not in done:
-            dtypes = (torch.float64, torch.float32)
-            done[case] = [timms(create(), create_optimizer, recipe, before, dtype) for dtype in dtypes]
+            starts = [before, *(to_rounding(before, seed) for seed in (1, 2))]
+            exact = timms(create(), create_optimizer, recipe, before, torch.float64)
+            done[case] = exact, [timms(create(), create_optimizer, recipe, start, torch.float32) for start in starts]
         return done[case]
 
     return run
@@ -122,12 +136,14 @@ def references():
 def test_twenty_updates_are_those_of_timm(tiny, references, case):
     recipe = tiny(*COMMON, *CASES[case][0])
     before, after, losses = ours(recipe)
-    (exact, exact_losses), (rounded, rounded_losses) = references(recipe, case, before)
-    yardstick = distance(rounded, exact, before)
-    assert yardstick < 1e-2, "the problem is too chaotic to compare"
+    (exact, exact_losses), rounded = references(recipe, case, before)
+    yardstick = max(distance(weights, exact, before) for weights, _ in rounded)
+    assert yardstick < 1e-4, "the problem is too chaotic to compare"
     assert distance(after, exact, before) < 2 * yardstick
-    off = [max(abs(a - b) for a, b in zip(each, exact_losses)) for each in (losses, rounded_losses)]
-    assert off[0] < 2 * off[1] + 1e-6
+    own, *others = [
+        max(abs(a - b) for a, b in zip(each, exact_losses)) for each in (losses, *(found for _, found in rounded))
+    ]
+    assert own < 2 * max(others) + 1e-6
     assert exact_losses[0] > 1 and abs(exact_losses[-1] - exact_losses[0]) > 0.01, "nothing was trained"
 
 
@@ -146,5 +162,5 @@ def test_a_small_change_of_the_recipe_would_be_seen(tiny, references, case, over
     """Each is a hundred times the yardstick away and more, so the test above can fail."""
     recipe = tiny(*COMMON, *CASES[case][0])
     before, after, _ = ours(tiny(*COMMON, *CASES[case][0], override))
-    (exact, _), (rounded, _) = references(recipe, case, before)
-    assert distance(after, exact, before) > 100 * distance(rounded, exact, before)
+    (exact, _), rounded = references(recipe, case, before)
+    assert distance(after, exact, before) > 100 * max(distance(weights, exact, before) for weights, _ in rounded)

@@ -161,7 +161,7 @@ def test_logits_and_gradients_are_timms(padding):
     generator = torch.Generator().manual_seed(0)
     for parameter in ours.parameters():
         if parameter.ndim == 1:  # ones and zeros at the start, which would hide a swap
-            nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
     theirs.load_state_dict({timm_name(key): value for key, value in ours.state_dict().items()})
     images = torch.randint(0, 256, (2, 3, 57, 57), dtype=torch.uint8, generator=generator)
     weights = torch.randn(2, 1000, dtype=torch.float64, generator=generator)

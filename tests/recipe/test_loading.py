@@ -28,7 +28,7 @@ def write(tmp_path):
     def write(text, name="mine.yaml"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
+        path.write_bytes(text.encode("utf-8"))
         return path
 
     return write

@@ -68,6 +68,7 @@ def refusal(capfd, *arguments):
             "command line: parallel: split names 2 cut points but 2 stages need 1",
         ),
         (("--stages", "2", "run.sed=1"), "command line: run.sed: unknown key"),
+        (("--poprun=--host=a",), "--poprun goes with run.device=ipu, but run.device is cpu"),
         (("--instances", "2"), "--instances goes with run.device=ipu, but run.device is cpu"),
         (("run.device=ipu",), "how many IPUs there are is not known here; give the number of replicas"),
         (("run.device=ipu", "optimizer.trust=momentum", "--replicas", "2"), "run.device=ipu needs poprun on the PATH"),
@@ -110,10 +111,12 @@ def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
     tool("poprun", f'for text in "$@"; do printf "%s\\n" "$text"; done > {tmp_path}/said; exit 75')
     recipe = str(ROOT / "configs" / "pod16.yaml")
     command = [sys.executable, "-m", "tools.launch", "--config", recipe, "--replicas", "8", "--instances", "4"]
+    command.append("--poprun=--host=a,b --mpi-local-args='-x PATH'")
     ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (STOPPED, "")
     assert (tmp_path / "said").read_text().splitlines() == [
         *("--num-replicas", "8", "--ipus-per-replica", "2", "--num-instances", "4"),
+        *("--host=a,b", "--mpi-local-args=-x PATH"),
         *(sys.executable, str(ROOT / "train.py"), "--config", recipe, "run.output=/a b", "parallel.replicas=8"),
     ]
 
