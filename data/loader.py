@@ -5,6 +5,7 @@ images of that, each replica a contiguous range of the step's micro batches. So 
 changes who computes a micro batch, and the number of workers who loads it, never what is in it.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -247,20 +248,14 @@ class _Loader(DataLoader):
             prefetch_factor=data.prefetch if data.workers else None,
             persistent_workers=persistent_workers,
             pin_memory=pin_memory,
-            worker_init_fn=_obey_only_the_parent,
+            worker_init_fn=obey_only_the_parent,
             # Of its own, or else each iteration would take a number from torch's global generator.
             generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[_Loaded]:
-        # Workers are born with these signals blocked, so that none of their threads ever receives one.
-        if not _WAITS_FOR_SIGNALS:
+        with signals_withheld():
             return super().__iter__()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            return super().__iter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def check_worker_number_rationality(self) -> None:
         """Do not warn of more workers than cores: they are right where reading waits for a network."""
@@ -294,8 +289,21 @@ def _micro_batch(loaded: _Loaded, data: Data, pin_memory: bool) -> MicroBatch:
     return MicroBatch(loaded.images, labels, indices, valid, loaded.number, loaded.step, loaded.unreadable)
 
 
-def _obey_only_the_parent(worker: int) -> None:
-    """Leave it to the training process to end this worker.
+@contextlib.contextmanager
+def signals_withheld() -> Iterator[None]:
+    """Processes that are started within are born with SIGINT and SIGTERM blocked: no thread of theirs receives one."""
+    if not _WAITS_FOR_SIGNALS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_only_the_parent(worker: int) -> None:
+    """Leave it to the training process to end this worker, which must be started within `signals_withheld`.
 
     Terminals and schedulers send their signals to every process of a job. The training process saves
     before it ends, for that it must finish its step, and for that it needs its workers. If it dies

@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from data.base import Source
-from data.loader import MicroBatch
+from data.loader import MicroBatch, obey_only_the_parent
 from engines import cuts, state
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored
 from engines.devices import DTYPES
@@ -59,7 +59,7 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     """
     _poptorch()
     if not _under_poprun():
-        ipu.check_launched(recipe, ipu.Launched(topology.replicas, topology.served, recipe.parallel.stages))
+        ipu.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
     import popdist
 
@@ -179,6 +179,7 @@ class IpuEngine(Engine):
                 dataset,
                 batch_size=self.batch.micro,
                 num_workers=recipe.data.workers,
+                worker_init_fn=obey_only_the_parent,
                 auto_distributed_partitioning=False,  # `Positions` are this instance's already
                 mode=poptorch.DataLoaderMode.AsyncRebatched,
                 rebatched_worker_size=self.batch.micro,

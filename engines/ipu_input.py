@@ -6,8 +6,6 @@ one block of memory that its data path takes as it is.
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch.utils.data import Dataset
 from data import mixing
 from data.base import Source
 from data.decode import UnreadableImage
-from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share
+from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share, signals_withheld
 from data.transforms import train_transform
 from engines.ipu_model import mixes, mixing_rows
 from recipe.batch import Batch, steps_per_epoch, training_image_size
@@ -115,7 +113,8 @@ class TrainingFeed:
     def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
         """Args: loader: makes PopTorch's loader, which begins to read at once."""
         self._positions, self._first = positions, steps.start
-        with _without_interrupts():
+        # A signal to all processes is for this one: it saves, and needs the images of the step until then.
+        with signals_withheld():
             self._loader = loader(positions)
             self._batches = iter(self._loader)
         self._number = 0
@@ -175,17 +174,3 @@ def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
     if missing:
         parts[-1] = torch.cat([parts[-1], parts[-1].new_zeros(missing, *images.shape[1:])])
     return parts
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that are started within never see Ctrl-C: the training process finishes its step, for which it needs
-    their images, and then ends them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
-from recipe.ipu_rules import Launched, check, check_launched, compute_dtype, pipelined, stages_of_launcher
+from recipe.ipu_rules import Launched, check, check_launched, check_served, compute_dtype, pipelined, stages_of_launcher
 from recipe.optimization import Optimizer
 
 if TYPE_CHECKING:
     from recipe.batch import Batch
 
 __all__ = [
-    "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "compute_dtype",
-    "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "notes", "optimizer", "overlaps",
-    "pipelined", "shown", "stages_of_launcher", "training_settings",
+    "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "check_served",
+    "compute_dtype", "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "notes", "optimizer",
+    "overlaps", "pipelined", "shown", "stages_of_launcher", "training_settings",
 ]  # fmt: skip
 
 

@@ -224,6 +224,11 @@ def check_launched(recipe: Recipe, launched: Launched) -> None:
         raise ConfigError(
             f"poprun started {replicas} replicas, but parallel.replicas is {wanted}; use parallel.replicas=auto"
         )
+    check_served(served, stages, replicas)
+
+
+def check_served(served: int, stages: int, replicas: int) -> None:
+    """Whether one process can have so many IPUs. Args: served: its replicas, of all. Raises ConfigError."""
     if not _is_power(served) or served * stages > _MAX_IPUS:
         raise ConfigError(
             f"one process would have {served} replicas x {stages} IPUs = {served * stages}, but PopTorch takes a power "

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--instances", type=_positive, metavar="I", help="run.device=ipu: poprun's --num-instances")
     parser.add_argument(
-        "--poprun", type=shlex.split, default=[], metavar="FLAGS", help="run.device=ipu: more of poprun's flags, as --poprun=\"...\""
+        "--poprun", type=shlex.split, default=[], metavar="FLAGS", help="run.device=ipu: other flags of poprun"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")

@@ -20,8 +20,8 @@ RECIPE = (
     *FLOAT32,
     *LARS,
     "run.device=ipu",
-    "run.steps=4",
-    "batch.global=480",
+    "run.steps=6",
+    "batch.global=240",
     "batch.micro=12",
     "data.workers=0",
     "parallel.stages=2",
@@ -94,7 +94,7 @@ def test_stages_are_what_poprun_gives(tmp_path):
     done = command("poprun", "--num-replicas", 2, *train(f"run.output={tmp_path}/run", "parallel.stages=auto",
                                                          "run.steps=1", "schedule.warmup_steps=0"))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "480 = 12 micro x 20 accumulation x 2 replicas" in done.stdout
+    assert "240 = 12 micro x 10 accumulation x 2 replicas" in done.stdout
 
 
 def test_the_launcher_becomes_poprun(tmp_path):
