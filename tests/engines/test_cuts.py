@@ -83,3 +83,24 @@ def test_virtual_stages_go_round_the_devices():
     divided = [["a"], ["b"], ["c"], ["d"]]
     assert cuts.own_parts(divided, Topology(1, 2, 0)) == {0: ["a"], 2: ["c"]}
     assert cuts.own_parts(divided, Topology(2, 2, 3)) == {1: ["b"], 3: ["d"]}
+
+
+def counted(tiny, *overrides):
+    recipe = tiny("run.device=ipu", "optimizer.trust=momentum", "precision.weights=float16", *overrides)
+    model = build(recipe.model, 0)
+    return model, *cuts.counted(model, recipe, divide(recipe))
+
+
+def test_where_blocks_cannot_be_timed_their_multiply_adds_are_balanced(tiny):
+    """For all stages, though one process computes them; an automatic cut is that of `counted` elsewhere."""
+    model, found, note = counted(tiny, "parallel.stages=2", "parallel.split=auto", "batch.micro=4")
+    assert [name for part in found for name in part] == model.names and len(found) == 2
+    assert note.startswith(f"split [{found[1][0]}] (counted): stages take ")
+    assert counted(tiny, "parallel.stages=2", "parallel.split=[blocks.2.0]", "batch.micro=4")[1][1][0] == "blocks.2.0"
+    model, found, note = counted(tiny)
+    assert (found, note) == ([model.names], "")
+
+
+def test_cuts_that_are_none_are_refused_there_too(tiny):
+    with pytest.raises(ConfigError, match=r"^parallel.split: blocks.9.9 is not a block"):
+        counted(tiny, "parallel.stages=2", "parallel.split=[blocks.9.9]", "batch.micro=4")

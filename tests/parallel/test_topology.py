@@ -60,6 +60,15 @@ def test_a_slurm_batch_script_is_one_process(tiny):
     assert from_environment(tiny(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Topology()
 
 
+@pytest.mark.parametrize(("replicas", "served"), [("8", 8), ("auto", 1)])
+def test_one_process_feeds_all_replicas_on_ipus(tiny, replicas, served):
+    """Of one pipeline each; other devices need a process for every stage of every replica."""
+    recipe = tiny("run.device=ipu", "parallel.stages=2", f"parallel.replicas={replicas}")
+    place = from_environment(recipe, {})
+    assert place == Topology(served, 1, 0, 0, served)
+    assert (place.world, place.replica, place.is_first, place.is_last) == (1, 0, True, True)
+
+
 def test_poprun_gives_a_process_several_replicas(tiny):
     """All stages of a replica belong to the process that feeds it."""
     recipe = tiny("parallel.stages=2", "parallel.replicas=8")
