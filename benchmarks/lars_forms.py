@@ -267,6 +267,7 @@ def _page(rows: List[dict], found: List[dict], pods: Tuple[float, float, float])
     about = claims.machine()
     mean, low, high = pods
     lowest = min(row["k_early_decay"] for row in rows if row["form"] == "gradient")
+    short, long = 100 * (1 - mean / UNRELATED), 100 * (mean / lowest - 1)
     factors = [
         f"| {row['data']} | {row['batch']} | {row['peak']} | {row['depth']:g} | {row['steps']} "
         f"| {row['seeds']} | {row['k']:.2f} "
@@ -296,13 +297,13 @@ EfficientNet-B0 G16 of width 0.35 and depth 0.3 (B4: 1.4 and 1.8) on one thread,
 decay 2.5e-6, linear warm-up over a fifth of the run and decay with power 2 as in the pod recipes; 1,437 digits at 28 px
 and 4,000 glyphs of 20 classes at 32 px.
 
-With the same peak and trust coefficient η the `momentum` form (`docs/optimizer.md`), which is what IPUs can run, moves
-a tensor by lr·η‖w‖, and the `gradient` form by the length of its momentum buffer ‖m‖. K = ‖m‖ / (lr·η‖w‖), by tensor
-and step. It is 1/√(1−μ²) = {UNRELATED:.2f} for unrelated gradients, 1/(1−μ) = {ALIGNED:.2f} for aligned ones, and
-less than {UNRELATED:.2f} where successive gradients point against each other**. *Steady K* leaves the learning rate out
-of the buffer: what a schedule gives that does not change within the buffer's memory of some nine steps. A pod's run of
-73,000 steps has such a schedule; these of 60 to 880 steps have not, so that K is smaller in their warm-up and larger at
-their end.
+With the same peak and trust coefficient η the `momentum` form (`docs/optimizer.md`), which is what IPUs can run,
+moves a tensor by lr·η‖w‖, and the `gradient` form by the length of its momentum buffer ‖m‖. K = ‖m‖ / (lr·η‖w‖), by
+tensor and step. It is 1/√(1−μ²) = {UNRELATED:.2f} for unrelated gradients, 1/(1−μ) = {ALIGNED:.2f} for aligned ones,
+and less than {UNRELATED:.2f} where successive gradients point against each other. *Steady K* leaves the learning rate
+out of the buffer: it is K under a schedule that does not change within the buffer's memory of some nine steps. A
+pod's run of 73,000 steps has such a schedule. These of 60 to 880 steps have not, so that K is smaller in their
+warm-up and larger at their end.
 
 ## K along runs of the gradient form
 
@@ -342,8 +343,8 @@ in both forms, and K must not scale them.
 Steady K, because a pod's rate does not change within nine steps. It depends on the phase more than on anything else.
 While the rate is high, successive gradients point against each other and K is below {UNRELATED:.2f}, the further the
 larger the batch, that is, the less noise there is. Early in the warm-up and at the end, where the rate is low, they
-agree and K is above it, again the more the larger the batch. In the average over a run the two cancel: batches of 64
-to 1,408 differ little, and so do runs of 150 and 400 steps. Nothing comes near {ALIGNED:.1f}.
+mostly agree and K is above it, again the more the larger the batch. In the average over a run the two cancel: batches
+of 64 to 1,408 differ little, and so do runs of 150 and 400 steps. Nothing comes near {ALIGNED:.1f}.
 
 With K in the coefficient the momentum form's path is as long as the gradient form's, and its loss curve much closer,
 though not as close as that of a gradient form that differs by 1 %: one constant cannot follow K through the phases.
@@ -351,12 +352,11 @@ Final losses and accuracies of the two are the same within what seeds do. So the
 data are easy, and the curves tell more than the ends.
 
 What this does not show: no pod and no ImageNet. 6144 images of 1,000 classes have another share of noise than any
-batch here. If noise rules there, K is {UNRELATED:.2f} and {mean:.2f} makes the steps
-{100 * (1 - mean / UNRELATED):.0f} % too short. With less noise than here K may be {lowest:.1f} after the warm-up, as it
-is for the largest batch, and steps {100 * (mean / lowest - 1):.0f} % too long there. Either is what a peak too low or
-too high by as much would be, for the trusted tensors. A network of B4's depth did not learn at peak 8 with a warm-up of
-14 steps (top-1 5 %), so its K is only known at peak 2. Float16 weights, cutmix, stochastic depth, B4's width and 73,000
-steps were not tried.
+batch here. If noise rules there, K is {UNRELATED:.2f}, and {mean:.2f} makes the steps {short:.0f} % too short. With
+less noise than here K may be {lowest:.1f} after the warm-up, as it is for the largest batch, and steps {long:.0f} %
+too long there. Either is what a peak too low or too high by as much would be, for the trusted tensors. A network of
+B4's depth did not learn at peak 8 with a warm-up of 14 steps (top-1 5 %), so its K is only known at peak 2. Float16
+weights, cutmix, stochastic depth, B4's width and 73,000 steps were not tried.
 """
 
 

@@ -12,7 +12,7 @@ from data.base import Source
 from data.loader import MicroBatch
 from optim.half_weights import Norms
 from parallel.topology import Topology
-from recipe.batch import Batch
+from recipe.division import Batch
 
 AVERAGES = ("step_average", "epoch_average")
 

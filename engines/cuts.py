@@ -12,8 +12,8 @@ from models import costs
 from models.stages import BlockList, split_names
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.batch import Batch
 from recipe.config import Parallel, Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError
 
 _BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4

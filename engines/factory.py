@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Optional
 
 from engines.base import Engine
 from parallel.topology import Topology
-from recipe.batch import Batch
 from recipe.config import Recipe
+from recipe.division import Batch
 
 if TYPE_CHECKING:
     from parallel.agreement import Agreement

@@ -13,8 +13,9 @@ from data.base import Source
 from data.loader import MicroBatch
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.batch import Batch, training_image_size
+from recipe.batch import training_image_size
 from recipe.config import Recipe
+from recipe.division import Batch
 
 _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
 

@@ -23,6 +23,7 @@ from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, TrainingModule, begin_stages, device_model
+from engines.ipu_options import made, resolved
 from models.normalization import norm_parameters
 from models.stages import BlockList
 from optim import factory
@@ -33,8 +34,8 @@ from parallel.agreement import Agreement
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import ipu
-from recipe.batch import Batch
 from recipe.config import Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError
 
 # Of a Mk2 IPU in matrix products, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
@@ -114,7 +115,10 @@ class IpuEngine(Engine):
             "training": ipu.training_settings(recipe, self.batch, served, _under_poprun()),
             "evaluation": ipu.evaluation_settings(recipe, self.batch, served, _under_poprun()),
         }
-        self._options = {name: self._made(poptorch, settings) for name, settings in options.items()}
+        self._options = {
+            name: made(poptorch, _new_options(poptorch, recipe), settings, self.topology.is_main)
+            for name, settings in options.items()
+        }
         marks = _overlap_marks(poptorch)
         module = TrainingModule(
             training,
@@ -137,22 +141,6 @@ class IpuEngine(Engine):
         # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
         self._slot_scale = recipe.precision.loss_scale if recipe.optimizer.name == "sgd" else 1.0
 
-    def _made(self, poptorch: Any, settings: Sequence[ipu.Setting]) -> Any:
-        """PopTorch's options with all settings made."""
-        if _under_poprun():
-            import popdist.poptorch
-
-            options = popdist.poptorch.Options(ipus_per_replica=self._recipe.parallel.stages)
-        else:
-            options = poptorch.Options()
-        for setting in settings:
-            if setting.main_only and not self.topology.is_main:
-                continue
-            *path, method = setting.call.split(".")[1:]
-            target = functools.reduce(getattr, path, options)
-            getattr(target, method)(*_resolved(poptorch, list(setting.arguments)))
-        return options
-
     def _create_optimizer(self, poptorch: Any, model: BlockList) -> None:
         plan = ipu.optimizer(self._recipe)
         parameters = dict(model.named_parameters())
@@ -163,7 +151,7 @@ class IpuEngine(Engine):
             if members:
                 groups.append({"params": members, **group.options})
                 self._rate_scales.append(group.lr_scale)
-        keywords = {name: _resolved(poptorch, value) for name, value in plan.options.items()}
+        keywords = {name: resolved(poptorch, value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch takes what is only said in groups for constant.
         self._optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **keywords)
         for name in plan.constant:
@@ -388,19 +376,12 @@ def _under_poprun() -> bool:
     return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
 
-def _resolved(poptorch: Any, value: Any) -> Any:
-    """`value` with the objects that its names stand for."""
-    if isinstance(value, ipu.Name):
-        module, *path = value.path.split(".")
-        return functools.reduce(getattr, path, {"poptorch": poptorch, "torch": torch}[module])
-    if isinstance(value, ipu.Chain):
-        made = _resolved(poptorch, ipu.Name(value.start))()
-        for method, arguments in value.calls:
-            made = getattr(made, method)(*_resolved(poptorch, list(arguments)))
-        return made
-    if isinstance(value, list):
-        return [_resolved(poptorch, each) for each in value]
-    return value
+def _new_options(poptorch: Any, recipe: Recipe) -> Any:
+    if _under_poprun():
+        import popdist.poptorch
+
+        return popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
+    return poptorch.Options()
 
 
 def _begin(poptorch: Any, block: torch.nn.Module, number: int) -> None:

@@ -18,8 +18,9 @@ from data.decode import UnreadableImage
 from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share, signals_withheld
 from data.transforms import train_transform
 from engines.ipu_model import mixes, mixing_rows
-from recipe.batch import Batch, steps_per_epoch, training_image_size
+from recipe.batch import steps_per_epoch, training_image_size
 from recipe.config import Recipe
+from recipe.division import Batch
 
 PADDING = -1  # label of a row that is no image
 UNREADABLE = -2  # label of an image that could not be decoded

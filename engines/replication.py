@@ -11,8 +11,8 @@ from engines.devices import DTYPES
 from optim.half_weights import WeightState
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.batch import Batch
 from recipe.config import Exchange as ExchangeSection
+from recipe.division import Batch
 
 if TYPE_CHECKING:
     from parallel.reduce import Exchange

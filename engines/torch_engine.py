@@ -26,8 +26,8 @@ from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.work import Alone, Boundary
-from recipe.batch import Batch
 from recipe.config import Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError
 
 

@@ -8,41 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from recipe import ipu
+from recipe import ipu, ipu_plan
 from recipe.config import Data, Recipe
+from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 
 _DIGITS = (1437, 360)
 _GLYPHS = (10_000, 2_000)  # unless the recipe says otherwise
-
-
-@dataclass(frozen=True)
-class Batch:
-    """How the images of one step are divided.
-
-    `global_` images make one step (an optimizer update): each of `replicas` copies of the model, cut
-    into `stages`, takes `accumulation` micro batches of `micro` images.
-    """
-
-    global_: int
-    micro: int
-    accumulation: int
-    replicas: int
-    stages: int
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro batches of one step over all replicas."""
-        return self.accumulation * self.replicas
-
-    def describe(self) -> str:
-        """The line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64 replicas (...)`."""
-        devices = self.replicas * self.stages
-        each = f"{self.stages} stages each: " if self.stages > 1 else ""
-        return (
-            f"{self.global_} = {self.micro} micro x {self.accumulation} accumulation x "
-            f"{_count(self.replicas, 'replica')} ({each}{_count(devices, 'device')})"
-        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +48,7 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
         below, above = total // portion * portion, -(-total // portion) * portion
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(
-            f"batch.global {total} is not a multiple of {micro} micro x {_count(replicas, 'replica')} = {portion}; "
+            f"batch.global {total} is not a multiple of {micro} micro x {count(replicas, 'replica')} = {portion}; "
             f"nearest: {nearest}"
         )
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
@@ -221,8 +193,6 @@ def describe(recipe: Recipe) -> str:
     else:
         lines.append("length     known once data.root is read (or data.train_images given)")
     if recipe.run.device == "ipu":
-        from recipe import ipu_plan  # which needs this file
-
         lines += ipu_plan.lines(recipe, batch)
     return "\n".join(lines)
 
@@ -269,7 +239,3 @@ def _describe_data(recipe: Recipe) -> str:
 def output_folder(recipe: Recipe) -> str:
     """The run folder: run.output, or runs/NAME."""
     return recipe.run.output or f"runs/{recipe.run.name}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -7,14 +7,12 @@ is in ipu_rules.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
+from recipe.division import Batch
 from recipe.ipu_rules import Launched, check, check_launched, check_served, compute_dtype, pipelined, stages_of_launcher
 from recipe.optimization import Optimizer
-
-if TYPE_CHECKING:
-    from recipe.batch import Batch
 
 __all__ = [
     "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "check_served",

@@ -6,8 +6,8 @@ import os
 from typing import Dict, Iterator, List, Tuple
 
 from recipe import ipu
-from recipe.batch import Batch
 from recipe.config import Recipe
+from recipe.division import Batch
 
 # Where the arguments of an optimizer's constructor come from, for those that are not named after their key.
 _SOURCES: Dict[str, Dict[str, str]] = {

@@ -5,13 +5,11 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Iterator, Mapping, NamedTuple, Optional, Tuple
 
 from recipe.config import Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from recipe.batch import Batch
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 

@@ -6,8 +6,9 @@ import pytest
 
 from data.sources import DigitsSource
 from recipe import batch
-from recipe.batch import Batch, divide, image_count, in_steps, lengths, peak_learning_rate, training_image_size
+from recipe.batch import divide, image_count, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
 
 IMAGENET = 1_281_167

@@ -3,7 +3,8 @@
 import pytest
 
 from recipe import ipu
-from recipe.batch import Batch, divide
+from recipe.batch import divide
+from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.ipu import Launched
 from recipe.loading import load

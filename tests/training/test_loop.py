@@ -15,7 +15,8 @@ from engines.base import Counts, Engine, StepResult
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe import batch as arithmetic
-from recipe.batch import Batch, Lengths
+from recipe.batch import Lengths
+from recipe.division import Batch
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
 from training.monitor import Metrics, Monitor, Progress
@@ -29,6 +30,7 @@ class ScriptedEngine(Engine):
     """
 
     device = torch.device("cpu")
+    training_batches = evaluation_batches = None  # the loop is given what they would make
     topology, notes = Topology(), ()
     batch = Batch(24, 24, 1, 1, 1)
 
