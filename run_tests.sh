@@ -16,7 +16,7 @@ if [ "${1:-}" = --ipu-environment ]; then
   # The rooms that the IPU path imports; engines/ and parallel/ hold newer code besides.
   exec "$PYTHON" -m pytest -p tests.ipu_environment -m "not slow and not multiprocess and not gpu" "$@" \
     tests/ipu tests/recipe tests/models tests/optim tests/data tests/training tests/parallel/test_topology.py \
-    tests/test_train.py tests/test_evaluate.py
+    tests/engines/test_ipu_model.py tests/engines/test_ipu_input.py tests/test_train.py tests/test_evaluate.py
 fi
 
 make_environment
