@@ -18,6 +18,7 @@ from recipe import loading
 from recipe.batch import output_folder
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
+from recipe.hardware import Ipu
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
@@ -27,8 +28,8 @@ _FREE = {
     "data": {"root", "workers", "prefetch", "bad_images"},
     "log": {"tensorboard", "trace"},
     "checkpoint": {"keep_last", "keep_best"},
+    "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
-
 
 _LOCK = "lock"
 
@@ -136,6 +137,7 @@ def describe_environment() -> dict:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **{name: module.__version__ for name, module in sys.modules.items() if name == "poptorch"},
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
