@@ -7,6 +7,10 @@ set -u
 . "$(dirname "$0")/tools/environment.sh"
 if [ -n "${POPLAR_SDK_ENABLED:-}" ]; then
   PYTHON=${PYTHON:-python3}
+  if ! "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, ("pydantic", "yaml", "timm"))))'; then
+    echo "$PYTHON lacks packages; in an environment of Python 3.8: pip install -r $ROOT/requirements-ipu.txt (docs/ipu.md)" >&2
+    exit 2
+  fi
 else
   make_environment
 fi

@@ -17,6 +17,10 @@ from recipe.division import Batch
 AVERAGES = ("step_average", "epoch_average")
 
 
+class Diverged(Exception):
+    """The loss or the weights are not finite, on a device that makes an update in any case: the weights are lost."""
+
+
 class StepResult(NamedTuple):
     """One update, over all replicas, on every rank. Tensors stay on the device: reading one waits for it.
 
@@ -119,6 +123,7 @@ class Engine(ABC):
 
         Raises:
             UnreadableImage: under data.bad_images=error.
+            Diverged: on every rank.
         """
 
     @abstractmethod

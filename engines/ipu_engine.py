@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import platform
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -18,7 +19,7 @@ import torch
 from data.base import Source
 from data.loader import MicroBatch, obey_only_the_parent
 from engines import cuts, state
-from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored
+from engines.base import AVERAGES, Counts, Diverged, Engine, Span, StepResult, scored
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
@@ -63,12 +64,16 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     if not _under_poprun():
         ipu.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
-    import popdist
-
+    popdist = _of_the_sdk("popdist")
+    _of_the_sdk("horovod.torch")
     popdist.init()
     launched = ipu.Launched(
         popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getNumIpusPerReplica()
     )
+    if launched.replicas != topology.replicas:
+        raise ConfigError(
+            f"poprun started {launched.replicas} replicas, but this command computes with one; start it without poprun"
+        )
     instances = Instances(topology)
     instances.from_main(lambda: ipu.check_launched(recipe, launched))
     return instances
@@ -88,6 +93,11 @@ class IpuEngine(Engine):
         training, evaluation = (device_model(recipe, self._compute, self._weights_dtype) for _ in range(2))
         self._shapes = state.shapes(evaluation)
         parts, note = cuts.counted(evaluation, recipe, batch)
+        for name in recipe.ipu.keep_activations:
+            if name not in evaluation.names:
+                raise ConfigError(
+                    f"ipu.keep_activations: {name} is not a block; the blocks are {', '.join(evaluation.names)}"
+                )
         begin = functools.partial(_begin, poptorch)
         for model in (training, evaluation):
             begin_stages(model, parts, begin)
@@ -197,8 +207,11 @@ class IpuEngine(Engine):
         if self._slots_to_send:
             self._send_slots(step)
         losses, correct = self._training(*arguments)
-        self._weights_are_on_device = self._slots_are_on_device = True
+        # With synthetic data nothing leaves the device: the host keeps the first weights.
+        self._weights_are_on_device = self._slots_are_on_device = not self._recipe.ipu.synthetic_data
         sums = self._processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
+        if self._weights_are_on_device and not sums[0].isfinite():
+            raise Diverged(f"the loss is {sums[0].item()}, and the IPUs have made an update of it")
         zero = torch.zeros((), dtype=torch.int64)
         return StepResult(
             (sums[0] / self.batch.micro_batches).float(),
@@ -322,6 +335,8 @@ class IpuEngine(Engine):
             self._weights_are_on_device = False
             found = self._module.state_dict()
             self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in found.items()})
+            if not self._host.flat.float().sum().isfinite():  # the loss would tell at the next step
+                raise Diverged("the weights are not finite any more")
             self._inference_is_stale = True
 
     def _send_weights(self) -> None:
@@ -370,6 +385,17 @@ def _poptorch() -> Any:
             f"{torch.__version__}; source the SDK's enable.sh and install its wheel, or use run.device=cpu"
         ) from None
     return poptorch
+
+
+def _of_the_sdk(name: str) -> Any:
+    """A module that comes with the Poplar SDK beside PopTorch. Raises ConfigError."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"poprun needs {name.split('.')[0]}, which cannot be imported: {error}; install it from the Poplar SDK "
+            "(requirements-ipu.txt says in which order), or start one process without poprun"
+        ) from None
 
 
 def _under_poprun() -> bool:

@@ -158,7 +158,10 @@ class EvaluationFeed:
         self._shape = (rows, 3, recipe.model.image_size, recipe.model.image_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        yield from self._batches
+        try:
+            yield from self._batches
+        except UnreadableImage as error:  # leaving it out, which the loader also advises, IPUs cannot do
+            raise UnreadableImage(f"{str(error).partition('; ')[0]}; mend or remove the file") from None
         for _ in range(self._empty):
             none = torch.zeros(self._shape[0], dtype=torch.int64)
             yield MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), none, none - 1, 0, 0, 0, ())

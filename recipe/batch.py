@@ -6,6 +6,7 @@ The only place with this arithmetic.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from recipe import ipu, ipu_plan
@@ -172,7 +173,10 @@ def training_image_size(recipe: Recipe, epoch: int) -> int:
 
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
-    batch = divide(recipe)
+    launched = ipu.launched_by(os.environ) if recipe.run.device == "ipu" else None
+    if launched is not None:
+        ipu.check_launched(recipe, launched)
+    batch = divide(recipe, launched.replicas if launched else None)
     _check_classes(recipe)
     model, precision, data = recipe.model, recipe.precision, recipe.data
     lines = [

@@ -11,13 +11,22 @@ from typing import Dict, Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.ipu_rules import Launched, check, check_launched, check_served, compute_dtype, pipelined, stages_of_launcher
+from recipe.ipu_rules import (
+    Launched,
+    check,
+    check_launched,
+    check_served,
+    compute_dtype,
+    launched_by,
+    pipelined,
+    stages_of_launcher,
+)
 from recipe.optimization import Optimizer
 
 __all__ = [
     "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "check_served",
-    "compute_dtype", "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "notes", "optimizer",
-    "overlaps", "pipelined", "shown", "stages_of_launcher", "training_settings",
+    "compute_dtype", "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "launched_by",
+    "model_calls", "notes", "optimizer", "overlaps", "pipelined", "shown", "stages_of_launcher", "training_settings",
 ]  # fmt: skip
 
 
@@ -108,9 +117,15 @@ def _may_overlap(recipe: Recipe) -> bool:
 
 def notes(recipe: Recipe) -> Tuple[str, ...]:
     """What a run should say at its start, a line each."""
+    synthetic = (
+        ("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones",)
+        if recipe.ipu.synthetic_data
+        else ()
+    )
     if not pipelined(recipe):
-        return ()
+        return synthetic
     return (
+        *synthetic,
         f"pipelined stages: {recipe.ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap "
         "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time",
     )
@@ -140,6 +155,28 @@ def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun:
         Setting("Options.outputMode", (Name("poptorch.OutputMode.All"),), "always: logits of every image"),
         Setting("Options.Precision.enableStochasticRounding", (False,), "always: scores repeat"),
     ]
+
+
+def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
+    """What is called on the model besides the options: stages, outputs that are kept, transfers that overlap."""
+    parallel, mode = recipe.parallel, Name("poptorch.OverlapMode.OverlapAccumulationLoop")
+    later = parallel.split if isinstance(parallel.split, list) else ["the cut by multiply-adds"] * (parallel.stages - 1)
+    found = [
+        Setting("poptorch.BeginBlock", (block, f"stage {number}", number), "parallel.split")
+        for number, block in enumerate(["preprocess", *later])
+    ]
+    if training:
+        found += [
+            Setting("poptorch.recomputationCheckpoint", (f"output of {block}",), "ipu.keep_activations")
+            for block in recipe.ipu.keep_activations
+        ]
+        found.append(Setting("poptorch.identity_loss", ("the loss", "none"), "always: where gradients begin"))
+    if overlaps(recipe, batch) if training else evaluation_overlaps(recipe):
+        found += [
+            Setting("poptorch.set_overlap_for_input", ("every input", mode), "ipu.overlap_io"),
+            Setting("poptorch.set_overlap_for_output", ("every output", mode), "ipu.overlap_io"),
+        ]
+    return found
 
 
 def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> Iterator[Setting]:

@@ -42,10 +42,13 @@ _GROUP_SOURCES = {
 
 
 def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
-    """("training" or "evaluation", setting) of each option, as a process that this environment starts sets them."""
+    """("training" or "evaluation", setting) of each option, as a process that this environment starts sets them, and
+    of each call on the model."""
     under_poprun = ipu.stages_of_launcher(os.environ) is not None
     for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
         for setting in make(recipe, batch, batch.replicas, under_poprun):
+            yield model, setting
+        for setting in ipu.model_calls(recipe, batch, model == "training"):
             yield model, setting
 
 

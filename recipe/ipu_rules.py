@@ -24,12 +24,23 @@ class Launched(NamedTuple):
 
 def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
     """The IPUs that poprun gives each replica; None where poprun did not start this process. Raises ConfigError."""
-    name = "POPDIST_NUM_IPUS_PER_REPLICA"
+    return _number(environment, "POPDIST_NUM_IPUS_PER_REPLICA")
+
+
+def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
+    """What poprun started; None where it did not start this process. Raises ConfigError."""
+    numbers = [
+        _number(environment, f"POPDIST_NUM_{name}") for name in ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
+    ]
+    return None if None in numbers else Launched(*numbers)
+
+
+def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
     text = environment.get(name)
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(f"{name} {text!r} in the environment is no number of IPUs; start by ./run_pod.sh")
+        raise ConfigError(f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh")
     return int(text)
 
 
@@ -72,7 +83,7 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
         section.trust == "gradient",
         "optimizer.trust gradient",
         "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
-        "use optimizer.trust=momentum and the trust_coefficient that docs/ipu.md gives for it",
+        "use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)",
     )
     yield (
         section.name == "lars" and section.eps != 0,

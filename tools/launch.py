@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence
 
 from parallel import hosts
-from recipe import batch, loading
+from recipe import batch, ipu, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, UserError
 from training.command import Parser, naming
@@ -132,12 +132,18 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
     if recipe.run.device == "ipu":
         if found.number > 1:
             raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
+        if options.max_restarts:
+            raise UserError(
+                "--max-restarts is for ranks of torchrun; after poprun has failed, the same command resumes"
+            )
     elif options.instances or options.poprun:
         flag = "--instances" if options.instances else "--poprun"
         raise UserError(f"{flag} goes with run.device=ipu, but run.device is {recipe.run.device}")
     replicas = recipe.parallel.replicas or _automatic_replicas(recipe, found.number, options.dry_run)
     # Only checked and shown with this number: the ranks find it by counting themselves.
     recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
+    if recipe.run.device == "ipu":
+        _check_instances(recipe, options.instances or 1)
     plan = Plan(recipe, found, [str(program), "--config", options.config, *overrides], note)
     if plan.world % found.number:
         raise UserError(
@@ -145,6 +151,14 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
             f"give --replicas so that replicas x {plan.stages} is a multiple of {found.number}"
         )
     return plan
+
+
+def _check_instances(recipe: Recipe, instances: int) -> None:
+    """Whether poprun's processes can have equal shares of the replicas, and PopTorch their IPUs. Raises UserError."""
+    replicas = recipe.parallel.replicas
+    if replicas % instances:
+        raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
+    ipu.check_served(replicas // instances, recipe.parallel.stages, replicas)
 
 
 def _with_stages(options: argparse.Namespace, overrides: List[str]) -> tuple:

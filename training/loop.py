@@ -16,7 +16,7 @@ from typing import Callable, Iterable, Iterator, Optional, Sequence
 import torch
 
 from data.loader import MicroBatch
-from engines.base import AVERAGES, Engine, StepResult
+from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from recipe import loading
 from recipe.batch import Lengths, in_steps
@@ -124,12 +124,20 @@ class Trainer:
 
         Raises:
             Stopped: after SIGTERM or SIGINT, once the step is done and saved.
-            TrainingError: too many steps in a row without finite gradients.
+            TrainingError: too many steps in a row without finite gradients, or weights that are lost.
         """
         window = _Window(self._progression, self._engine.device)
         with StopSignals(self._note_signal):
             for step in range(self._progression.step, self._lengths.total):
-                self._step(micro_batches, step, window)
+                try:
+                    self._step(micro_batches, step, window)
+                except Diverged as error:
+                    raise TrainingError(
+                        self._told_once(
+                            f"step {step + 1}: {error}; start a new run with a lower schedule.peak (or "
+                            "peak_per_image) or precision.loss_scale"
+                        )
+                    ) from None
         self._end()
 
     def _step(self, micro_batches: Iterator[MicroBatch], step: int, window: _Window) -> None:

@@ -1,8 +1,9 @@
 """The signals that ask a run to stop. Loads nothing heavy: a launcher's signal may come while torch is still loading.
 
-Alone, or under torchrun or srun, SIGTERM and SIGINT mean: finish the step, save, exit with 75. Ranks of run_pod.sh are
-told so by SIGUSR1, once the launcher itself was told: SIGTERM reaches them from torch's agent alone, when another rank
-is dead, and then it ends them at once; SIGINT, which a terminal sends to all, is the launcher's business.
+Alone, or under torchrun, srun or poprun, SIGTERM, SIGINT and SIGUSR1 mean: finish the step, save, exit with 75. Ranks
+of run_pod.sh are told so by SIGUSR1, once the launcher itself was told: SIGTERM reaches them from torch's agent alone,
+when another rank is dead, and then it ends them at once; SIGINT, which a terminal sends to all, is the launcher's
+business.
 """
 
 import os
@@ -18,10 +19,10 @@ def launched() -> bool:
 
 
 def listen_early() -> None:
-    """Notes a launcher's signal from now on, for the `StopSignals` that come later."""
+    """Notes a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
     if launched():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, _note)
+    signal.signal(signal.SIGUSR1, _note)
 
 
 class StopSignals:
@@ -29,7 +30,7 @@ class StopSignals:
 
     def __init__(self, handler: Callable):
         self._handler = handler
-        self._numbers = (signal.SIGUSR1,) if launched() else (signal.SIGTERM, signal.SIGINT)
+        self._numbers = (signal.SIGUSR1,) if launched() else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._old: Dict[int, object] = {}
 
     def __enter__(self) -> None:

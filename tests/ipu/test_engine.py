@@ -15,6 +15,7 @@ from recipe.batch import divide, lengths
 from recipe.errors import ConfigError
 from tests.tensors import flat
 from training.checkpoint import CheckpointFolder
+from training.loop import TrainingError
 from training.run import run
 
 pytestmark = [pytest.mark.ipu, pytest.mark.usefixtures("double")]
@@ -250,6 +251,34 @@ def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
     state, _ = trained(tiny(*own, *parallel, f"run.output={tmp_path}/ipu"))
     cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
     assert moved(state, trained(cpu)[0], "weights", first_state(cpu)) < 1e-4
+
+
+def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
+    """IPUs make every update; the run does not go on for hours without a weight, and saves none of it."""
+    recipe = tiny(*IPU, *LARS, "schedule.peak=1e30", "checkpoint.every_epochs=0.01", f"run.output={tmp_path}")
+    with pytest.raises(
+        TrainingError, match=r"^step \d: the (loss is nan|weights are not finite).* lower schedule.peak"
+    ):
+        run(recipe)
+    saved = CheckpointFolder(tmp_path / "checkpoints", 2, True).load_newest(warn=pytest.fail)
+    assert saved is None or all(tensor.isfinite().all() for tensor in saved["engine"]["weights"].values())
+
+
+def test_synthetic_data_leaves_the_first_weights(tiny, tmp_path, capsys):
+    """Nothing comes back from a device that makes its own images; what is said of it is said at the start."""
+    recipe = tiny(*IPU, *LARS, "ipu.synthetic_data=true", f"run.output={tmp_path}/ipu")
+    state, _ = trained(recipe)
+    cpu = tiny(*on_cpu((*IPU, *LARS)))
+    assert all(torch.equal(state["weights"][name], tensor) for name, tensor in first_state(cpu)["weights"].items())
+    assert "synthetic data: nothing is learned" in capsys.readouterr().out
+
+
+def test_blocks_that_do_not_exist_are_refused(tiny):
+    recipe = tiny(*IPU, *LARS, "parallel.recompute=true", "ipu.keep_activations=[blocks.0.0, nonsense]")
+    with pytest.raises(
+        ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preprocess, "
+    ):
+        factory.create(recipe, divide(recipe))
 
 
 def test_states_that_do_not_fit_are_refused(tiny):

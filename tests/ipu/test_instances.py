@@ -90,6 +90,41 @@ def test_the_line_as_typed_is_corrected(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_plan_is_that_of_what_poprun_started(tmp_path):
+    """Checked and shown, as the run would be."""
+    done = command("poprun", "--num-replicas", 2, "--ipus-per-replica", 2, *train("--dry-run"))
+    assert done.returncode == 0, done.stderr
+    assert "240 = 12 micro x 10 accumulation x 2 replicas (2 stages each: 4 devices)" in done.stdout
+    done = command("poprun", "--num-replicas", 2, *train("--dry-run"))
+    assert (done.returncode, "--ipus-per-replica 2" in done.stderr) == (2, True)
+
+
+def test_scores_are_made_without_poprun(one_instance):
+    done = command("poprun", "--num-replicas", 2, "--ipus-per-replica", 2, sys.executable, "evaluate.py",
+                   "--checkpoint", one_instance)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.endswith("this command computes with one; start it without poprun\n")
+
+
+def test_what_the_sdk_lacks_is_said_in_a_line(tmp_path):
+    """PopTorch alone is there, popdist is not."""
+    (tmp_path / "poptorch.py").write_text("")
+    environment = {"POPDIST_NUM_TOTAL_REPLICAS": "1", "POPDIST_NUM_LOCAL_REPLICAS": "1", "PYTHONPATH": str(tmp_path),
+                   "POPDIST_NUM_IPUS_PER_REPLICA": "2", "POPDIST_REPLICA_INDEX_OFFSET": "0"}  # fmt: skip
+    done = command(*train(f"run.output={tmp_path}/run"), **environment)
+    assert done.returncode == 2
+    assert "poprun needs popdist, which cannot be imported: No module named" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_python_without_packages_is_told_what_to_install(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    done = command(ROOT / "run_pod.sh", "--replicas", 2, POPLAR_SDK_ENABLED="/opt/poplar", PYTHON=str(bare))
+    assert done.returncode == 2 and "pip install -r" in done.stderr and "requirements-ipu.txt" in done.stderr
+
+
 def test_stages_are_what_poprun_gives(tmp_path):
     done = command("poprun", "--num-replicas", 2, *train(f"run.output={tmp_path}/run", "parallel.stages=auto",
                                                          "run.steps=1", "schedule.warmup_steps=0"))  # fmt: skip

@@ -42,6 +42,9 @@ def refusal(capfd, *arguments):
     return lines[0]
 
 
+POD = ("run.device=ipu", "optimizer.trust=momentum", "parallel.stages=2", "batch.global=6144", "batch.micro=3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
@@ -68,6 +71,9 @@ def refusal(capfd, *arguments):
             "command line: parallel: split names 2 cut points but 2 stages need 1",
         ),
         (("--stages", "2", "run.sed=1"), "command line: run.sed: unknown key"),
+        ((*POD, "--replicas", "128", "--instances", "3"), "--instances 3 does not divide 128 replicas; give a divisor"),
+        ((*POD, "--replicas", "128"), "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
+        ((*POD, "--replicas", "8", "--max-restarts", "1"), "--max-restarts is for ranks of torchrun"),
         (("--poprun=--host=a",), "--poprun goes with run.device=ipu, but run.device is cpu"),
         (("--instances", "2"), "--instances goes with run.device=ipu, but run.device is cpu"),
         (("run.device=ipu",), "how many IPUs there are is not known here; give the number of replicas"),

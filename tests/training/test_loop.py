@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.loader import MicroBatch, training_batches
 from data.sources import open_source
 from engines import factory
-from engines.base import Counts, Engine, StepResult
+from engines.base import Counts, Diverged, Engine, StepResult
 from optim.half_weights import Norms
 from parallel.topology import Topology
 from recipe import batch as arithmetic
@@ -290,6 +290,18 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_are_told_and_survived(start):
     assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]
 
 
+def test_weights_that_are_lost_end_the_run_at_once(start):
+    """Where a device makes every update, finite or not: nothing of it is saved."""
+
+    def lose(step):
+        if step == 7:
+            raise Diverged("the loss is nan")
+
+    with pytest.raises(TrainingError, match=r"^step 8: the loss is nan; start a new run with a lower schedule.peak"):
+        start(ScriptedEngine(before=lose))
+    assert start.saved() == [6]
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start):
     """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
     engine = ScriptedEngine(finite=lambda step: step < 3)
@@ -304,7 +316,7 @@ def raising(number, *at):
     return lambda step: [signal.raise_signal(number) for _ in range(at.count(step))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("step", [0, 2, 3, 5, 10])
 def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
     """Within a log window, at its end, at a scheduled checkpoint: never is there an event of the stop itself."""
@@ -374,11 +386,11 @@ def test_a_signal_in_the_midst_of_printing_is_obeyed(start):
 
 
 def test_handlers_are_put_back(start):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     start(ScriptedEngine())
     with pytest.raises(Stopped):
         start(ScriptedEngine(before=raising(signal.SIGTERM, 1)))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
 def test_a_resumed_loop_goes_on_within_its_log_window(start):
