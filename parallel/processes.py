@@ -59,6 +59,7 @@ class Processes(Agreement):
         self.host_stage_group = host.get_group("stage")
         self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
         self._watch = _Watch(topology)
+        self.wait_for_all()  # all watch by now; while they begin to, they need the store, which dies with rank 0
 
     def gather(self, value: Any) -> List[Any]:
         """`value` of every rank, in their order, on every rank. Small picklable objects."""
@@ -144,7 +145,7 @@ class _Watch:
     """
 
     def __init__(self, topology: Topology):
-        self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_MEETING_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._name = describe(topology)
@@ -158,7 +159,7 @@ class _Watch:
 
     def _listen(self) -> None:
         try:
-            dist.recv(torch.empty(1), self._before, group=self._group)
+            dist.irecv(torch.empty(1), self._before, group=self._group).wait(_FOREVER)
         except RuntimeError:
             time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
             if _quiet_code is not None:
