@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def cut_back(folder, other, step):
     (other / "config.yaml").write_text(text.replace(str(folder), str(other)))
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+@pytest.mark.parametrize("optimizer", ["lars", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_as_the_undisturbed_one(tiny, tmp_path, optimizer):
     """With its momentum, and LAMB's count of updates, which left the device and entered another program."""
     rest = [text for text in RESUMED if not text.startswith("optimizer.")] if optimizer == "lamb" else RESUMED
@@ -312,3 +313,27 @@ def test_poptorchs_own_refusal_is_shown(tiny, monkeypatch):
         factory.connect(recipe, Topology())
     assert "only compatible with PyTorch version 2.0.1" in str(error.value)
     assert f"torch {torch.__version__}" in str(error.value) and "requirements-ipu.txt" in str(error.value)
+
+
+def under_poprun(monkeypatch, replicas):
+    """The variables of one process of poprun."""
+    numbers = {"NUM_TOTAL_REPLICAS": replicas, "NUM_LOCAL_REPLICAS": replicas, "NUM_IPUS_PER_REPLICA": 1}
+    for name, value in {**numbers, "REPLICA_INDEX_OFFSET": 0, "LOCAL_INSTANCE_INDEX": 0}.items():
+        monkeypatch.setenv(f"POPDIST_{name}", str(value))
+
+
+def test_a_command_of_one_replica_is_not_for_poprun(tiny, monkeypatch):
+    """evaluate.py is one: its instances would all score everything."""
+    under_poprun(monkeypatch, 2)
+    with pytest.raises(
+        ConfigError, match=r"^poprun started 2 replicas, but this command computes with one; start it wi"
+    ):
+        factory.connect(tiny(*IPU, *LARS), Topology())
+
+
+@pytest.mark.parametrize("missing", ["popdist", "horovod"])
+def test_what_the_sdk_lacks_is_said_in_a_line(tiny, monkeypatch, missing):
+    under_poprun(monkeypatch, 1)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=f"^poprun needs {missing}, which cannot be imported: .*requirements-ipu.txt"):
+        factory.connect(tiny(*IPU, *LARS), Topology())
