@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from types import TracebackType
 from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
@@ -321,10 +322,18 @@ def _say_nothing_when_orphaned(parent: int) -> None:
     before = sys.excepthook
 
     def hook(kind: type, error: BaseException, trace: Optional[TracebackType]) -> None:
-        if os.getppid() == parent or not issubclass(kind, (EOFError, ConnectionError)):
+        if not (issubclass(kind, (EOFError, ConnectionError)) and _lost(parent)):
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _lost(parent: int) -> bool:
+    """Whether the parent is gone. A process that is killed closes its connections before its children change hands."""
+    end = time.monotonic() + 1.0
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.01)
+    return os.getppid() != parent
 
 
 def _await_termination(parent: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from data import loader
 from data.base import Source
 from data.decode import UnreadableImage
 from data.loader import EvaluationBatches, MicroBatch, epoch_order, training_batches
@@ -336,3 +337,17 @@ def test_pinned_batches_are_the_same_batches(workers):
     pinned = list(train(last=2, workers=workers, pin_memory=True))
     assert all(t.is_pinned() for batch in pinned for t in (batch.images, batch.labels, batch.indices))
     assert contents(pinned) == contents(train(last=2))
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
+@pytest.mark.parametrize(("others", "quiet"), [(0, True), (5, True), (10**6, False)])
+def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error, others, quiet):
+    """It may break a moment before: then `others` more answers still name the parent."""
+    told, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: told.append(kind))
+    monkeypatch.setattr(os, "getppid", lambda: next(answers))
+    loader._say_nothing_when_orphaned(7)
+    sys.excepthook(error, error(), None)
+    assert told == ([] if quiet else [error])
+    sys.excepthook(ValueError, ValueError(), None)
+    assert told[-1] is ValueError
