@@ -69,8 +69,10 @@ def _opened(options):
         raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
     else:
         recipe = loading.loads(stored.recipe, str(stored.path), options.overrides)
-    # Averages are float32: nothing is rounded on its way in.
-    exact = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"weights": "float32"})})
+    exact = recipe
+    if recipe.run.device != "ipu":  # where weights live in the format of the arithmetic
+        # Averages are float32: nothing is rounded on its way in.
+        exact = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"weights": "float32"})})
     engine = factory.create(exact, divide(recipe, 1))
     engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
     return stored, recipe, engine

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import evaluate
 from data.sources import open_source
 from engines import factory
 from optim import schedule
@@ -229,7 +230,7 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     engine.close()
 
 
-def test_half_weights_stay_half(tiny, tmp_path):
+def test_half_weights_stay_half(tiny, tmp_path, capsys):
     """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods run."""
     recipe = tiny("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *PIPELINE, f"run.output={tmp_path}")
     state, said = trained(recipe)
@@ -240,6 +241,9 @@ def test_half_weights_stay_half(tiny, tmp_path):
     expected, told = trained(cpu)
     assert 1e-5 < moved(state, expected, "weights") < 5e-3  # eleven bits, 4e-4, some updates deep
     assert said[-1]["top1"] == pytest.approx(told[-1]["top1"], abs=0.2)
+    capsys.readouterr()
+    assert evaluate.main(["--checkpoint", str(tmp_path), "--output", f"{tmp_path}/scores"]) == 0
+    assert f"trained weights: top1 {said[-1]['top1']:.2%} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
