@@ -36,6 +36,11 @@ class Mixing(NamedTuple):
     kept: float  # share of the image's pixels that are outside the box
 
 
+def mixes(data: Data) -> bool:
+    """Whether the recipe mixes images at all."""
+    return bool(data.mixup) or data.cutmix is not None
+
+
 def draw(
     data: Data, seed: int, step: int, number: int, rows: int, valid: int, height: int, width: int
 ) -> Optional[Mixing]:
@@ -50,7 +55,7 @@ def draw(
     single image has nobody to mix with and stays as it is.
     """
     assert 0 <= valid <= rows, (valid, rows)
-    if not data.mixup and data.cutmix is None:
+    if not mixes(data):
         return None
     share, box = np.ones(rows), _NO_BOX
     if data.mixup and valid > 1:

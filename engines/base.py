@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from data.base import Source
 from data.loader import MicroBatch
 from optim.half_weights import Norms
+from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe.division import Batch
 
@@ -63,6 +64,17 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
     loss = summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum()
     return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
+
+
+def totalled(
+    counts: Sequence[Counts], unreadable: Sequence[str], processes: Agreement, device: torch.device
+) -> Tuple[Counts, List[str]]:
+    """The sum of what all processes counted, and the messages of all, on every one."""
+    own = [torch.stack([torch.as_tensor(value, device=device).double() for value in each]) for each in counts]
+    sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64, device=device)
+    images, loss, top1, top5 = processes.sum(sums)
+    messages = [message for part in processes.gather(list(unreadable)) for message in part]
+    return Counts(int(images), loss, top1.long(), top5.long()), messages
 
 
 class Span(NamedTuple):

@@ -52,7 +52,7 @@ class Feed:
     @property
     def image_dtype(self) -> torch.dtype:
         """Of training images as they enter the model: mixed ones lie between the integers."""
-        return torch.float32 if self._data.mixup or self._data.cutmix is not None else torch.uint8
+        return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
     def start(
         self,

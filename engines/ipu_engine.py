@@ -19,7 +19,7 @@ import torch
 from data.base import Source
 from data.loader import MicroBatch, obey_only_the_parent
 from engines import cuts, state
-from engines.base import AVERAGES, Counts, Diverged, Engine, Span, StepResult, scored
+from engines.base import AVERAGES, Counts, Diverged, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
@@ -88,9 +88,8 @@ class IpuEngine(Engine):
         poptorch = _poptorch()
         self.batch, self.topology = batch, processes.topology
         self._recipe, self._processes = recipe, processes
-        self._weights_dtype = DTYPES[recipe.precision.weights]
-        self._compute = torch.float32 if recipe.precision.compute == "float32" else torch.float16
-        training, evaluation = (device_model(recipe, self._compute, self._weights_dtype) for _ in range(2))
+        self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: the rules hold them equal
+        training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
         self._shapes = state.shapes(evaluation)
         parts, note = cuts.counted(evaluation, recipe, batch)
         for name in recipe.ipu.keep_activations:
@@ -105,7 +104,7 @@ class IpuEngine(Engine):
         self._host = WeightState(
             evaluation.named_parameters(),
             lambda parameters: factory.create(recipe.optimizer, parameters, norm_parameters(evaluation)),
-            dtype=self._weights_dtype,
+            dtype=self._dtype,
             rounding="nearest",  # the device rounds; here values are only kept
             seed=recipe.run.seed,
         )
@@ -201,7 +200,7 @@ class IpuEngine(Engine):
             group["lr"] = lr * scale
         self._training.setOptimizer(self._optimizer)
         arguments = [tensor for tensor in images[:3] if tensor is not None]
-        self._take(self._training, self._inference)
+        _set_free(self._inference)
         if not self._training.isCompiled():
             self._training.compile(*arguments)
         if self._slots_to_send:
@@ -253,7 +252,7 @@ class IpuEngine(Engine):
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
         """float32 [rows, classes], of the weights in use."""
         self._fetch_weights()
-        self._take(self._inference, self._training)
+        _set_free(self._training)
         if self._inference_is_stale and self._inference.isCompiled() and self._inference.isAttachedToDevice():
             self._inference.copyWeightsToDevice()  # else they are sent when it is attached
         self._inference_is_stale = False
@@ -261,11 +260,7 @@ class IpuEngine(Engine):
         return torch.cat(parts)[: len(images)]
 
     def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
-        own = [torch.stack([torch.as_tensor(value).double() for value in each]) for each in counts]
-        sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64)
-        images, loss, top1, top5 = self._processes.sum(sums)
-        messages = [message for part in self._processes.gather(list(unreadable)) for message in part]
-        return Counts(int(images), loss, top1.long(), top5.long()), messages
+        return totalled(counts, unreadable, self._processes, self.device)
 
     def shapes(self) -> Dict[str, Tuple[int, ...]]:
         return dict(self._shapes)
@@ -293,12 +288,7 @@ class IpuEngine(Engine):
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        for part in ("loss_scale", "averages"):
-            if part not in saved:
-                raise ValueError(f"{part} is missing")
-        for name in self._averages:
-            if name not in saved["averages"]:
-                raise ValueError(f"averages.{name} is missing")
+        state.check_parts(saved, ("loss_scale", "averages"), self._averages)
         self._host.load_state_dict(saved)
         for name, average in self._averages.items():
             self._host.load_flat(average.tensors[0], saved["averages"][name]["weights"])
@@ -314,7 +304,7 @@ class IpuEngine(Engine):
 
     def peak_flops(self) -> float:
         """Published, not measured: nothing but the run's own programs can run on the IPUs beside it."""
-        return _PEAK_FLOPS[self._compute] * self.batch.replicas * self._recipe.parallel.stages
+        return _PEAK_FLOPS[self._dtype] * self.batch.replicas * self._recipe.parallel.stages
 
     def synchronize(self) -> None:
         """Every call of a program waits for it."""
@@ -323,11 +313,6 @@ class IpuEngine(Engine):
         for program in (self._training, self._inference):
             program.destroy()
         self._processes.part()
-
-    def _take(self, wanted: Any, other: Any) -> None:
-        """Makes the IPUs free for a program; it takes them itself when it is called."""
-        if other.isCompiled() and other.isAttachedToDevice():
-            other.detachFromDevice()
 
     def _fetch_weights(self) -> None:
         """The device's weights into the host's copy; PopTorch reads them when the module's are looked at."""
@@ -408,6 +393,12 @@ def _new_options(poptorch: Any, recipe: Recipe) -> Any:
 
         return popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
     return poptorch.Options()
+
+
+def _set_free(program: Any) -> None:
+    """Takes a program off the IPUs; the other one takes them itself when it is called."""
+    if program.isCompiled() and program.isAttachedToDevice():
+        program.detachFromDevice()
 
 
 def _begin(poptorch: Any, block: torch.nn.Module, number: int) -> None:

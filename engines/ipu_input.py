@@ -17,12 +17,11 @@ from data.base import Source
 from data.decode import UnreadableImage
 from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share, signals_withheld
 from data.transforms import train_transform
-from engines.ipu_model import mixes, mixing_rows
+from engines.ipu_model import mixing_rows
 from recipe.batch import steps_per_epoch, training_image_size
 from recipe.config import Recipe
 from recipe.division import Batch
 
-PADDING = -1  # label of a row that is no image
 UNREADABLE = -2  # label of an image that could not be decoded
 
 
@@ -55,7 +54,7 @@ class Positions(Dataset):
         self._first = instance * self._share
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._size = training_image_size(recipe, 0)
-        self._mixes = mixes(recipe.data)
+        self._mixes = mixing.mixes(recipe.data)
         self._order: Tuple[int, Optional[np.ndarray]] = (-1, None)
         self._plan: Tuple[Optional[Tuple[int, int]], Optional[torch.Tensor]] = (None, None)
 

@@ -6,7 +6,6 @@ same modules run on a CPU.
 
 from __future__ import annotations
 
-import math
 from typing import Callable, Container, Optional, Sequence, Tuple
 
 import torch
@@ -18,9 +17,7 @@ from models.efficientnet import build
 from models.preprocess import Preprocess
 from models.stages import BlockList
 from models.stochastic import Draws
-from recipe.config import Data, Recipe
-
-MIXING_COLUMNS = 6  # share, top, left, bottom, right, kept: of each row, see `mixing_rows`
+from recipe.config import Recipe
 
 Mark = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,15 +123,15 @@ class EvaluationModule(nn.Module):
         return logits if self._overlap_output is None else self._overlap_output(logits)
 
 
-def device_model(recipe: Recipe, compute: torch.dtype, weights: torch.dtype) -> BlockList:
-    """The model of a recipe in `weights`, its first block an `Entry` that computes in `compute`."""
+def device_model(recipe: Recipe, dtype: torch.dtype) -> BlockList:
+    """The model of a recipe, weights and arithmetic in `dtype`, its first block an `Entry`."""
     model = build(recipe.model, recipe.run.seed)
-    model.preprocess = Entry(model.preprocess, compute)
+    model.preprocess = Entry(model.preprocess, dtype)
     draws = HardwareDraws(recipe.run.seed)
     for module in model.modules():
         if hasattr(module, "draws"):
             module.draws = draws
-    return model.to(weights)
+    return model.to(dtype)
 
 
 def mixing_rows(plan: Mixing, rows: int, height: int, width: int) -> torch.Tensor:
@@ -178,17 +175,7 @@ def _donors(rows: torch.Tensor) -> torch.Tensor:
     return torch.roll(rows, 2 if len(rows) > 2 else 1, 0)
 
 
-def mixes(data: Data) -> bool:
-    """Whether a recipe mixes images."""
-    return bool(data.mixup) or data.cutmix is not None
-
-
 def begin_stages(model: BlockList, parts: Sequence[Sequence[str]], begin: Callable[[nn.Module, int], object]) -> None:
     """Marks the first block of each part as the beginning of a stage. Args: begin: (module, number of the IPU)."""
     for number, names in enumerate(parts):
         begin(model.get_submodule(names[0]), number)
-
-
-def rounded_up(rows: int, multiple: int) -> int:
-    """The next multiple that holds all rows."""
-    return math.ceil(rows / multiple) * multiple

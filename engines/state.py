@@ -15,6 +15,16 @@ def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def check_parts(saved: dict, parts: Iterable[str], averages: Iterable[str]) -> None:
+    """Raises ValueError naming a part of a saved state, or one of its averages, that is missing."""
+    for part in parts:
+        if part not in saved:
+            raise ValueError(f"{part} is missing")
+    for name in averages:
+        if name not in saved["averages"]:
+            raise ValueError(f"averages.{name} is missing")
+
+
 def check_shapes(weights: Dict[str, torch.Tensor], expected: Dict[str, Tuple[int, ...]]) -> None:
     """Raises ValueError for a tensor whose name or shape is not among the expected."""
     for name, tensor in weights.items():

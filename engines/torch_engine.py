@@ -14,7 +14,7 @@ import torch.distributed as dist
 from data.base import Source
 from data.loader import MicroBatch
 from engines import cuts, feed, replication, state
-from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored
+from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from engines.step import AllRanks, Recorder, TrainingStep
@@ -235,11 +235,7 @@ class TorchEngine(Engine):
 
     def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
         self._feed.finish()
-        own = [torch.stack([torch.as_tensor(value, device=self.device).double() for value in each]) for each in counts]
-        sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64, device=self.device)
-        images, loss, top1, top5 = self._processes.sum(sums)
-        messages = [message for part in self._processes.gather(list(unreadable)) for message in part]
-        return Counts(int(images), loss, top1.long(), top5.long()), messages
+        return totalled(counts, unreadable, self._processes, self.device)
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         assert self.topology.stages == 1, "logits lie on the last stage"
@@ -291,12 +287,7 @@ class TorchEngine(Engine):
         return {**own, "buffers": self._by_name(self._averaged())["buffers"]}
 
     def load_state_dict(self, saved: dict) -> None:
-        for part in ("loss_scale", "averages", "buffers"):
-            if part not in saved:
-                raise ValueError(f"{part} is missing")
-        for name in self._averages:
-            if name not in saved["averages"]:
-                raise ValueError(f"averages.{name} is missing")
+        state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
         elsewhere = self._shapes.keys() - dict(self._model.named_parameters()).keys() - self._buffers.keys()
         saved = state.without(saved, elsewhere)
         self.weights.load_state_dict(saved)

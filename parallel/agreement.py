@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Callable, List, Optional, TypeVar
 
+import torch
+
 from parallel.topology import Topology
 from recipe.errors import UserError
 
@@ -19,6 +21,10 @@ class Agreement(ABC):
     @abstractmethod
     def gather(self, value: Any) -> List[Any]:
         """`value` of every process, in their order, on every process. Small picklable objects."""
+
+    @abstractmethod
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` over all processes, on every one."""
 
     @abstractmethod
     def _broadcast(self, value: Any) -> Any:

@@ -55,10 +55,18 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
     _check_company(recipe)
     if recipe.run.device == "ipu":
-        ipu.check(recipe, batch, launched=None)
+        ipu.check(recipe, batch)
     else:
         _check_schedule(recipe, batch.accumulation)
     return batch
+
+
+def planned(recipe: Recipe) -> Batch:
+    """The batch as a process that this environment starts would divide it. Raises ConfigError as `divide` does."""
+    launched = ipu.launched_by(os.environ) if recipe.run.device == "ipu" else None
+    if launched is not None:
+        ipu.check_launched(recipe, launched)
+    return divide(recipe, launched.replicas if launched else None)
 
 
 def _check_schedule(recipe: Recipe, accumulation: int) -> None:
@@ -173,10 +181,7 @@ def training_image_size(recipe: Recipe, epoch: int) -> int:
 
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
-    launched = ipu.launched_by(os.environ) if recipe.run.device == "ipu" else None
-    if launched is not None:
-        ipu.check_launched(recipe, launched)
-    batch = divide(recipe, launched.replicas if launched else None)
+    batch = planned(recipe)
     _check_classes(recipe)
     model, precision, data = recipe.model, recipe.precision, recipe.data
     lines = [

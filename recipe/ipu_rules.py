@@ -54,20 +54,11 @@ def pipelined(recipe: Recipe) -> bool:
     return recipe.parallel.stages > 1 and recipe.parallel.schedule != "sharded"
 
 
-def check(recipe: Recipe, batch: Batch, launched: Optional[Launched]) -> None:
-    """Refuses what IPUs cannot do as the recipe says it.
-
-    Args:
-        launched: None where poprun did not start this process.
-
-    Raises:
-        ConfigError: one line with key, reason and remedy.
-    """
+def check(recipe: Recipe, batch: Batch) -> None:
+    """Refuses what IPUs cannot do as the recipe says it. Raises ConfigError: one line with key, reason and remedy."""
     for refused, key, reason, remedy in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
         if refused:
             raise ConfigError(f"{key} on IPUs: {reason}; {remedy}")
-    if launched is not None:
-        check_launched(recipe, launched)
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
     _check_powers(batch)

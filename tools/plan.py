@@ -34,7 +34,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 def as_data(recipe: Recipe) -> dict:
     """The plan as JSON has it; other devices than IPUs have no options."""
-    division = batch.divide(recipe)
+    division = batch.planned(recipe)
     numbers = {key.rstrip("_"): value for key, value in dataclasses.asdict(division).items()}
     rest = ipu_plan.as_data(recipe, division) if recipe.run.device == "ipu" else {"options": [], "optimizer": {}}
     return {"batch": numbers, **rest}

@@ -41,7 +41,7 @@ def test_images_and_targets_are_mixed_as_elsewhere(tiny, rows):
 
 def test_loss_and_hits_are_torchs(tiny):
     recipe = tiny(*RECIPE, "data.label_smoothing=0.1")
-    model = device_model(recipe, torch.float32, torch.float32)
+    model = device_model(recipe, torch.float32)
     module = TrainingModule(model, 0.1, 10, unmarked)
     images, labels = images_of(4), torch.tensor([1, 2, 3, 4])
     plan, columns = drawn(recipe, 2)
@@ -58,14 +58,14 @@ def test_loss_and_hits_are_torchs(tiny):
 def test_parameters_have_the_names_of_all_engines(tiny):
     recipe = tiny(*RECIPE)
     names = [name for name, _ in build(recipe.model, 0).named_parameters()]
-    assert [name for name, _ in device_model(recipe, torch.float32, torch.float32).named_parameters()] == names
-    half = device_model(recipe, torch.float16, torch.float16)
+    assert [name for name, _ in device_model(recipe, torch.float32).named_parameters()] == names
+    half = device_model(recipe, torch.float16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
 
 
 def test_images_enter_in_float32_and_leave_in_the_dtype_of_the_arithmetic(tiny):
     recipe = tiny(*RECIPE)
-    entry = device_model(recipe, torch.float16, torch.float16).block("preprocess")
+    entry = device_model(recipe, torch.float16).block("preprocess")
     exact = build(recipe.model, 0).block("preprocess")(images_of(2))
     assert torch.equal(entry(images_of(2)), exact.half())
     assert not list(entry.buffers()) and not list(entry.parameters())
@@ -73,7 +73,7 @@ def test_images_enter_in_float32_and_leave_in_the_dtype_of_the_arithmetic(tiny):
 
 def test_random_layers_draw_from_the_devices_generator(tiny):
     recipe = tiny(*RECIPE, "model.dropout=0.5", "model.drop_path=0.4")
-    model = device_model(recipe, torch.float32, torch.float32)
+    model = device_model(recipe, torch.float32)
     draws = {id(module.draws): type(module.draws) for module in model.modules() if hasattr(module, "draws")}
     assert list(draws.values()) == [HardwareDraws]
     torch.manual_seed(3)
@@ -90,7 +90,7 @@ def test_marks_are_put_where_they_belong(tiny):
     def mark(kind):
         return lambda tensor: seen.append((kind, tuple(tensor.shape))) or tensor
 
-    model = device_model(recipe, torch.float32, torch.float32)
+    model = device_model(recipe, torch.float32)
     kept = model.names[2]
     module = TrainingModule(model, 0.0, 10, mark("loss"), {kept}, mark("keep"), (mark("input"), mark("output")))
     module(images_of(2), torch.tensor([1, 2]).int(), drawn(recipe, 0, 2)[1])
@@ -102,7 +102,7 @@ def test_marks_are_put_where_they_belong(tiny):
 
 
 def test_each_stage_begins_at_its_first_block(tiny):
-    model, begun = device_model(tiny(*RECIPE), torch.float32, torch.float32), []
+    model, begun = device_model(tiny(*RECIPE), torch.float32), []
     parts = [model.names[:3], model.names[3:]]
     ipu_model.begin_stages(model, parts, lambda block, number: begun.append((block, number)))
     assert begun == [(model.block("preprocess"), 0), (model.block(model.names[3]), 1)]

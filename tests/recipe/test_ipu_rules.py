@@ -27,7 +27,9 @@ def check(*overrides, launched=None):
     made = recipe(*overrides)
     batch, replicas = made.batch, made.parallel.replicas or 1
     accumulation = batch.global_ // (batch.micro * replicas)
-    ipu.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages), launched)
+    ipu.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
+    if launched is not None:
+        ipu.check_launched(made, launched)
 
 
 def refusal(*overrides, launched=None):
