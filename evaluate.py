@@ -87,7 +87,11 @@ def _score(options) -> int:
     stored, recipe, engine = _opened(options)
     source = open_source(recipe.data, recipe.model.classes, "validation")
     batches = EvaluationBatches(
-        source, data=recipe.data, image_size=recipe.model.image_size, batch=recipe.batch.evaluation
+        source,
+        data=recipe.data,
+        image_size=recipe.model.image_size,
+        batch=recipe.batch.evaluation,
+        device=engine.device,
     )
     try:
         report = scoring.score(engine, batches, recipe.model.classes)
@@ -129,19 +133,19 @@ def _print_classes(rows) -> None:
 def _classify(options) -> int:
     import torch
 
-    from data.decode import decode
-    from data.loader import MicroBatch
-    from data.transforms import evaluation_transform
+    from data.batches import MicroBatch
+    from data.encoded import EncodedImage
+    from data.transforms import Evaluation
 
     stored, recipe, engine = _opened(options)
     names = _class_names(stored, recipe)
-    size = recipe.model.image_size
+    transform, size = Evaluation(recipe.data.crop_fraction), recipe.model.image_size
     for file in options.images:
         try:
             encoded = Path(file).read_bytes()
         except OSError as error:
             raise DataError(f"{file}: {error.strerror}; name an image file") from None
-        pixels = evaluation_transform(decode(encoded, file), size, recipe.data.crop_fraction)[None]
+        pixels = transform(EncodedImage(encoded, file), size, epoch=0, index=0)[None].contiguous()
         none = torch.zeros(1, dtype=torch.int64)
         batch = MicroBatch(pixels, none, none, 1, 0, 0, ())
         best = engine.predict_step(batch).softmax(1)[0].topk(min(5, recipe.model.classes))

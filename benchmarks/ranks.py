@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tu
 
 import torch
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
 from parallel.processes import Processes
 from recipe.batch import divide

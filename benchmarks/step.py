@@ -30,7 +30,8 @@ from torch import nn
 
 from benchmarks import claims
 from benchmarks.timm_peer import create_g16
-from data.loader import MicroBatch, training_batches
+from data.batches import MicroBatch
+from data.loader import training_batches
 from data.sources import open_source
 from engines.torch_engine import TorchEngine
 from recipe import loading

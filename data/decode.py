@@ -8,14 +8,14 @@ PNGs are Pillow's: torchvision's PNG decoder ends the process with a segmentatio
 import io
 import struct
 import warnings
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 import torchvision.io  # noqa: F401  (registers torch.ops.image)
 from PIL import Image, UnidentifiedImageError
 
-from recipe.errors import DataError
+from data.base import UnreadableImage
 
 MAX_PIXELS = 178_956_970  # where Pillow refuses, too: half a gigabyte of RGB
 
@@ -26,15 +26,14 @@ _JPEG_WITHOUT_LENGTH = frozenset(range(0xD0, 0xD9)) | {0x00, 0x01}
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
-class UnreadableImage(DataError):
-    """An image that cannot be read or decoded; the message names the file and the reason."""
+class Header(NamedTuple):
+    """What a file says before its pixels."""
 
-
-class _Header(NamedTuple):
     width: int
     height: int
-    plain: bool  # torchvision decodes it rightly
+    plain: bool  # a JPEG that torchvision decodes rightly
     orientation: int  # of EXIF, 1 to 8; 1 is upright
+    end: int  # bytes of the file up to the pixels' description
 
 
 def decode(encoded: bytes, name: str) -> torch.Tensor:
@@ -54,11 +53,7 @@ def decode(encoded: bytes, name: str) -> torch.Tensor:
         UnreadableImage: an empty, damaged or truncated file, one that is neither JPEG nor PNG, or one of
             more than `MAX_PIXELS` pixels (refused before it is decoded).
     """
-    header = _read_header(encoded, name)
-    if header.width * header.height > MAX_PIXELS:
-        raise UnreadableImage(
-            f"{name}: {header.width} x {header.height} pixels exceed the limit of {MAX_PIXELS:,} pixels"
-        )
+    header = read_header(encoded, name)
     try:
         image = _decode_torchvision(encoded) if header.plain else _decode_pillow(encoded)
     except MemoryError:
@@ -69,10 +64,11 @@ def decode(encoded: bytes, name: str) -> torch.Tensor:
         # torchvision puts the place in its source before the reason: "decode_jpeg, FILE:LINE, reason".
         reason = (str(error).splitlines() or [type(error).__name__])[0].rpartition(", ")[2]
         raise UnreadableImage(f"{name}: {reason}") from None
-    return _upright(image, header.orientation)
+    return upright(image, header.orientation)
 
 
-def _read_header(encoded: bytes, name: str) -> _Header:
+def read_header(encoded: bytes, name: str) -> Header:
+    """Size, kind and orientation of a file. Raises UnreadableImage as `decode` does, as far as the header shows."""
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
     if encoded.startswith(b"\xff\xd8"):
@@ -83,10 +79,16 @@ def _read_header(encoded: bytes, name: str) -> _Header:
         raise UnreadableImage(f"{name}: neither JPEG nor PNG")
     if header is None:
         raise UnreadableImage(f"{name}: truncated or damaged")
+    if not header.width * header.height:
+        raise UnreadableImage(f"{name}: {header.width} x {header.height} pixels")
+    if header.width * header.height > MAX_PIXELS:
+        raise UnreadableImage(
+            f"{name}: {header.width} x {header.height} pixels exceed the limit of {MAX_PIXELS:,} pixels"
+        )
     return header
 
 
-def _jpeg_header(encoded: bytes) -> Optional[_Header]:
+def _jpeg_header(encoded: bytes) -> Optional[Header]:
     """What the frame header says, or None if the data end before it."""
     orientation = 1
     position = 2
@@ -105,14 +107,14 @@ def _jpeg_header(encoded: bytes) -> Optional[_Header]:
         if marker in _JPEG_FRAMES:
             bits, height, width, components = struct.unpack_from(">BHHB", encoded, position + 4)
             plain = marker in _JPEG_PLAIN_FRAMES and bits == 8 and components in (1, 3)
-            return _Header(width, height, plain, orientation)
+            return Header(width, height, plain, orientation, position)
         segment = position + 4, position + 2 + length
         if marker == 0xE1 and encoded.startswith(b"Exif\0\0", *segment):
             orientation = _orientation(encoded[segment[0] + 6 : segment[1]])
         position += 2 + length
 
 
-def _png_header(encoded: bytes) -> Optional[_Header]:
+def _png_header(encoded: bytes) -> Optional[Header]:
     """What the first chunk says, or None if it or the last chunk is not there.
 
     Pillow would accept a file that ends after its pixels, but not every file that ends within them.
@@ -123,7 +125,8 @@ def _png_header(encoded: bytes) -> Optional[_Header]:
     # The chunk may come before or after the pixels. Compressed pixels that happen to contain its name
     # fail the checks of what follows it.
     position = encoded.find(b"eXIf")
-    return _Header(width, height, False, 1 if position < 0 else _orientation(encoded[position + 4 :]))
+    orientation = 1 if position < 0 else _orientation(encoded[position + 4 :])
+    return Header(width, height, False, orientation, 33)
 
 
 def _orientation(exif: bytes) -> int:
@@ -148,12 +151,17 @@ def _orientation(exif: bytes) -> int:
     return 1
 
 
-def _upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
+def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
     """Undo an EXIF orientation: of its three independent parts, first swap the axes, then mirror each."""
     if orientation >= 5:
         image = image.transpose(1, 2)
-    mirrored = [axis for axis, those in ((1, (3, 4, 7, 8)), (2, (2, 3, 6, 7))) if orientation in those]
-    return image.flip(mirrored) if mirrored else image
+    axes = [axis for axis, is_mirrored in zip((1, 2), mirrored(orientation)) if is_mirrored]
+    return image.flip(axes) if axes else image
+
+
+def mirrored(orientation: int) -> Tuple[bool, bool]:
+    """Whether an EXIF orientation is undone by mirroring top and bottom, and left and right."""
+    return orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
 
 
 def _decode_torchvision(encoded: bytes) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where images come from: class folders on disk, the digits that come with the repository, and drawn glyphs.
+"""Where images come from: class folders on disk, tar shards, the digits that come with the repository, and glyphs.
 
 A source numbers its images from 0 and reads any of them; order, augmentation and batches are loader.py's.
 """
@@ -9,9 +9,13 @@ from typing import Iterator, List, Tuple
 import numpy as np
 import torch
 
-from data.base import Source
-from data.decode import UnreadableImage, decode
+from data.base import Source, UnreadableImage
+from data.encoded import EncodedSource
 from data.glyphs import GlyphsSource
+from data.local import MissingFile
+from data.names import Names
+from data.shard_index import read_manifest
+from data.shards import ShardsSource, open_folder
 from recipe.batch import image_count
 from recipe.config import Data
 from recipe.errors import DataError
@@ -21,14 +25,12 @@ _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 _DIGITS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "digits.npz")
 
 
-class FolderSource(Source):
+class FolderSource(EncodedSource):
     """One folder per class, JPEG and PNG files at any depth inside it.
 
     Classes come in the order of their names, images in the order of class and path (both compared as bytes,
     so the order is the same everywhere). Hidden files and folders, other files, and files beside the
-    class folders are ignored. Paths are held in one block of bytes: as strings, the 1.28 million of ImageNet
-    would take twice as much, and each worker would come to own a copy, because to use a string is to write
-    its reference count.
+    class folders are ignored.
     """
 
     def __init__(self, folder: str):
@@ -54,21 +56,18 @@ class FolderSource(Source):
             counts.append(len(paths))
         self.classes = names
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
-        self._paths = b"".join(blocks)
-        self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
+        self._paths = Names(blocks, lengths)
 
     def name(self, index: int) -> str:
-        start = int(self._ends[index - 1]) if index else 0
-        return os.fsdecode(os.path.join(self._folder, self._paths[start : int(self._ends[index])]))
+        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
-    def read(self, index: int) -> torch.Tensor:
+    def encoded(self, index: int) -> bytes:
         name = self.name(index)
         try:
             with open(name, "rb") as file:
-                encoded = file.read()
+                return file.read()
         except OSError as error:
             raise UnreadableImage(f"{name}: {error.strerror}") from None
-        return decode(encoded, name)
 
 
 class DigitsSource(Source):
@@ -94,8 +93,8 @@ class DigitsSource(Source):
 def open_source(data: Data, classes: int, split: str) -> Source:
     """Open the images that a recipe names, after checks that need nothing decoded.
 
-    Validation labels are numbered by the training folder's classes, so both folders must have the same;
-    where there is no training folder (to score a checkpoint, say), the validation folder's own are used.
+    Validation labels are numbered by the training folder's classes, so both folders must have the same (shards: in the
+    same order); where there is no training folder (to score a checkpoint, say), the validation folder's own are used.
 
     Args:
         data: the recipe's section.
@@ -112,6 +111,11 @@ def open_source(data: Data, classes: int, split: str) -> Source:
     elif data.source == "glyphs":
         source = GlyphsSource(classes, image_count(data, split), split, data.glyph_size, data.glyph_difficulty)
         place = "data.source=glyphs"
+    elif data.source == "shards":
+        place = _split_folder(data, split)
+        source = ShardsSource(place, data.shuffle_window)
+        if split == "validation":
+            _check_same_names(place, source.classes, _below(str(data.root), data.train_folder))
     else:
         place = _split_folder(data, split)
         if split == "validation":
@@ -124,7 +128,7 @@ def open_source(data: Data, classes: int, split: str) -> Source:
         )
     count_key = "train_images" if split == "train" else "validation_images"
     expected = getattr(data, count_key)
-    if data.source == "folder" and expected is not None and len(source) != expected:
+    if data.source in ("folder", "shards") and expected is not None and len(source) != expected:
         raise DataError(
             f"{place}: {len(source)} images, but data.{count_key} is {expected}; "
             f"complete the images or set data.{count_key}={len(source)}"
@@ -145,14 +149,38 @@ def class_folders(folder: str) -> Tuple[str, ...]:
 def _split_folder(data: Data, split: str) -> str:
     if data.root is None:
         raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
-    if not os.path.isdir(data.root):
-        raise DataError(f"{data.root}: no such folder; correct data.root")
     name_key = "train_folder" if split == "train" else "validation_folder"
     name = getattr(data, name_key)
-    folder = os.path.join(data.root, name)
+    folder = _below(data.root, name)
+    if data.source == "shards" and "://" in data.root:
+        return folder  # whether it is there, its manifest tells
+    if not os.path.isdir(data.root):
+        raise DataError(f"{data.root}: no such folder; correct data.root")
     if not os.path.isdir(folder):
         raise DataError(f"{data.root}: no folder {name!r}; set data.{name_key} to the folder of the {split} images")
     return folder
+
+
+def _below(root: str, name: str) -> str:
+    """A folder in a folder or below a URL."""
+    return f"{root.rstrip('/')}/{name}" if "://" in root else os.path.join(root, name)
+
+
+def _check_same_names(validation: str, classes: Tuple[str, ...], train: str) -> None:
+    """Of shards, whose manifests name the classes."""
+    try:
+        trained = read_manifest(open_folder(train)).classes
+    except MissingFile:
+        return
+    if len(trained) != len(classes):
+        raise DataError(
+            f"{validation}: {len(classes)} classes, but {train} has {len(trained)}; both need the same classes"
+        )
+    for label, (here, there) in enumerate(zip(classes, trained)):
+        if here != there:
+            raise DataError(
+                f"{validation}: label {label} is {here!r}, but in {train} it is {there!r}; both need the same classes"
+            )
 
 
 def _check_same_classes(validation_folder: str, train_folder: str) -> None:

@@ -1,21 +1,25 @@
-"""From a decoded image to the pixels that the model is shown: random crops, flips and operations, centre crops.
+"""From an image to the pixels that the model is shown: random crops, flips and operations, centre crops.
 
-What is drawn (`augmentation`) is separate from what is done to pixels, so that a reader that crops by
-itself can take the same draws. Everything stays uint8; mixing of images happens on the device.
+What is to be done (`Frame`) is separate from doing it, so that a reader that decodes and crops by itself is told
+the same. Everything stays uint8; mixing of images happens on the device.
 """
 
+import abc
 import functools
 import math
+import threading
 from typing import Callable, NamedTuple, Tuple
 
 import torch
 import torchvision
 from torch.nn.functional import interpolate
 
+from data.base import Box, Image
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
 _LONGEST_ASPECT = 16
+_generator_in_use = threading.Lock()
 _GREY = 128  # what operations that move pixels leave behind, as in the TensorFlow reference
 
 
@@ -67,29 +71,103 @@ def crop_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def train_transform(
-    image: torch.Tensor, image_size: int, data: Data, seed: int, epoch: int, index: int
-) -> torch.Tensor:
+class Frame(NamedTuple):
+    """What is shown of an image: a box of it, resized, of that the middle, mirrored or not.
+
+    box: in the image's pixels, the image upright. height, width: of the box after it has been resized. size: pixels
+    a side of the square that is cut out of the middle of that. flip: whether it is mirrored, left to right. exact:
+    whether the box must be decoded at its own size, however small it becomes.
+    """
+
+    box: Box
+    height: int
+    width: int
+    size: int
+    flip: bool
+    exact: bool
+
+    @property
+    def top(self) -> int:
+        """First row of the square, of the resized box."""
+        return round((self.height - self.size) / 2)
+
+    @property
+    def left(self) -> int:
+        """First column of the square, of the resized box."""
+        return round((self.width - self.size) / 2)
+
+
+class Transform(abc.ABC):
+    """What is done to each image of a split; goes to worker processes."""
+
+    @abc.abstractmethod
+    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+        """What is shown of an image. Args: size: pixels a side of the result. index: of the image in its source."""
+
+    @abc.abstractmethod
+    def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        """What is done to the pixels of the frame. Args: pixels: uint8 [3, size, size]."""
+
+    def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
+        """uint8 [3, size, size]; channels last in memory, most likely. Raises UnreadableImage."""
+        return self.finish(framed(image, self.frame(image, size, epoch, index)), epoch, index)
+
+
+class Training(Transform):
     """Random crop, resized to a square, mirrored or not, then whatever data.augment says.
 
-    Args:
-        image: uint8 [3, height, width].
-        image_size: pixels a side of the result.
-        seed, epoch, index: name the draws; see `augmentation`.
-
-    Returns:
-        uint8 [3, image_size, image_size].
+    All that is drawn is a function of (seed, epoch, sample index).
     """
-    top, left, height, width, flip = augmentation(seed, epoch, index, image.shape[1], image.shape[2], data)
-    image = _resized(image[:, top : top + height, left : left + width], image_size, image_size)
-    return operated(image.flip(2) if flip else image, data, seed, epoch, index)
+
+    def __init__(self, data: Data, seed: int):
+        self._data, self._seed = data, seed
+
+    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+        *box, flip = augmentation(self._seed, epoch, index, image.height, image.width, self._data)
+        return Frame(Box(*box), size, size, size, flip, exact=False)
+
+    def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        return operated(pixels, self._data, self._seed, epoch, index)
+
+
+class Evaluation(Transform):
+    """The short side resized to round(size / crop_fraction), then the centre.
+
+    Sizes are rounded as torchvision's Resize and CenterCrop round them.
+    """
+
+    def __init__(self, crop_fraction: float):
+        self._crop_fraction = crop_fraction
+
+    def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
+        # The centre is all that is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
+        limit = _LONGEST_ASPECT * min(image.height, image.width)
+        height, width = min(image.height, limit), min(image.width, limit)
+        box = Box(round((image.height - height) / 2), round((image.width - width) / 2), height, width)
+        short = round(size / self._crop_fraction)
+        if height < width:
+            height, width = short, short * width // height
+        else:
+            height, width = short * height // width, short
+        return Frame(box, height, width, size, flip=False, exact=True)
+
+    def finish(self, pixels: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
+        return pixels
+
+
+def framed(image: Image, frame: Frame) -> torch.Tensor:
+    """The pixels of a frame: uint8 [3, size, size]. Raises UnreadableImage."""
+    pixels = image.pixels(frame.box, None if frame.exact else frame.size)
+    pixels = _resized(pixels, frame.height, frame.width)
+    pixels = pixels[:, frame.top : frame.top + frame.size, frame.left : frame.left + frame.size]
+    return pixels.flip(2) if frame.flip else pixels
 
 
 def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int) -> torch.Tensor:
     """RandAugment, AutoAugment (its policy for ImageNet) or TrivialAugment, by torchvision; or the image as it is.
 
     What is drawn is a function of (seed, epoch, sample index) and the installed torchvision, which draws in an
-    order of its own. Not safe in two threads at once, of which a worker has one.
+    order of its own.
 
     Args:
         image: uint8 [3, height, width].
@@ -105,12 +183,13 @@ def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int)
     operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
     # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
     generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(key(data.augment, seed, epoch, index))
-    try:
-        return operations(image)
-    finally:
-        generator.set_state(state)
+    with _generator_in_use:
+        state = generator.get_state()
+        generator.manual_seed(key(data.augment, seed, epoch, index))
+        try:
+            return operations(image)
+        finally:
+            generator.set_state(state)
 
 
 @functools.lru_cache(maxsize=None)
@@ -127,41 +206,14 @@ def _operations(augment: str, number: int, magnitude: int) -> Callable[[torch.Te
     return v2.TrivialAugmentWide(fill=_GREY)
 
 
-def evaluation_transform(image: torch.Tensor, image_size: int, crop_fraction: float) -> torch.Tensor:
-    """Resize the short side to round(image_size / crop_fraction), then cut the centre out.
-
-    Sizes are rounded as torchvision's Resize and CenterCrop round them.
-
-    Args:
-        image: uint8 [3, height, width].
-        image_size: pixels a side of the result.
-
-    Returns:
-        uint8 [3, image_size, image_size].
-    """
-    # The centre is all that is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
-    limit = _LONGEST_ASPECT * min(image.shape[1:])
-    image = _centre(image, min(image.shape[1], limit), min(image.shape[2], limit))
-    height, width = image.shape[1:]
-    short = round(image_size / crop_fraction)
-    if height < width:
-        height, width = short, short * width // height
-    else:
-        height, width = short * height // width, short
-    return _centre(_resized(image, height, width), image_size, image_size)
-
-
-def _centre(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    top = round((image.shape[1] - height) / 2)
-    left = round((image.shape[2] - width) / 2)
-    return image[:, top : top + height, left : left + width]
-
-
 def _resized(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing: uint8 [3, any, any] to uint8 [3, height, width]."""
     if image.shape[1:] == (height, width):
         return image
-    # torch 2.0 misreads strides other than those of a whole image, planar or interleaved.
-    layout = torch.channels_last if image.stride(0) == 1 else torch.contiguous_format
-    batch = image[None].contiguous(memory_format=layout)
+    # By way of rows, columns, channels: the strides that this gives a batch of one are those by which torch takes the
+    # short path, and torch 2.0 misreads strides other than those of a whole image, planar or interleaved.
+    if image.stride(0) == 1:
+        batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+    else:
+        batch = image[None].contiguous()
     return interpolate(batch, (height, width), mode="bilinear", align_corners=False, antialias=True)[0]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from data.base import Source
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from optim.half_weights import Norms
 from parallel.agreement import Agreement
 from parallel.topology import Topology
@@ -121,6 +121,13 @@ class Engine(ABC):
         Args:
             source: None where images do not enter: then there are as many times None.
             images: of the whole source.
+        """
+
+    @abstractmethod
+    def data_wait(self) -> float:
+        """Seconds that a device stood still for want of training images since `training_batches`, on every rank.
+
+        That of the rank that waited longest, without the wait for the first images.
         """
 
     @abstractmethod

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from data import loader, mixing
 from data.base import Source
-from data.loader import MicroBatch
+from data.batches import MicroBatch
+from data.prefetch import Prefetcher
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import training_image_size
@@ -95,7 +96,7 @@ class Feed:
         images = batch.images.to(self._device, non_blocking=True)
         plan = self._plan(batch.number, len(images), batch.valid)
         if plan is not None:
-            images = mixing.mix_images(images, plan)
+            images = mixing.mix_images(images.contiguous(), plan)
         if self._whole_batches and 0 < batch.valid < len(images):
             # Statistics of images, not of padding.
             images = images[torch.arange(len(images), device=self._device) % batch.valid]
@@ -156,10 +157,10 @@ class Feed:
 
 def training_batches(
     source: Optional[Source], recipe: Recipe, batch: Batch, topology: Topology, steps: range, device: torch.device
-) -> Iterator[MicroBatch]:
+) -> Prefetcher:
     """This replica's micro batches of some steps; none where images do not enter."""
     if source is None:
-        return (nothing for nothing in ())
+        return Prefetcher((nothing for nothing in ()), device, depth=0)
     return loader.training_batches(
         source,
         data=recipe.data,
@@ -171,7 +172,7 @@ def training_batches(
         last_step=steps.stop,
         replica=topology.replica,
         replicas=batch.replicas,
-        pin_memory=device.type == "cuda",
+        device=device,
     )
 
 
@@ -194,5 +195,5 @@ def evaluation_batches(source: Optional[Source], recipe: Recipe, topology: Topol
         batch=rows,
         replica=topology.replica,
         replicas=topology.replicas,
-        pin_memory=device.type == "cuda",
+        device=device,
     )

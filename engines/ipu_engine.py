@@ -17,7 +17,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from data.base import Source
-from data.loader import MicroBatch, obey_only_the_parent
+from data.batches import MicroBatch
+from data.workers import begin_work
 from engines import cuts, state
 from engines.base import AVERAGES, Counts, Diverged, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES
@@ -177,7 +178,7 @@ class IpuEngine(Engine):
                 dataset,
                 batch_size=self.batch.micro,
                 num_workers=recipe.data.workers,
-                worker_init_fn=obey_only_the_parent,
+                worker_init_fn=begin_work,
                 auto_distributed_partitioning=False,  # `Positions` are this instance's already
                 mode=poptorch.DataLoaderMode.AsyncRebatched,
                 rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // instances),
@@ -185,7 +186,11 @@ class IpuEngine(Engine):
                                "early_preload": True},
             )  # fmt: skip
 
-        return TrainingFeed(positions, steps, loader)
+        self._batches = TrainingFeed(positions, steps, loader)
+        return self._batches
+
+    def data_wait(self) -> float:
+        return max(self._processes.gather(self._batches.waited))
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
         place = self.topology

@@ -6,6 +6,7 @@ one block of memory that its data path takes as it is.
 
 from __future__ import annotations
 
+import time
 from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from data import mixing
-from data.base import Source
-from data.decode import UnreadableImage
-from data.loader import EvaluationBatches, MicroBatch, epoch_order, evaluation_share, signals_withheld
-from data.transforms import train_transform
+from data.base import Source, UnreadableImage
+from data.batches import MicroBatch
+from data.loader import EvaluationBatches, evaluation_share
+from data.transforms import Training
+from data.workers import signals_withheld
 from engines.ipu_model import mixing_rows
 from recipe.batch import steps_per_epoch, training_image_size
 from recipe.config import Recipe
@@ -55,6 +57,7 @@ class Positions(Dataset):
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._size = training_image_size(recipe, 0)
         self._mixes = mixing.mixes(recipe.data)
+        self._transform = Training(recipe.data, recipe.run.seed)
         self._order: Tuple[int, Optional[np.ndarray]] = (-1, None)
         self._plan: Tuple[Optional[Tuple[int, int]], Optional[torch.Tensor]] = (None, None)
 
@@ -86,9 +89,8 @@ class Positions(Dataset):
         return step, row, epoch, int(self._ordered(epoch)[within * self._batch.global_ + row])
 
     def _read(self, epoch: int, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        recipe = self._recipe
         try:
-            image = train_transform(self._source.read(index), self._size, recipe.data, recipe.run.seed, epoch, index)
+            image = self._transform(self._source.open(index), self._size, epoch, index)
             label = int(self._source.labels[index])
         except UnreadableImage:  # the training process says which: here it would end as a traceback of a worker
             image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
@@ -96,7 +98,7 @@ class Positions(Dataset):
 
     def _ordered(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
-            self._order = epoch, epoch_order(self._recipe.run.seed, epoch, len(self._source))
+            self._order = epoch, self._source.order(self._recipe.run.seed, epoch)
         return self._order[1]
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
@@ -108,7 +110,11 @@ class Positions(Dataset):
 
 
 class TrainingFeed:
-    """The steps of a run, out of a loader that gives combined batches of `Positions`; closing it ends the loader."""
+    """The steps of a run, out of a loader that gives combined batches of `Positions`; closing it ends the loader.
+
+    Attributes:
+        waited: seconds spent waiting for images, while the IPUs had nothing to do, but for the first step's.
+    """
 
     def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
         """Args: loader: makes PopTorch's loader, which begins to read at once."""
@@ -118,13 +124,17 @@ class TrainingFeed:
             self._loader = loader(positions)
             self._batches = iter(self._loader)
         self._number = 0
+        self.waited = 0.0
 
     def __iter__(self) -> Iterator[StepImages]:
         return self
 
     def __next__(self) -> StepImages:
         """Raises UnreadableImage."""
+        start = time.perf_counter()
         images, labels, *mixing_of_rows = next(self._batches)
+        if self._number:  # the first waits for the workers to start
+            self.waited += time.perf_counter() - start
         number, self._number = self._number, self._number + 1
         damaged = (labels == UNREADABLE).nonzero()
         if len(damaged):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from data.base import Source
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines import cuts, feed, replication, state
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
@@ -99,7 +99,11 @@ class TorchEngine(Engine):
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
-        return feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
+        self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
+        return self._batches
+
+    def data_wait(self) -> float:
+        return max(self._processes.gather(self._batches.waited()))
 
     def evaluation_batches(self, source: Optional[Source], images: int):
         return feed.evaluation_batches(source, self._recipe, self.topology, images, self.device)

@@ -11,9 +11,9 @@ from torch import nn
 class Preprocess(nn.Module):
     """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
 
-    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W]. Mean and
-    standard deviation are of RGB in [0, 1]. They belong to the recipe, not to the weights, and so are no part of the
-    state dict.
+    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W],
+    contiguous. Mean and standard deviation are of RGB in [0, 1]. They belong to the recipe, not to the weights, and so
+    are no part of the state dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
@@ -34,4 +34,6 @@ class Preprocess(nn.Module):
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.shift, images.float(), self.scale).to(self.dtype)
+        # Loaders leave channels last in memory, as decoders do: planes are made in the same pass.
+        images = images.to(torch.float32, memory_format=torch.contiguous_format)
+        return torch.addcmul(self.shift, images, self.scale).to(self.dtype)

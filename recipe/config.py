@@ -137,18 +137,22 @@ class BatchSection(Section):
 class Data(Section):
     """Where images come from and how they are augmented. Everything up to the device is uint8."""
 
-    source: Literal["folder", "digits", "glyphs"] = Field(
-        "folder", description="class folders of images, the embedded digits, or glyphs drawn as they are asked for"
+    source: Literal["folder", "shards", "digits", "glyphs"] = Field(
+        "folder",
+        description="class folders of images, tar shards, the embedded digits, or glyphs drawn as they are asked for",
     )
-    root: Optional[str] = Field(None, description="folder that holds the training and the validation folder")
-    train_folder: str = Field("train", description="folder below root with one folder of images per class")
+    root: Optional[str] = Field(
+        None,
+        description="folder that holds the training and the validation folder; of shards also a URL that fsspec knows, "
+        "such as s3://bucket/imagenet",
+    )
+    train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
     validation_folder: str = Field("val", description="likewise, for evaluation")
     train_images: Optional[int] = Field(
         None,
         gt=0,
         le=2**31,
-        description="expected training images of a folder: another count is an error; glyphs: how many to draw "
-        "(10,000)",
+        description="expected training images on disk: another count is an error; glyphs: how many to draw (10,000)",
     )
     validation_images: Optional[int] = Field(
         None, gt=0, le=2**31, description="expected validation images, likewise; glyphs: how many to draw (2,000)"
@@ -157,8 +161,22 @@ class Data(Section):
     glyph_difficulty: float = Field(
         0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
     )
-    workers: int = Field(8, ge=0, description="processes that decode and augment; 0 does it in the training process")
-    prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready")
+    shuffle_window: int = Field(
+        16_384,
+        ge=1,
+        le=2**31,
+        description="images among which those of shards are shuffled: more mix better, fewer read in a row",
+    )
+    reader: Literal["torch", "dali"] = Field(
+        "torch",
+        description="what decodes files: worker processes, or NVIDIA DALI, on a GPU where there is one",
+    )
+    workers: int = Field(
+        8,
+        ge=0,
+        description="processes that decode and augment (threads with DALI); 0 does it in the training process",
+    )
+    prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
     crop_area: Tuple[float, float] = Field(
         (0.05, 1.0), strict=False, description="share of the image's area a random crop takes, low and high"
     )
@@ -206,6 +224,12 @@ class Data(Section):
         if not 0 < value[0] <= value[1]:
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
         return value
+
+    @model_validator(mode="after")
+    def _reader_of_files(self) -> "Data":
+        if self.reader == "dali" and self.source not in ("folder", "shards"):
+            raise ValueError(f"reader dali reads files, but source is {self.source}; use reader torch")
+        return self
 
     @field_validator("crop_area")
     @classmethod

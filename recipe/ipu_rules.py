@@ -125,6 +125,12 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
         "use data.bad_images=error",
     )
     yield (
+        data.reader == "dali",
+        "data.reader dali",
+        "PopTorch's loader reads by worker processes of its own",
+        "use data.reader=torch",
+    )
+    yield (
         data.image_sizes is not None and len({pixels for _, pixels in data.image_sizes}) > 1,
         f"data.image_sizes {data.image_sizes}",
         "every size is another program to compile",

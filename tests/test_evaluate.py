@@ -85,6 +85,18 @@ def test_it_finds_the_scores_that_training_told(run, command, weights):
     )
 
 
+def test_it_scores_at_any_resolution(run, command):
+    """At 24 pixels other numbers come out than at the 16 of the training, of all images; at 16 the same again."""
+    folder, _ = run
+    losses = []
+    for size in (16, 24, 16):
+        assert command("--checkpoint", folder, f"model.image_size={size}")[0] == DONE
+        scores = json.loads((folder / "evaluation" / "scores.json").read_text())
+        assert scores["images"] == 360
+        losses.append(scores["loss"])
+    assert losses[0] == losses[2] != losses[1]
+
+
 def test_the_averages_are_weights_of_their_own(run, command):
     end = run[1]
     assert len({end["top1"], end["step_average"]["loss"], end["epoch_average"]["loss"]}) == 3

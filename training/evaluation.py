@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Iterable, List, NamedTuple, Optional
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines.base import Engine
 from recipe.errors import DataError
 

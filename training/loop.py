@@ -7,6 +7,7 @@ was written before it, and a resumed run writes the rest as the undisturbed run 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from recipe import loading
@@ -24,8 +25,10 @@ from recipe.config import Recipe
 from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
-from training.monitor import Clock, Monitor, duration, pace
+from training.monitor import Clock, DataWait, Monitor, duration, pace, workers_needed
 from training.stopping import StopSignals
+
+_INPUT_BOUND = 0.05  # share of the training time above which waiting for images is worth a word
 
 
 class TrainingError(Exception):
@@ -41,7 +44,8 @@ class Progression:
     """Where a run is: all that the loop itself must remember. Saved in every checkpoint.
 
     step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
-    event belongs behind it. loss, correct, images: sums since the last log line. scores: of the last evaluation.
+    event belongs behind it. loss, correct, images: sums since the last log line. paused, waited: those of `seconds`
+    that were not spent training, and that a device waited for images. scores: of the last evaluation.
     """
 
     step: int = 0
@@ -53,6 +57,8 @@ class Progression:
     images: int = 0
     steps_in_window: int = 0
     unreadable: int = 0
+    paused: float = 0.0
+    waited: float = 0.0
     best_top1: float = 0.0
     scores: dict = field(default_factory=dict)
 
@@ -113,7 +119,8 @@ class Trainer:
         self._classes = list(classes)
         self._trace_folder = trace_folder
         self._steps_to_trace: Optional[int] = recipe.log.trace or None
-        self._clock = Clock(progression.seconds)
+        self._clock = Clock(progression.seconds, progression.paused)
+        self._data_wait = DataWait(progression.waited)
         self._signal: Optional[int] = None
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
@@ -160,6 +167,8 @@ class Trainer:
         if last or done % self._evaluate_every == 0:
             self._evaluate(done)
         self._trace(last)
+        self._clock.pause(time.monotonic() - start)
+        start = time.monotonic()
         scheduled = last or done % self._save_every == 0
         stop = self._engine.agree(self._signal or 0)
         if scheduled or stop:
@@ -191,7 +200,7 @@ class Trainer:
         left = (self._lengths.total - step - 1) * self._recipe.batch.global_ / values["images_per_second"]
         text = (  # with the bar before it, it fits a terminal of 80 columns
             f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(values['images_per_second'])} "
-            f"MFU {values['mfu']:.0%} ETA {duration(left)}"
+            f"MFU {values['mfu']:.0%} wait {values['data_wait']:.0%} ETA {duration(left)}"
         )
         self._monitor.event("train", step + 1, values, "")
         self._monitor.progress.advance(step + 1, text)
@@ -216,10 +225,11 @@ class Trainer:
         return message if self._engine.topology.is_main else ""
 
     def _pace(self) -> dict:
-        rate, flops = self._clock.lap()
+        length, rate, flops = self._clock.lap()
         return {
             "images_per_second": rate,
             "mfu": flops / self._peak_flops,
+            "data_wait": self._data_wait.lap(self._engine.data_wait(), length),
             "seconds": self._clock.seconds(),
         }
 
@@ -266,7 +276,8 @@ class Trainer:
         progression = self._progression
         progression.metrics_bytes = self._monitor.metrics.position()
         progression.logged_checkpoint = scheduled
-        progression.seconds = self._clock.seconds()
+        progression.seconds, progression.paused = self._clock.seconds(), self._clock.paused()
+        progression.waited = self._data_wait.seconds()
         progression.loss, progression.correct = window.loss.item(), int(window.correct.item())
         progression.images, progression.steps_in_window = window.images, window.steps
         content = {
@@ -287,6 +298,8 @@ class Trainer:
         scores, progression = self._progression.scores, self._progression
         images = self._lengths.total * self._recipe.batch.global_
         seconds = self._clock.seconds()
+        waited = self._data_wait.seconds() / max(seconds - self._clock.paused(), 1e-9)
+        workers = workers_needed(self._recipe.data.workers, waited) if waited > _INPUT_BOUND else None
         values = {
             "top1": scores["top1"],
             "top5": scores["top5"],
@@ -295,12 +308,20 @@ class Trainer:
             "images": images,
             "images_per_second": images / seconds,
             "seconds": seconds,
+            "data_wait": waited,
+            "input_bound": workers is not None,
+            "workers_needed": workers,
         }
         text = (
             f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
             + "".join(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}  " for name in AVERAGES if name in scores)
             + f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
+        if workers is not None:
+            text += (
+                f"\ninput-bound: {waited:.0%} of the training time went to waiting for images; data.workers={workers} "
+                f"would keep up instead of {self._recipe.data.workers}, given a core for each (here: {os.cpu_count()})"
+            )
         self._monitor.event("end", self._lengths.total, values, text)
 
     def _epochs(self, step: int) -> float:

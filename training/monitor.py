@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Callable, Optional, Tuple, Union
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
-TIMING_FIELDS = ("images_per_second", "mfu", "seconds")
+TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
 
 
 class Metrics:
@@ -125,7 +125,7 @@ class BarProgress(Progress):
     def __init__(self, total: int, step: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(bar_width=5), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns)
         self._bar.start()
         self._task = self._bar.add_task("", total=total, completed=step)
@@ -142,13 +142,14 @@ class BarProgress(Progress):
 
 
 class Clock:
-    """Seconds of training over all sessions of a run, and the rate since the last log line."""
+    """Seconds of training over all sessions of a run, and what was done since the last log line."""
 
-    def __init__(self, seconds_before: float):
+    def __init__(self, seconds_before: float, paused_before: float):
+        """Args: paused_before: seconds of those that were not spent training."""
         self._before = seconds_before
         self._start = self._mark = time.monotonic()
         self._images, self._work = 0, 0.0
-        self._paused = 0.0
+        self._paused, self._paused_at_mark = paused_before, paused_before
 
     def count(self, images: int, work: float) -> None:
         """Images that were trained on, and the floating-point operations that took."""
@@ -159,16 +160,48 @@ class Clock:
         """Takes time that was not spent training (evaluation, saving) out of the rate."""
         self._paused += seconds
 
-    def lap(self) -> Tuple[float, float]:
-        """Images, and floating-point operations, a second since the last lap."""
+    def lap(self) -> Tuple[float, float, float]:
+        """Seconds of training since the last lap; images, and floating-point operations, a second in it."""
         now = time.monotonic()
-        seconds = max(now - self._mark - self._paused, 1e-9)
-        rates = self._images / seconds, self._work / seconds
-        self._mark, self._images, self._work, self._paused = now, 0, 0.0, 0.0
-        return rates
+        seconds = max(now - self._mark - (self._paused - self._paused_at_mark), 1e-9)
+        lap = seconds, self._images / seconds, self._work / seconds
+        self._mark, self._images, self._work, self._paused_at_mark = now, 0, 0.0, self._paused
+        return lap
 
     def seconds(self) -> float:
+        """Of all sessions."""
         return self._before + time.monotonic() - self._start
+
+    def paused(self) -> float:
+        """Those of `seconds` that were not spent training."""
+        return self._paused
+
+
+class DataWait:
+    """For what share of the training time devices stood still for want of images."""
+
+    def __init__(self, before: float):
+        """Args: before: seconds, in earlier sessions of the run."""
+        self._before, self._seconds, self._at_mark = before, 0.0, 0.0
+
+    def lap(self, seconds: float, length: float) -> float:
+        """The share since the last lap. Args: seconds: waited in this session. length: of the lap, in seconds."""
+        waited, self._seconds, self._at_mark = seconds - self._at_mark, seconds, seconds
+        return min(waited / length, 1.0)
+
+    def seconds(self) -> float:
+        """Waited in all sessions, as far as the last lap."""
+        return self._before + self._seconds
+
+
+def workers_needed(workers: int, share: float) -> int:
+    """How many workers would keep up with a device that waits for `workers` of them, a `share` of its time.
+
+    Workers that are waited for are busy, so the images of one second are made in the rest of it by 1 / (1 - share)
+    times as many. Without workers (0) the process loads while its device waits, and computes in the rest.
+    """
+    rest = max(1.0 - share, 1e-3)
+    return math.ceil((workers / rest if workers else share / rest) - 1e-9)  # 4.000000000001 are four
 
 
 def _valid_json(value: object) -> object:
@@ -195,7 +228,7 @@ def _print_at_once(line: str) -> None:
 
 def pace(images_per_second: float) -> str:
     """Images a second, with two digits where there are only a few."""
-    return f"{images_per_second:.0f} images/s" if images_per_second >= 10 else f"{images_per_second:.2g} images/s"
+    return f"{images_per_second:.0f} img/s" if images_per_second >= 10 else f"{images_per_second:.2g} img/s"
 
 
 def duration(seconds: float) -> str:

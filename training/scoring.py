@@ -9,7 +9,7 @@ from typing import Iterable, List, NamedTuple, Sequence
 import torch
 from torch.nn import functional as F
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines.base import Engine, summable
 from recipe.errors import DataError
 

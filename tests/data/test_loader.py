@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import loader
-from data.base import Source
-from data.decode import UnreadableImage
-from data.loader import EvaluationBatches, MicroBatch, epoch_order, training_batches
-from data.transforms import evaluation_transform, train_transform
+from data.base import Source, UnreadableImage, permutation
+from data.batches import MicroBatch
+from data.loader import EvaluationBatches, training_batches
+from data.transforms import Evaluation, Training
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.randomness import bits32, key
@@ -85,7 +84,7 @@ def children_are_gone(patience=10.0):
 
 @pytest.mark.parametrize("size", [1, 2, 50, 4097])
 def test_an_order_is_a_permutation(size):
-    order = epoch_order(3, 4, size)
+    order = permutation(3, 4, size)
     assert order.dtype == np.int64
     np.testing.assert_array_equal(np.sort(order), np.arange(size))
 
@@ -94,7 +93,7 @@ def test_an_order_sorts_the_images_by_their_random_bits():
     """The same from Python integers, one image at a time."""
     draw = key("order", 3, 4)
     bits = [bits32(draw, index) for index in range(500)]
-    assert epoch_order(3, 4, 500).tolist() == sorted(range(500), key=bits.__getitem__)
+    assert permutation(3, 4, 500).tolist() == sorted(range(500), key=bits.__getitem__)
 
 
 def test_no_two_images_of_an_epoch_draw_the_same_bits():
@@ -104,14 +103,14 @@ def test_no_two_images_of_an_epoch_draw_the_same_bits():
 
 def test_orders_of_epochs_and_seeds_are_unrelated():
     """The rank correlation of two random orders of 2000 has a standard deviation of 1 / sqrt(1999) = 0.022."""
-    orders = [epoch_order(seed, epoch, 2000) for seed in (0, 1) for epoch in (0, 1, 2)]
+    orders = [permutation(seed, epoch, 2000) for seed in (0, 1) for epoch in (0, 1, 2)]
     correlation = np.corrcoef(np.stack([np.arange(2000), *orders]))
     assert np.abs(correlation - np.eye(7)).max() < 5 * 0.022
 
 
 def test_orders_never_change():
     """Runs must be resumable with later versions. Recorded from the first version."""
-    assert zlib.crc32(epoch_order(0, 0, 10_000).astype("<i8").tobytes()) == 1203338718
+    assert zlib.crc32(permutation(0, 0, 10_000).astype("<i8").tobytes()) == 1203338718
 
 
 def test_each_micro_batch_holds_the_next_images_of_the_order():
@@ -121,7 +120,7 @@ def test_each_micro_batch_holds_the_next_images_of_the_order():
     for batch in batches:
         epoch, step = divmod(batch.step, 4)
         start = step * GLOBAL + batch.number * MICRO
-        assert batch.indices.tolist() == epoch_order(7, epoch, 50)[start : start + MICRO].tolist()
+        assert batch.indices.tolist() == permutation(7, epoch, 50)[start : start + MICRO].tolist()
 
 
 def test_a_micro_batch_holds_augmented_pixels_and_labels_of_its_images():
@@ -133,7 +132,7 @@ def test_a_micro_batch_holds_augmented_pixels_and_labels_of_its_images():
         assert (batch.valid, batch.unreadable) == (MICRO, ())
         assert batch.labels.tolist() == source.labels[batch.indices.numpy()].tolist()
         for image, index in zip(batch.images, batch.indices.tolist()):
-            expected = train_transform(source.read(index), SIZE, section(), 7, batch.step // 4, index)
+            expected = Training(section(), 7)(source.open(index), SIZE, batch.step // 4, index)
             assert torch.equal(image, expected)
 
 
@@ -141,7 +140,7 @@ def test_an_epoch_shows_every_image_once_but_for_the_left_over():
     for epoch in (0, 1):
         seen = [index for b in train(first=4 * epoch, last=4 * epoch + 4) for index in b.indices.tolist()]
         assert len(seen) == len(set(seen)) == 48
-        assert set(range(50)) - set(seen) == set(epoch_order(7, epoch, 50)[48:].tolist())
+        assert set(range(50)) - set(seen) == set(permutation(7, epoch, 50)[48:].tolist())
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -171,7 +170,7 @@ def test_each_epoch_has_images_of_its_size(workers):
         size = (12, 12, 20, 16)[epoch]
         assert batch.images.shape == (MICRO, 3, size, size)
         for image, index in zip(batch.images, batch.indices.tolist()):
-            assert torch.equal(image, train_transform(source.read(index), size, section(), 7, epoch, index))
+            assert torch.equal(image, Training(section(), 7)(source.open(index), size, epoch, index))
     resumed = train(workers=workers, first=10, last=16, image_size=image_size)
     assert contents(resumed) == [content(batch) for batch in batches if batch.step >= 10]
 
@@ -194,7 +193,7 @@ def test_a_run_that_resumes_gets_what_it_would_have_got(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_stops_a_run_with_one_line(workers):
-    bad = epoch_order(7, 0, 50)[16].item()
+    bad = permutation(7, 0, 50)[16].item()
     batches = train(Tinted(unreadable=[bad]), workers=workers)
     received = []
     with pytest.raises(UnreadableImage) as caught:
@@ -209,7 +208,7 @@ def test_an_unreadable_image_stops_a_run_with_one_line(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipped_images_leave_the_good_ones_in_front_and_are_listed(workers):
     """The first, and two in a row: the second micro batch keeps its last row only."""
-    order = epoch_order(7, 0, 50).tolist()
+    order = permutation(7, 0, 50).tolist()
     source = Tinted(unreadable=[order[0], order[3], order[4], *order[6:9]])
     first, second, third, fourth = list(train(source, workers=workers, bad_images="skip", last=1))
     whole = list(train(last=1))
@@ -239,7 +238,7 @@ def test_evaluation_shows_every_image_once_in_order_as_often_as_asked(workers):
     rows = [(index, row) for b in passes[0] for index, row in zip(b.indices[: b.valid].tolist(), b.images)]
     assert [index for index, _ in rows] == list(range(50))
     for index, row in rows:
-        assert torch.equal(row, evaluation_transform(source.read(index), SIZE, 0.875))
+        assert torch.equal(row, Evaluation(0.875)(source.open(index), SIZE, 0, index))
     last = passes[0][-1]
     assert last.valid == 2
     assert last.images.shape == (8, 3, SIZE, SIZE)
@@ -328,26 +327,3 @@ def test_loading_leaves_the_global_generator_of_torch_alone(workers):
     contents(train(last=2, workers=workers))
     contents(evaluation(workers=workers))
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for a CUDA device")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pinned_batches_are_the_same_batches(workers):
-    pinned = list(train(last=2, workers=workers, pin_memory=True))
-    assert all(t.is_pinned() for batch in pinned for t in (batch.images, batch.labels, batch.indices))
-    assert contents(pinned) == contents(train(last=2))
-
-
-@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
-@pytest.mark.parametrize(("others", "quiet"), [(0, True), (5, True), (10**6, False)])
-def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error, others, quiet):
-    """It may break a moment before: then `others` more answers still name the parent."""
-    told, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
-    monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: told.append(kind))
-    monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    loader._say_nothing_when_orphaned(7)
-    sys.excepthook(error, error(), None)
-    assert told == ([] if quiet else [error])
-    sys.excepthook(ValueError, ValueError(), None)
-    assert told[-1] is ValueError

@@ -10,11 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+import data.base
 import data.sources
-from data.decode import UnreadableImage
+from data.base import UnreadableImage
+from data.shards import ShardsSource
 from data.sources import DigitsSource, FolderSource, open_source
 from recipe.config import Data
 from recipe.errors import DataError
+from tests.data.tar_shards import write_shards
 
 
 def write(path, colour=(1, 2, 3)):
@@ -198,6 +201,71 @@ def test_each_error_of_a_recipe_says_its_remedy_in_one_line(root):
         (recipe(root, validation_folder="other"), 2, "validation",
          f"{root}/other/emu: this class is not in {root}/train; "
          "training and validation need the same class folders"),
+    ]  # fmt: skip
+    for section, classes, split, message in cases:
+        with pytest.raises(DataError) as caught:
+            open_source(section, classes, split)
+        assert str(caught.value) == message
+
+
+def shards(root, **options):
+    return Data(source="shards", root=str(root), **options)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Five training and four validation images of two classes, in shards."""
+    write_shards(tmp_path / "train", (3, 2))
+    write_shards(tmp_path / "val", (4,))
+    return tmp_path
+
+
+def test_a_recipe_opens_shards(packed):
+    for root in (packed, f"file://{packed}", f"file://{packed}/"):
+        train = open_source(shards(root, train_images=5, shuffle_window=1), 2, "train")
+        validation = open_source(shards(root, validation_images=4), 2, "validation")
+        assert isinstance(train, ShardsSource)
+        assert (len(train), len(validation)) == (5, 4)
+        assert train.order(0, 0).tolist() in ([0, 1, 2, 3, 4], [3, 4, 0, 1, 2])
+        assert validation.name(0).startswith(f"{str(root).rstrip('/')}/val/part-0.tar/")
+
+
+def test_the_recipes_window_is_the_sources(packed):
+    orders = [open_source(shards(packed, shuffle_window=window), 2, "train").order(0, 0) for window in (1, 5)]
+    np.testing.assert_array_equal(orders[1], data.base.permutation(0, 0, 5))
+    assert orders[0].tolist() != orders[1].tolist()
+
+
+def test_validation_shards_can_do_without_training_shards(packed):
+    (packed / "train").rename(packed / "gone")
+    for root in (packed, f"file://{packed}"):
+        assert len(open_source(shards(root), 2, "validation")) == 4
+
+
+def test_each_error_of_a_recipe_of_shards_says_its_remedy_in_one_line(packed):
+    write_shards(packed / "three", (4,), classes=3)
+    write_shards(packed / "named", (4,))
+    manifest = packed / "named/shards.json"
+    manifest.write_text(manifest.read_text().replace('["0", "1"]', '["0", "dog"]'))
+    (packed / "empty").mkdir()
+    url = f"file://{packed}"
+    cases = [
+        (Data(source="shards"), 2, "train", "data.root is not set; name the folder of the images: "
+         "data.root=/path/to/images"),
+        (shards("/nowhere"), 2, "train", "/nowhere: no such folder; correct data.root"),
+        (shards(packed, train_folder="x"), 2, "train",
+         f"{packed}: no folder 'x'; set data.train_folder to the folder of the train images"),
+        (shards(packed, train_folder="empty"), 2, "train", f"{packed}/empty/shards.json: No such file or directory; "
+         "make it: python -m tools.shards index FOLDER"),
+        (shards(url, train_folder="empty"), 2, "train", f"{url}/empty/shards.json: no such file; "
+         "make it: python -m tools.shards index FOLDER"),
+        (shards(packed), 1000, "train", f"{packed}/train: 2 classes, but model.classes is 1000; set model.classes=2"),
+        (shards(packed, train_images=6), 2, "train", f"{packed}/train: 5 images, but data.train_images is 6; "
+         "complete the images or set data.train_images=5"),
+        (shards(packed, validation_folder="three"), 3, "validation",
+         f"{packed}/three: 3 classes, but {packed}/train has 2; both need the same classes"),
+        (shards(packed, validation_folder="named"), 2, "validation",
+         f"{packed}/named: label 1 is 'dog', but in {packed}/train it is '1'; both need the same classes"),
     ]  # fmt: skip
     for section, classes, split, message in cases:
         with pytest.raises(DataError) as caught:

@@ -11,13 +11,22 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as reference
 
-from data.transforms import augmentation, crop_box, evaluation_transform, operated, train_transform
+from data.base import Pixels
+from data.transforms import Evaluation, Training, augmentation, crop_box, operated
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
 
 def picture(height, width):
     return torch.from_numpy(np.random.RandomState(0).randint(0, 256, (3, height, width)).astype(np.uint8))
+
+
+def trained(image, size, data, seed, epoch, index):
+    return Training(data, seed)(Pixels(image), size, epoch, index)
+
+
+def evaluated(image, size, crop_fraction):
+    return Evaluation(crop_fraction)(Pixels(image), size, epoch=0, index=0)
 
 
 def boxes(height, width, area, aspect, count=4000):
@@ -125,7 +134,7 @@ def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, wid
         crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
         expected = Image.fromarray(crop.permute(1, 2, 0).numpy().copy()).resize((size, size), Image.BILINEAR)
         expected = np.array(expected)[:, ::-1] if box.flip else np.array(expected)
-        actual = train_transform(image, size, data, 0, 5, index)
+        actual = trained(image, size, data, 0, 5, index)
         assert actual.dtype == torch.uint8
         assert actual.shape == (3, size, size)
         difference = np.abs(actual.permute(1, 2, 0).numpy().astype(int) - expected.astype(int))
@@ -167,8 +176,8 @@ def test_operations_are_torchvisions_under_a_seed_of_the_sample(section, planes)
         image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     transform, changed = torchvisions(section), 0
     for index in range(80):
-        plain = train_transform(image, 48, Data(), 3, 1, index)
-        actual = train_transform(image, 48, section, 3, 1, index)
+        plain = trained(image, 48, Data(), 3, 1, index)
+        actual = trained(image, 48, section, 3, 1, index)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(section.augment, 3, 1, index))
             expected = transform(plain.contiguous())
@@ -186,7 +195,7 @@ def test_without_operations_pixels_are_the_crop_and_the_flip_to_the_bit():
         crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
         expected = torch.nn.functional.interpolate(crop[None].contiguous(), (32, 32), mode="bilinear", antialias=True)
         expected = expected[0].flip(2) if box.flip else expected[0]
-        assert torch.equal(train_transform(image, 32, Data(), 0, 0, index), expected)
+        assert torch.equal(trained(image, 32, Data(), 0, 0, index), expected)
         assert operated(image, Data(), 0, 0, index) is image
         flips.add(box.flip)
     assert flips == {True, False}
@@ -248,7 +257,7 @@ def test_evaluation_resizes_the_short_side_to_434_for_380_pixels():
     """A ramp over the width: the crop is the middle 380 of 868 columns, so its mean is the ramp's, and its
     ends lie at 244 and 624 of 868. A level for the rounding."""
     ramp = torch.linspace(0, 255, 1736).round().to(torch.uint8).expand(3, 868, -1)
-    image = evaluation_transform(ramp, 380, 0.875)
+    image = evaluated(ramp, 380, 0.875)
     assert image.shape == (3, 380, 380)
     assert abs(image.float().mean().item() - 127.5) < 1
     assert abs(image[0, 0, 0].item() - 255 * 244 / 868) < 1
@@ -261,7 +270,7 @@ def test_evaluation_crops_what_torchvision_crops(height, width):
     image = picture(height, width)
     expected = reference.resize(image, [434], antialias=True)
     expected = reference.center_crop(expected, [380, 380])
-    actual = evaluation_transform(image, 380, 0.875)
+    actual = evaluated(image, 380, 0.875)
     assert actual.dtype == torch.uint8
     difference = (actual.int() - expected.int()).abs()
     assert difference.max() <= 2
@@ -277,5 +286,5 @@ def test_a_line_of_pixels_is_not_resized_to_gigabytes(monkeypatch):
         lambda *args, **options: largest.append(math.prod(args[1])) or resize(*args, **options),
     )
     for shape in ((1, 65535), (65535, 1)):
-        assert evaluation_transform(picture(*shape), 380, 0.875).shape == (3, 380, 380)
+        assert evaluated(picture(*shape), 380, 0.875).shape == (3, 380, 380)
     assert max(largest) < 434 * 434 * 20

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from data import mixing
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from models.efficientnet import build
 from models.preprocess import Preprocess
 from optim.averaging import WeightAverage

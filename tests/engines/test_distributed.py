@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines import factory
 from models.efficientnet import build
 from parallel.processes import Processes

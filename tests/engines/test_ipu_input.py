@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data import loader, mixing
-from data.decode import UnreadableImage
+from data.base import UnreadableImage
 from data.sources import open_source
 from engines import ipu_input, ipu_model
 from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
@@ -85,7 +85,7 @@ def test_a_feed_gives_steps_and_ends_its_loader(tiny):
 def test_an_unreadable_image_is_named(tiny, monkeypatch):
     recipe, source = plan_of(tiny)
     steps, reads = range(2), source.read
-    order = loader.epoch_order(recipe.run.seed, 0, 60)
+    order = source.order(recipe.run.seed, 0)
     damaged = int(order[24 + 7])
 
     def read(index):

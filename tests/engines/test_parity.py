@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.timm_peer import create_g16
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines import factory
 from models.efficientnet import timm_name
 from models.preprocess import Preprocess

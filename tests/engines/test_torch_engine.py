@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import EvaluationBatches, MicroBatch
+from data.batches import MicroBatch
+from data.loader import EvaluationBatches
 from data.sources import open_source
 from engines.torch_engine import TorchEngine
 from models.efficientnet import build

@@ -51,6 +51,7 @@ RULES = [
     (("exchange.method=none",), "PopART exchanges gradients itself", "exchange.method=dense"),
     (("exchange.order=tree",), "in which order", "exchange.order=fast"),
     (("model.norm=batch",), "running statistics", "model.norm=group"),
+    (("data.source=folder", "data.reader=dali"), "by worker processes", "data.reader=torch"),
     (("data.bad_images=skip",), "whole micro batches", "data.bad_images=error"),
     (("precision.compute=bfloat16",), "float16 and float32 only", "precision.compute=float16"),
     (("precision.compute=float32",), "in the format that it computes in", "precision.compute=float16"),

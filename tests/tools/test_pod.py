@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.loader import epoch_order
+from data.base import permutation
 from data.sources import FolderSource
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
@@ -188,7 +188,7 @@ def test_an_unreadable_image_is_one_line(pod, tmp_path):
             for number in range(24):
                 Image.fromarray(pixels).save(tmp_path / split / kind / f"{number}.png")
     source = FolderSource(str(tmp_path / "train"))
-    name = source.name(int(epoch_order(0, 0, 48)[14]))
+    name = source.name(int(permutation(0, 0, 48)[14]))
     os.truncate(name, 20)
     folder = ("data.source=folder", f"data.root={tmp_path}", "model.classes=2", "batch.global=24", "batch.micro=4")
     code, _, errors = pod("--replicas", "2", "--max-restarts", "1", *ranks.RECIPE, *folder)

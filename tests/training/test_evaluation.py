@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines.base import Counts
 from parallel.topology import Topology
 from recipe.errors import DataError

@@ -1,159 +1,19 @@
 """The loop: what happens when, what is written, and how it stops. Mostly on an engine that follows a script."""
 
-import contextlib
-import json
 import signal
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.loader import MicroBatch, training_batches
 from data.sources import open_source
 from engines import factory
-from engines.base import Counts, Diverged, Engine, StepResult
-from optim.half_weights import Norms
-from parallel.topology import Topology
+from engines.base import Diverged
 from recipe import batch as arithmetic
-from recipe.batch import Lengths
-from recipe.division import Batch
+from tests.training.scripted import EMPTY, ScriptedEngine
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
 from training.monitor import Metrics, Monitor, Progress
-
-
-class ScriptedEngine(Engine):
-    """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
-
-    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped. With
-    `averaging` the average over epochs scores one hit more for each epoch that ended.
-    """
-
-    device = torch.device("cpu")
-    training_batches = evaluation_batches = None  # the loop is given what they would make
-    topology, notes = Topology(), ()
-    batch = Batch(24, 24, 1, 1, 1)
-
-    def __init__(self, before=lambda step: None, finite=lambda step: True, images=24, unreadable=(), averaging=False):
-        self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
-        self._averaging, self._epochs, self._extra_hits = averaging, 0, 0
-        self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
-        self._skipped = self._in_row = 0
-
-    def train_step(self, micro_batches, step, lr, measure=False):
-        self._before(step)
-        next(micro_batches)
-        self.steps.append(step)
-        self.rates.append(lr)
-        if measure:
-            self.measured.append(step)
-        finite = self._finite(step)
-        self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
-        norms = Norms(
-            *(torch.tensor(10.0 * step + number) for number in range(3)), trust={"stem": torch.tensor(step / 3)}
-        )
-        return StepResult(
-            torch.tensor(float(step) if self._images else 0.0),
-            torch.tensor(step if self._images else 0),
-            self._images,
-            torch.tensor(self._skipped),
-            torch.tensor(self._in_row),
-            torch.tensor(128.0),
-            norms if measure else None,
-            self._unreadable,
-        )
-
-    def evaluate_step(self, batch):
-        if not self._extra_hits:
-            self.evaluated_after.append(len(self.steps))
-        hits = torch.tensor(len(self.steps) + self._extra_hits)
-        return Counts(10, torch.tensor(5.0, dtype=torch.float64), hits, torch.tensor(9))
-
-    def end_epoch(self):
-        self._epochs += 1
-        self.epoch_ends.append(len(self.steps))
-
-    def averages(self):
-        return ("epoch_average",) if self._averaging and self._epochs else ()
-
-    @contextlib.contextmanager
-    def using(self, weights):
-        assert weights == "epoch_average"
-        self._extra_hits = self._epochs
-        yield
-        self._extra_hits = 0
-
-    def total(self, counts, unreadable):
-        return Counts(*(sum(values) for values in zip(*counts))), list(unreadable)
-
-    def timeline(self):
-        return []
-
-    def agree(self, value):
-        return value
-
-    def predict_step(self, batch):
-        raise NotImplementedError
-
-    def shapes(self):
-        raise NotImplementedError
-
-    def load_weights(self, weights):
-        raise NotImplementedError
-
-    def state_dict(self):
-        return {"steps": {"done": torch.tensor(len(self.steps))}}
-
-    def load_state_dict(self, state):
-        raise NotImplementedError
-
-    def peak_flops(self):
-        return 1e9
-
-    def synchronize(self):
-        pass
-
-    def close(self):
-        pass
-
-
-EMPTY = MicroBatch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), None, 1, 0, 0, ())
-SIX_STEPS_AN_EPOCH = (
-    *("batch.global=24", "run.steps=12", "log.every_steps=4"),
-    *("schedule.peak=3", "schedule.power=2", "schedule.final_ratio=1e-5", "schedule.warmup_steps=2"),
-)
-
-
-@pytest.fixture
-def start(tiny, tmp_path):
-    """start(engine, *overrides): trains by the loop, 6 steps an epoch, and gives the events."""
-
-    def run(engine, *overrides, progression=None, say=lambda line: None, flops_per_image=lambda epoch: 1e6):
-        recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
-        lengths = Lengths(steps_per_epoch=6, dropped=0, total=recipe.run.steps, warmup=2)
-        metrics = Metrics(tmp_path / "metrics.jsonl", 0)
-        monitor = Monitor(metrics, Progress(lengths.total, say), None, 0)
-        checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
-        progression = progression or Progression()
-        trainer = Trainer(
-            recipe, lengths, engine, [EMPTY], checkpoints, monitor, progression, flops_per_image, ["cat", "dog"],
-            tmp_path / "trace",
-        )  # fmt: skip
-        try:
-            trainer.run(iter([EMPTY] * 100))
-        finally:
-            monitor.close()
-        return events()
-
-    def events(*kinds):
-        found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        return [event for event in found if not kinds or event["event"] in kinds]
-
-    run.events = events
-    run.steps = lambda *kinds: [event["step"] for event in events(*kinds)]
-    run.saved = lambda: [manifest.step for manifest in CheckpointFolder(tmp_path / "checkpoints", 9, True).manifests()]
-    run.content = lambda: CheckpointFolder(tmp_path / "checkpoints", 9, True).load_newest(warn=pytest.fail)
-    return run
 
 
 def test_steps_come_in_order_with_the_rate_of_the_schedule(start):
@@ -344,11 +204,12 @@ def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next
     """Between the decision to save and the decision to stop there is a moment; what is said must be true then."""
     from training.loop import Clock
 
-    pause = Clock.pause
+    pause, calls = Clock.pause, []
     engine = ScriptedEngine()
 
     def interrupted(clock, seconds):
-        if len(engine.steps) == 2:
+        calls.append(len(engine.steps))
+        if calls.count(2) == 2:  # the first is told before the decision
             signal.raise_signal(signal.SIGTERM)
         pause(clock, seconds)
 
@@ -466,10 +327,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
         recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), lambda epoch: 1e6, source.classes,
         tmp_path / "trace",
     )  # fmt: skip
-    batches = training_batches(
-        source, data=recipe.data, image_size=16, global_batch=24, micro=12, seed=0, first_step=0, last_step=12
-    )
-    loaded = list(batches)  # the loader is the host's own
+    loaded = list(engine.training_batches(source, range(12)))  # the loader is the host's own
     with waits:
         trainer.run(iter(loaded))
     monitor.close()

@@ -12,7 +12,18 @@ import threading
 import pytest
 
 from training import monitor
-from training.monitor import BarProgress, Clock, Metrics, Monitor, Progress, create_progress, duration, pace
+from training.monitor import (
+    BarProgress,
+    Clock,
+    DataWait,
+    Metrics,
+    Monitor,
+    Progress,
+    create_progress,
+    duration,
+    pace,
+    workers_needed,
+)
 
 
 def read(path):
@@ -248,23 +259,41 @@ def now(monkeypatch):
 
 def test_the_rate_leaves_out_what_was_not_training(now):
     """60 images in 10 seconds of which 4 went into an evaluation: 60 / 6, work likewise. The next lap starts afresh."""
-    clock = Clock(0.0)
+    clock = Clock(0.0, 0.0)
     now[0] += 10
     clock.count(20, 200.0)
     clock.count(40, 1000.0)
     clock.pause(4.0)
-    assert clock.lap() == (60 / 6, 1200 / 6)
+    assert clock.lap() == (6, 60 / 6, 1200 / 6)
     now[0] += 5
     clock.count(10, 30.0)
-    assert clock.lap() == (10 / 5, 30 / 5)
+    assert clock.lap() == (5, 10 / 5, 30 / 5)
 
 
 def test_seconds_add_up_over_sessions(now):
-    clock = Clock(50.0)
+    clock = Clock(50.0, 20.0)
     now[0] += 7
-    assert clock.seconds() == 57
-    clock.lap()
-    assert clock.seconds() == 57
+    clock.pause(3.0)
+    assert (clock.seconds(), clock.paused()) == (57, 23)
+    assert clock.lap()[0] == 4
+    assert (clock.seconds(), clock.paused()) == (57, 23)
+
+
+def test_waiting_is_a_share_of_each_lap_and_adds_up_over_sessions():
+    """Told are the seconds of the session so far: 1 of the first 4, then 2 of the next 8."""
+    wait = DataWait(10.0)
+    assert (wait.lap(1.0, 4.0), wait.lap(3.0, 8.0)) == (0.25, 0.25)
+    assert wait.seconds() == 13.0
+    assert wait.lap(9.0, 5.0) == 1.0, "clocks of host and device differ by a little"
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "needed"), [(8, 0.5, 16), (3, 0.25, 4), (2, 0.4, 4), (0, 0.5, 1), (0, 0.8, 4), (1, 1.0, 1000)]
+)
+def test_the_workers_that_would_keep_up(workers, share, needed):
+    """Three workers that are waited for a quarter of the time make in a second what is used in 3/4 of one: four would
+    make it in that. A process that spends 4 seconds loading for each that it computes needs four."""
+    assert workers_needed(workers, share) == needed
 
 
 @pytest.mark.parametrize(
@@ -277,7 +306,7 @@ def test_durations_are_read_as_hours_minutes_seconds(seconds, text):
 
 @pytest.mark.parametrize(
     ("rate", "text"),
-    [(1234.5, "1234 images/s"), (12.34, "12 images/s"), (1.249, "1.2 images/s"), (0.0717, "0.072 images/s")],
+    [(1234.5, "1234 img/s"), (12.34, "12 img/s"), (1.249, "1.2 img/s"), (0.0717, "0.072 img/s")],
 )
 def test_slow_rates_keep_two_digits(rate, text):
     assert pace(rate) == text

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from recipe.errors import DataError
 from training.scoring import class_rows, draw_confusion, score, write_class_table
 

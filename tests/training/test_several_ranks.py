@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.loader import epoch_order
+from data.base import permutation
 from data.sources import FolderSource
 from engines.factory import create
 from recipe import loading
@@ -71,7 +71,7 @@ def alone(tmp_path_factory):
 
 def without_pace(lines):
     """What is said about the run, without images a second and what follows from that."""
-    return [line.partition(" images/s")[0].rpartition(" ")[0] if "images/s" in line else line for line in lines]
+    return [line.partition(" img/s")[0].rpartition(" ")[0] if "images/s" in line else line for line in lines]
 
 
 def test_four_ranks_leave_and_say_what_one_process_does(alone, tmp_path):
@@ -175,7 +175,7 @@ def folder(tmp_path):
                     pixels = numbers.integers(0, 256, (12, 12, 3), dtype=np.uint8)
                     Image.fromarray(pixels).save(tmp_path / split / kind / f"{number}.png")
         source = FolderSource(str(tmp_path / "train"))
-        names = [source.name(int(index)) for index in epoch_order(0, 0, 48)[list(places)]]
+        names = [source.name(int(index)) for index in permutation(0, 0, 48)[list(places)]]
         for name in names:
             os.truncate(name, 20)
         return names

@@ -7,7 +7,7 @@ import safetensors.torch
 import timm
 import torch
 
-from data.loader import MicroBatch
+from data.batches import MicroBatch
 from engines import factory
 from models.efficientnet import timm_name
 from recipe import loading

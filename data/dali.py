@@ -1,0 +1,262 @@
+"""Micro batches by NVIDIA DALI: several are decoded, cropped and resized in one run of its threads, or of a GPU.
+
+DALI draws nothing and keeps no state: what is shown of an image is the transform's `frame`, as for the other reader.
+So order, resume and evaluation are exact without it. What DALI does not do alike (rotated photographs, PNG, CMYK) or
+refuses goes the other reader's way, image by image, so that an image's pixels never depend on those beside it.
+"""
+
+import contextlib
+from typing import Any, ContextManager, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
+
+import numpy as np
+import torch
+
+from data.base import Image, Source, UnreadableImage
+from data.batches import Loaded, Request
+from data.encoded import EncodedImage
+from data.reader import gathered
+from data.transforms import Frame, Transform
+from recipe.errors import DataError
+
+_IMAGES_PER_THREAD = 4  # of one run, at least: threads end at about the same time, and images still lie in caches
+
+
+class _Job(NamedTuple):
+    """An image for DALI: the box that it decodes, and which part of that it resizes to which square.
+
+    The part is given by its first and last corner, in pixels and fractions of them. Where they are the wrong way
+    round it is mirrored. What lies around it in the box has a say in the pixels at its edges, as it has where a
+    larger picture is resized and the square cut out of that.
+    """
+
+    encoded: np.ndarray  # uint8 [bytes]
+    anchor: Tuple[int, int]
+    shape: Tuple[int, int]
+    first: Tuple[float, float]
+    last: Tuple[float, float]
+    size: int
+
+
+class _Shown(NamedTuple):
+    """An image that was asked for; without a job, if it is not for DALI."""
+
+    image: Union[Image, UnreadableImage]
+    job: Optional[_Job]
+
+
+class _Group(NamedTuple):
+    """Requests of one image size that are answered together."""
+
+    requests: List[Request]
+    shown: List[_Shown]
+
+
+class DaliReader:
+    """Loads requested micro batches as data/reader.py does; the pixels differ by what resampling rounds.
+
+    Made on a GPU, images stay there. A box is decoded at its own size, which the other reader does not do where it is
+    shown much smaller. What of a damaged file can be shown is shown, which the other reader does to parts of images.
+    """
+
+    def __init__(self, source: Source, rows: int, transform: Transform, threads: int, device: torch.device):
+        """
+        Args:
+            source: of files (data.encoded.EncodedSource).
+            rows: images of a micro batch, with those that are padding.
+            threads: of DALI, for all that it does not do on a GPU.
+            device: where images are made.
+
+        Raises:
+            DataError: DALI is not there.
+        """
+        try:
+            import nvidia.dali  # noqa: F401
+        except ImportError:
+            raise DataError(
+                "data.reader=dali: NVIDIA DALI is not installed; install nvidia-dali-cuda130, or set data.reader=torch"
+            ) from None
+        self._source, self._rows, self._transform = source, rows, transform
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # of this thread; images are made in another
+        self._threads, self._device = threads, device
+        self._together = max(1, -(-_IMAGES_PER_THREAD * threads // rows))
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Loaded]:
+        """What is asked for, in the order of the requests. Closing the iterator ends DALI's threads.
+
+        While DALI makes the images of a group of requests, those of the next are opened.
+        """
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with contextlib.closing(_Dali(self._rows * self._together, self._threads, self._device)) as dali:
+            before: Optional[_Group] = None
+            for asked in _groups(requests, self._together):
+                group = self._opened(asked)
+                made = dali.made()
+                dali.start([shown.job for shown in group.shown if shown.job is not None])
+                if before is not None:
+                    yield from self._loaded(before, made, stream)
+                before = group
+            if before is not None:
+                yield from self._loaded(before, dali.made(), stream)
+
+    def _opened(self, requests: List[Request]) -> _Group:
+        indices = [index for request in requests for index in request.indices]
+        epochs = [request.epoch for request in requests for _ in request.indices]
+        shown = []
+        for index, epoch, image in zip(indices, epochs, self._source.open_all(indices)):
+            job = None
+            if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
+                job = _job(image, self._transform.frame(image, requests[0].image_size, epoch, index))
+            shown.append(_Shown(image, job))
+        return _Group(requests, shown)
+
+    def _loaded(
+        self, group: _Group, made: List[Optional[torch.Tensor]], stream: Optional["torch.cuda.Stream"]
+    ) -> List[Loaded]:
+        """The group's micro batches. Args: made: of the images with a job."""
+        on_stream: ContextManager[Any] = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with on_stream:
+            shown, pixels = iter(group.shown), iter(made)
+            loaded = [self._micro_batch(request, shown, pixels) for request in group.requests]
+        if stream is not None:
+            # Whoever takes the images uses another stream, and DALI is given back its memory after this.
+            stream.synchronize()
+        return loaded
+
+    def _micro_batch(
+        self, request: Request, shown: Iterator[_Shown], pixels: Iterator[Optional[torch.Tensor]]
+    ) -> Loaded:
+        """Takes what is shown of a request's images from `shown`, and what DALI made of it from `pixels`."""
+        shape = self._rows, 3, request.image_size, request.image_size
+        images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
+
+        def finished(index: int) -> torch.Tensor:
+            image, job = next(shown)
+            made = None if job is None else next(pixels)
+            if isinstance(image, UnreadableImage):
+                raise image
+            if made is None:
+                return self._transform(image, request.image_size, request.epoch, index)
+            return self._transform.finish(made, request.epoch, index)
+
+        return gathered(request, images, self._source, finished)
+
+
+class _Dali:
+    """A pipeline of DALI, run for one batch of jobs at a time."""
+
+    def __init__(self, most: int, threads: int, device: torch.device):
+        """Args: most: jobs in a run."""
+        self._most, self._threads, self._device = most, threads, device
+        self._pipeline: Any = None
+        self._jobs: List[_Job] = []  # whose bytes DALI reads where they are
+
+    def start(self, jobs: List[_Job]) -> None:
+        """Begin a run. Args: jobs: any number up to the most, of one size; none is no run."""
+        self._jobs = jobs
+        if not jobs:
+            return
+        if self._pipeline is None:
+            self._pipeline = self._built()
+        feed = self._pipeline.feed_input
+        feed("encoded", [job.encoded for job in jobs])
+        feed("anchor", np.array([job.anchor for job in jobs], np.int32))
+        feed("shape", np.array([job.shape for job in jobs], np.int32))
+        feed("first", np.array([job.first for job in jobs], np.float32))
+        feed("last", np.array([job.last for job in jobs], np.float32))
+        feed("size", np.array([(job.size, job.size) for job in jobs], np.float32))
+        self._pipeline.schedule_run()
+
+    def made(self) -> List[Optional[torch.Tensor]]:
+        """Of the jobs that were started, uint8 [3, size, size] each; or None where DALI fails, as on damaged files."""
+        jobs = self._jobs
+        batch = self._output()
+        if batch is not None:
+            return list(batch.permute(0, 3, 1, 2))
+        made: List[Optional[torch.Tensor]] = [None] * len(jobs)
+        # One image fails the run of all, and which it was is not told.
+        for place, job in enumerate(jobs if len(jobs) > 1 else ()):
+            self.start([job])
+            (made[place],) = self.made()
+        return made
+
+    def close(self) -> None:
+        """End DALI's threads, and what they were about."""
+        self._pipeline = None
+        self._jobs = []
+
+    def _output(self) -> Optional[torch.Tensor]:
+        """uint8 [jobs, size, size, 3], or None if there are no jobs or DALI fails."""
+        if not self._jobs:
+            return None
+        try:
+            (images,) = self._pipeline.share_outputs()
+            self._pipeline.release_outputs()
+        except RuntimeError:
+            # From now on the pipeline, as the error says, is no longer valid.
+            self._pipeline = None
+            return None
+        # DALI's executor leaves outputs alone as long as somebody holds them.
+        return torch.from_dlpack(images.as_tensor())
+
+    def _built(self) -> Any:
+        from nvidia.dali import Pipeline, fn, types
+
+        cuda = self._device.type == "cuda"
+        pipeline = Pipeline(
+            batch_size=self._most,
+            num_threads=self._threads,
+            device_id=self._device.index if cuda else None,
+            prefetch_queue_depth=1,
+        )
+        with pipeline:
+            encoded = fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True)
+            anchor, shape = (fn.external_source(name=name, ndim=1, dtype=types.INT32) for name in ("anchor", "shape"))
+            first, last, size = (
+                fn.external_source(name=name, ndim=1, dtype=types.FLOAT) for name in ("first", "last", "size")
+            )
+            decoded = fn.decoders.image_slice(
+                encoded,
+                anchor,
+                shape,
+                axis_names="HW",
+                device="mixed" if cuda else "cpu",
+                output_type=types.RGB,
+                adjust_orientation=False,
+                # Threads of several ranks would all be bound to the same cores.
+                affine=False,
+            )
+            resized = fn.resize(
+                decoded, size=size, roi_start=first, roi_end=last, interp_type=types.INTERP_LINEAR, antialias=True
+            )
+            pipeline.set_outputs(resized)
+        pipeline.build()
+        return pipeline
+
+
+def _groups(requests: Iterable[Request], most: int) -> Iterator[List[Request]]:
+    """Up to `most` requests at a time, all of one image size."""
+    group: List[Request] = []
+    for request in requests:
+        if group and (len(group) == most or request.image_size != group[0].image_size):
+            yield group
+            group = []
+        group.append(request)
+    if group:
+        yield group
+
+
+def _job(image: EncodedImage, frame: Frame) -> _Job:
+    box = frame.box
+    down, right = box.height / frame.height, box.width / frame.width
+    top, bottom = frame.top * down, (frame.top + frame.size) * down
+    sides = frame.left * right, (frame.left + frame.size) * right
+    first, last = reversed(sides) if frame.flip else sides
+    return _Job(
+        np.frombuffer(image.encoded, np.uint8),
+        (box.top, box.left),
+        (box.height, box.width),
+        (top, first),
+        (bottom, last),
+        frame.size,
+    )

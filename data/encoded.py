@@ -1,0 +1,80 @@
+"""Images that lie somewhere as files: their headers are read at once, their pixels only as far as they are needed."""
+
+import abc
+from typing import Optional
+
+import torch
+
+from data import decode, jpeg
+from data.base import Box, Image, Source, cut
+
+_LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
+
+
+class EncodedImage(Image):
+    """A JPEG or PNG file, checked as far as its header.
+
+    Of a JPEG only the part inside the box is decoded where that is less work and the platform has a decoder for it;
+    the pixels are those of the whole image. At a half, a quarter or an eighth of its size it is decoded by a discrete
+    cosine transform of that size; then the box ends at whole pixels of the small image, up to one of them outside.
+
+    Attributes:
+        encoded: the whole file.
+        plain: whether it is a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours.
+        orientation: of EXIF, 1 to 8; `height` and `width` are those after it has been applied.
+    """
+
+    def __init__(self, encoded: bytes, name: str):
+        """Args: name: what errors call it. Raises UnreadableImage, see decode.decode."""
+        header = decode.read_header(encoded, name)
+        self.encoded, self._name = encoded, name
+        self.orientation = header.orientation
+        # Decoders of parts do not look at what follows the box; whole decoding says what is wrong with the file.
+        self.plain = header.plain and encoded.rfind(b"\xff\xd9") >= header.end
+        self.height, self.width = header.height, header.width
+        if self.orientation >= 5:
+            self.height, self.width = self.width, self.height
+
+    def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
+        if box is None:
+            box = Box(0, 0, self.height, self.width)
+        part = self._part(box, enough) if self.plain else None
+        return cut(decode.decode(self.encoded, self._name), box) if part is None else part
+
+    def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
+        """The box by a decoder of parts, or None if that is for the decoder of whole images."""
+        stored = _stored(box, self.height, self.width, self.orientation)
+        factor = jpeg.largest_factor(min(box.height, box.width), enough)
+        if factor > 1:
+            whole = self.height, self.width
+            pixels = jpeg.scaled(self.encoded, stored, factor, *(whole[::-1] if self.orientation >= 5 else whole))
+        elif box.height * box.width <= _LARGEST_PART * self.height * self.width:
+            pixels = jpeg.region(self.encoded, stored)
+        else:
+            return None
+        return None if pixels is None else decode.upright(pixels, self.orientation)
+
+
+class EncodedSource(Source):
+    """A source of files."""
+
+    @abc.abstractmethod
+    def encoded(self, index: int) -> bytes:
+        """The file of an image. Raises UnreadableImage."""
+
+    def open(self, index: int) -> EncodedImage:
+        return EncodedImage(self.encoded(index), self.name(index))
+
+    def read(self, index: int) -> torch.Tensor:
+        return self.open(index).pixels()
+
+
+def _stored(box: Box, height: int, width: int, orientation: int) -> Box:
+    """A box of an upright image of height x width, in the pixels as they are stored: the way back of decode.upright."""
+    top, left, h, w = box
+    vertical, horizontal = decode.mirrored(orientation)
+    if vertical:
+        top = height - top - h
+    if horizontal:
+        left = width - left - w
+    return Box(left, top, w, h) if orientation >= 5 else Box(top, left, h, w)

@@ -1,0 +1,89 @@
+"""Parts of JPEGs, and JPEGs at a fraction of their size: decoding that leaves out what nobody will look at.
+
+Both are libjpeg-turbo's. nvimgcodec, which comes with DALI, decodes a box: the pixels are bit for bit those of the
+whole image, so machines without it only take longer. simplejpeg decodes at a fraction of the size.
+"""
+
+import os
+import threading
+from typing import Optional
+
+import numpy as np
+import simplejpeg
+import torch
+
+from data.base import Box
+
+_FACTORS = (8, 4, 2)  # for others libjpeg-turbo has no vector instructions, and takes longer than for all pixels
+_CPU = -99999  # nvimgcodec's number for no device
+_local = threading.local()
+
+
+def largest_factor(side: int, enough: Optional[int]) -> int:
+    """By how much a side can be divided so that `enough` pixels remain: 8, 4, 2 or 1."""
+    if enough is None:
+        return 1
+    return next((factor for factor in _FACTORS if side >= factor * enough), 1)
+
+
+def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Optional[torch.Tensor]:
+    """A box at a fraction of its size, or None if the decoder refuses the file.
+
+    Args:
+        encoded: a complete JPEG of height x width pixels.
+        box: in its pixels as they are stored.
+        factor: 2, 4 or 8.
+
+    Returns:
+        uint8 [3, about box.height / factor, about box.width / factor].
+    """
+    try:
+        whole = simplejpeg.decode_jpeg(
+            encoded, min_height=-(-height // factor), min_width=-(-width // factor), min_factor=factor, strict=False
+        )
+    except ValueError:
+        return None
+    rows = slice(box.top // factor, -(-(box.top + box.height) // factor))
+    columns = slice(box.left // factor, -(-(box.left + box.width) // factor))
+    return torch.from_numpy(whole[rows, columns]).permute(2, 0, 1)
+
+
+def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
+    """A box, uint8 [3, box.height, box.width], as it is in the whole image; or None if it cannot be had by itself.
+
+    Args:
+        encoded: a complete JPEG.
+        box: in its pixels as they are stored.
+    """
+    tools = _nvimgcodec()
+    if tools is None:
+        return None
+    library, decoder, parameters = tools
+    bottom, right = box.top + box.height, box.left + box.width
+    try:
+        part = library.CodeStream(encoded).get_sub_code_stream(region=library.Region(box.top, box.left, bottom, right))
+        image = decoder.decode(part, params=parameters)
+    except RuntimeError:
+        return None
+    if image is None or image.shape != (box.height, box.width, 3):
+        return None
+    return torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
+
+
+def _nvimgcodec() -> Optional[tuple]:
+    """The library, a decoder and its parameters, made once in each thread and process; None where there is none."""
+    if getattr(_local, "process", None) != os.getpid():
+        _local.process, _local.tools = os.getpid(), _make_nvimgcodec()
+    return _local.tools
+
+
+def _make_nvimgcodec() -> Optional[tuple]:
+    # It prints what it refuses; why a file is refused is told in other ways.
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
+    try:
+        from nvidia import nvimgcodec
+    except ImportError:  # it is made for Linux on x86-64
+        return None
+    backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
+    decoder = nvimgcodec.Decoder(device_id=_CPU, max_num_cpu_threads=1, backends=backends)
+    return nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)

@@ -1,0 +1,140 @@
+"""Byte ranges of files: what a folder promises, and folders on this machine."""
+
+import abc
+import os
+import threading
+from collections import OrderedDict
+from typing import List, NamedTuple, Optional, Sequence, Union
+
+from recipe.errors import DataError
+
+_OPEN_FILES = 64  # by a thread; a process may have 1,024, and a training process has workers, sockets and logs too
+
+
+class MissingFile(DataError):
+    """There is no such file."""
+
+
+class Range(NamedTuple):
+    """Bytes of a file: `length` of them from `start` on."""
+
+    name: str
+    start: int
+    length: int
+
+
+class Folder(abc.ABC):
+    """Files that are read in parts. May be shared by threads, copied by a fork and sent to another process.
+
+    Attributes:
+        place: path or URL of the folder.
+    """
+
+    place: str
+
+    @abc.abstractmethod
+    def path(self, name: str) -> str:
+        """What errors call a file."""
+
+    @abc.abstractmethod
+    def size(self, name: str) -> Optional[int]:
+        """Bytes of a file, or None where it would take long to find out. Raises MissingFile, DataError."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes:
+        """A whole, small file. Raises MissingFile, DataError."""
+
+    @abc.abstractmethod
+    def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
+        """Several ranges, in the order asked for; in the place of one that cannot be had, the reason."""
+
+
+class LocalFolder(Folder):
+    """Files in a folder on this machine."""
+
+    def __init__(self, place: str):
+        """Args: place: path of the folder."""
+        self.place = place
+        self._opened = threading.local()
+
+    def __getstate__(self) -> dict:
+        return {"place": self.place}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.place, name)
+
+    def size(self, name: str) -> Optional[int]:
+        try:
+            return os.stat(self.path(name)).st_size
+        except OSError as error:
+            raise _complaint(self.path(name), error) from None
+
+    def read(self, name: str) -> bytes:
+        try:
+            with open(self.path(name), "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise _complaint(self.path(name), error) from None
+
+    def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
+        return [self._range(one) for one in wanted]
+
+    def _range(self, wanted: Range) -> Union[bytes, str]:
+        try:
+            try:
+                read = self._file(wanted.name).read(wanted.start, wanted.length)
+            except OSError:  # what was opened long ago may have been replaced on a network's file system
+                self._files().pop(wanted.name, None)
+                read = self._file(wanted.name).read(wanted.start, wanted.length)
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        if len(read) < wanted.length:
+            return "the file ends before the image does"
+        return read
+
+    def _file(self, name: str) -> "_File":
+        files = self._files()
+        file = files.pop(name, None) or _File(self.path(name))
+        files[name] = file
+        if len(files) > _OPEN_FILES:
+            files.popitem(last=False)
+        return file
+
+    def _files(self) -> "OrderedDict[str, _File]":
+        """Files that this thread keeps open, last used last. With a lock around those of all, a fork could copy it
+        while it is held."""
+        if not hasattr(self._opened, "files"):
+            self._opened.files = OrderedDict()
+        return self._opened.files
+
+
+class _File:
+    """A file that is open as long as somebody holds it."""
+
+    _number = -1
+
+    def __init__(self, path: str):
+        self._number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if self._number >= 0:
+            os.close(self._number)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Up to `length` bytes, fewer only at the end of the file."""
+        # A place is given with each read: processes after a fork share the file's own.
+        read = os.pread(self._number, length, start)
+        while 0 < len(read) < length:
+            more = os.pread(self._number, length - len(read), start + len(read))
+            if not more:
+                break
+            read += more
+        return read
+
+
+def _complaint(path: str, error: OSError) -> DataError:
+    kind = MissingFile if isinstance(error, FileNotFoundError) else DataError
+    return kind(f"{path}: {error.strerror}")

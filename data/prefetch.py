@@ -1,0 +1,195 @@
+"""Micro batches made ready ahead of the step that needs them: on the device, or at hand; and how long it waited."""
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Callable, Deque, Iterator, NamedTuple, Optional, Tuple, Union
+
+import torch
+
+from data.batches import MicroBatch
+
+_PATIENCE = 10.0  # seconds that a thread gets to end: it may be waiting for a slow network
+
+
+class Prefetcher:
+    """An iterator over micro batches whose images are on the device; labels and indices stay on the CPU.
+
+    A thread takes up to `depth` of them ahead. For CUDA it puts them into page-locked memory and copies them by a
+    stream of its own, so that copies run beside the computation; the stream that computes waits for the copy alone,
+    and memory is not given to others before that stream is done with it.
+    """
+
+    def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
+        """
+        Args:
+            batches: with a method `close`, which is called in the end.
+            depth: micro batches taken ahead; 0 takes each when it is asked for, in the thread that asks.
+        """
+        self._device = device
+        self._waits = _DeviceWaits(device) if device.type == "cuda" else _HostWaits()
+        self._started = False
+        move = _ToCuda(device) if device.type == "cuda" else _stay
+        self._ahead = _Ahead(batches, move, depth) if depth else _InTurn(batches, move)
+        # Also when nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
+        self._end = weakref.finalize(self, self._ahead.close)
+
+    def __iter__(self) -> "Prefetcher":
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """Raises what `batches` raises, at the place where it was raised."""
+        self._waits.begin()
+        batch, copied = next(self._ahead)
+        if copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            batch.images.record_stream(stream)
+        self._waits.end(counts=self._started)
+        self._started = True
+        return batch
+
+    def waited(self) -> float:
+        """Seconds that the device stood still for want of images, as far as it has come.
+
+        Without the wait for the first micro batch, which is that for the workers to start.
+        """
+        return self._waits.seconds()
+
+    def close(self) -> None:
+        """Ends what loads."""
+        self._end()
+
+
+class _Moved(NamedTuple):
+    """A batch whose images are on their way to the device, and the event of their arrival, if there is a way."""
+
+    batch: MicroBatch
+    copied: Optional[torch.cuda.Event]
+
+
+class _ToCuda:
+    """Copies to a CUDA device, by a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._side = device, torch.cuda.Stream(device)
+
+    def __call__(self, batch: MicroBatch) -> _Moved:
+        with torch.cuda.stream(self._side):
+            images = batch.images if batch.images.is_cuda else batch.images.pin_memory()
+            images = images.to(self._device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._side)
+        labels, indices = batch.labels.pin_memory(), batch.indices.pin_memory()
+        return _Moved(batch._replace(images=images, labels=labels, indices=indices), copied)
+
+
+def _stay(batch: MicroBatch) -> _Moved:
+    return _Moved(batch, None)
+
+
+_Move = Callable[[MicroBatch], _Moved]
+
+
+class _InTurn:
+    """Each batch when it is asked for."""
+
+    def __init__(self, batches: Iterator[MicroBatch], move: _Move):
+        self._batches, self._move = batches, move
+
+    def __next__(self) -> _Moved:
+        return self._move(next(self._batches))
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class _Ahead:
+    """Batches taken by a thread, as many ahead as the queue holds."""
+
+    def __init__(self, batches: Iterator[MicroBatch], move: _Move, depth: int):
+        self._batches, self._move = batches, move
+        self._ready: queue.Queue[Union[_Moved, BaseException]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._end: Optional[BaseException] = None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> _Moved:
+        if self._end is None:
+            taken = self._ready.get()
+            if not isinstance(taken, BaseException):
+                return taken
+            self._end = taken
+        raise self._end
+
+    def close(self) -> None:
+        self._stop.set()
+        end = time.monotonic() + _PATIENCE
+        while self._thread.is_alive() and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
+                self._ready.get(timeout=0.05)
+        self._end = self._end or StopIteration()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                # Not kept by name: what waits in the queue is all that is held.
+                self._ready.put(self._move(next(self._batches)))
+        except BaseException as error:  # handed over, to be raised where the batch is missed
+            self._ready.put(error)
+        finally:
+            self._batches.close()
+
+
+class _HostWaits:
+    """Waiting for images as the thread that computes sees it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._start = time.perf_counter()
+
+    def end(self, counts: bool) -> None:
+        if counts:
+            self._seconds += time.perf_counter() - self._start
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class _DeviceWaits:
+    """Waiting for images as the device sees it, which works through what it was given while the host waits.
+
+    One event before and one behind each wait: between them the stream has nothing to do. They are read once the
+    device has passed them, so nothing waits for them.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pending: Deque[Tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._before = torch.cuda.Event(enable_timing=True)
+        self._before.record(torch.cuda.current_stream(self._device))
+
+    def end(self, counts: bool) -> None:
+        if counts:
+            after = torch.cuda.Event(enable_timing=True)
+            after.record(torch.cuda.current_stream(self._device))
+            self._pending.append((self._before, after))
+        self._read()
+
+    def seconds(self) -> float:
+        self._read()
+        return self._seconds
+
+    def _read(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            before, after = self._pending.popleft()
+            self._seconds += before.elapsed_time(after) / 1000

@@ -1,0 +1,61 @@
+"""From a request to a micro batch of pixels: where images are opened, framed and gathered."""
+
+from typing import Callable, List
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from data.base import Source, UnreadableImage
+from data.batches import Loaded, Request
+from data.transforms import Transform
+
+
+class Reader(Dataset):
+    """Loads requested micro batches; lives in the workers, or in the training process if there are none."""
+
+    def __init__(self, source: Source, rows: int, transform: Transform):
+        """Args: rows: images of a micro batch, with those that are padding."""
+        self._source, self._rows, self._transform = source, rows, transform
+
+    def __getitem__(self, request: Request) -> Loaded:
+        def pixels(index: int) -> torch.Tensor:
+            image = next(opened)
+            if isinstance(image, UnreadableImage):
+                raise image
+            return self._transform(image, request.image_size, request.epoch, index)
+
+        opened = iter(self._source.open_all(request.indices))
+        return gathered(request, _empty(self._rows, request.image_size), self._source, pixels)
+
+
+def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Callable[[int], torch.Tensor]) -> Loaded:
+    """The answer to a request; images that cannot be read are named in it and left out.
+
+    Args:
+        images: room for it, uint8 [rows, 3, size, size]; what is not filled becomes 0.
+        source: knows the labels.
+        pixels: from an index of the request to uint8 [3, size, size]; called for each, in order. Raises
+            UnreadableImage, which is not raised out of here: torch would wrap it into the traceback of a worker.
+    """
+    indices: List[int] = []
+    unreadable = []
+    for index in request.indices:
+        try:
+            images[len(indices)] = pixels(index)
+        except UnreadableImage as error:
+            unreadable.append(str(error))
+            continue
+        indices.append(index)
+    images[len(indices) :] = 0
+    labels = [int(source.labels[index]) for index in indices]
+    return Loaded(images, labels, indices, request.number, request.step, tuple(unreadable))
+
+
+def _empty(rows: int, size: int) -> torch.Tensor:
+    """Room for a micro batch: uint8 [rows, 3, size, size], channels last in memory, as decoding and resizing go."""
+    shape, strides = (rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
+    if get_worker_info() is None:
+        return torch.empty_strided(shape, strides, dtype=torch.uint8)
+    # A worker's answer travels in memory that processes share. What does not lie there would be copied there.
+    storage = torch.UntypedStorage._new_shared(rows * strides[0])
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)

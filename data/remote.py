@@ -1,0 +1,209 @@
+"""Byte ranges of files behind a URL, by fsspec: object stores, web servers, caches in front of them.
+
+Imported only where a place is a URL. Nothing is ever listed. Whatever a server does, each call comes to an end.
+"""
+
+import functools
+import os
+import threading
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Union
+
+from data.local import Folder, MissingFile, Range
+from recipe.errors import DataError
+from recipe.randomness import bits32, key
+
+try:
+    import fsspec
+    import fsspec.asyn
+except ImportError:
+    raise DataError("data.root is a URL, for which the package fsspec is needed: pip install fsspec") from None
+
+_TRIES = 3
+_PAUSE = 0.5  # seconds before the second try, about; twice that before the third
+_PATIENCE = 8.0  # seconds that a server gets to answer, and
+_RATE = 1e6  # bytes a second that it must give at least
+_PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fetch a whole shard
+
+
+class _Connection(NamedTuple):
+    """fsspec's file system, the folder in it, and the process that it works in."""
+
+    system: Any
+    root: str
+    process: int
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether threads may use it at once. Caches claim to be what they stand before; their class does not."""
+        return isinstance(self.system, fsspec.asyn.AsyncFileSystem)
+
+
+# What is asked of a connection: the files or ranges with these numbers.
+_Ask = Callable[[_Connection, List[int]], list]
+
+
+class _NoAnswer(Exception):
+    """A server that took too long."""
+
+
+class _WrongLength(Exception):
+    """A server that gave more or less than it was asked for."""
+
+
+class RemoteFolder(Folder):
+    """Files behind a URL.
+
+    What fails is tried again, three times in all, with pauses. Once that was in vain for a file, it is tried once each
+    time until it answers again, so that a shard that is gone costs a run seconds, not hours.
+    """
+
+    def __init__(self, place: str):
+        """Args: place: URL that fsspec knows. Raises DataError: it does not, or lacks a package."""
+        self.place = place.rstrip("/")
+        self._failing: Set[str] = set()
+        self._connection: Optional[_Connection] = None
+        self._connected()
+
+    def __getstate__(self) -> dict:
+        return {"place": self.place, "_failing": set(), "_connection": None}
+
+    def path(self, name: str) -> str:
+        return f"{self.place}/{name}"
+
+    def size(self, name: str) -> Optional[int]:
+        return None  # it would take a request for each file
+
+    def read(self, name: str) -> bytes:
+        def ask(connection: _Connection, numbers: List[int]) -> list:
+            return [connection.system.cat_file(f"{connection.root}/{name}")]
+
+        (answer,) = self._answers([name], ask, 0)
+        if isinstance(answer, FileNotFoundError):
+            raise MissingFile(f"{self.path(name)}: {_reason(answer)}")
+        if isinstance(answer, Exception):
+            raise DataError(f"{self.path(name)}: {_reason(answer)}")
+        return answer
+
+    def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
+        def ask(connection: _Connection, numbers: List[int]) -> list:
+            return _ranges(connection, [wanted[number] for number in numbers])
+
+        answers = self._answers([one.name for one in wanted], ask, sum(one.length for one in wanted))
+        return [_reason(answer) if isinstance(answer, Exception) else answer for answer in answers]
+
+    def _answers(self, names: Sequence[str], ask: _Ask, size: int) -> list:
+        """What is asked of files, or the exception that is left of the last try.
+
+        Args:
+            names: of the file that each question is about.
+            size: bytes that all answers together have.
+        """
+        answers: List[Any] = [None] * len(names)
+        pending = list(range(len(names)))
+        for tried in range(1, _TRIES + 1):
+            for number, answer in self._attempt(names, pending, ask, size).items():
+                answers[number] = answer
+            pending = [number for number in pending if self._is_worth_a_try(names[number], answers[number])]
+            if not pending or tried == _TRIES:
+                break
+            # Workers that lost the same server do not come back all at once.
+            share = bits32(key("pause", os.getpid()), tried) / 2**32
+            time.sleep(_PAUSE * 2 ** (tried - 1) * (0.5 + share))
+        self._failing |= {names[number] for number in pending}
+        self._failing -= {name for name, answer in zip(names, answers) if not isinstance(answer, Exception)}
+        return answers
+
+    def _is_worth_a_try(self, name: str, answer: Any) -> bool:
+        if not isinstance(answer, Exception) or name in self._failing:
+            return False
+        if isinstance(answer, _NoAnswer):  # a cache goes on fetching; a second fetch would be in its way
+            return self._connected().concurrent
+        return not isinstance(answer, (FileNotFoundError, PermissionError))
+
+    def _attempt(self, names: Sequence[str], pending: List[int], ask: _Ask, size: int) -> Dict[int, Any]:
+        """Asks once: each file by itself where that can be done at once, so that one that hangs holds up no other."""
+        connection = self._connected()
+        groups: Dict[str, List[int]] = {}
+        for number in pending:
+            groups.setdefault(names[number] if connection.concurrent else "", []).append(number)
+        patience = _PATIENCE + size / _RATE if connection.concurrent else _PATIENCE_WITH_CACHES
+        calls = [functools.partial(ask, connection, numbers) for numbers in groups.values()]
+        found: Dict[int, Any] = {}
+        for numbers, answer in zip(groups.values(), _together(calls, patience)):
+            found.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
+        return found
+
+    def _connected(self) -> _Connection:
+        """The connection of this process: those of others do not survive a fork."""
+        connection = self._connection
+        if connection is None or connection.process != os.getpid():
+            connection = self._connection = _connect(self.place)
+        return connection
+
+
+def _connect(place: str) -> _Connection:
+    try:
+        system, root = fsspec.core.url_to_fs(place)
+    except ImportError as error:
+        missing = getattr(error.__cause__ or error, "name", None)
+        remedy = f"pip install {missing}" if missing else str(error)
+        raise DataError(f"{place}: a package for this kind of URL is missing: {remedy}") from None
+    except Exception as error:  # each file system has its own complaints about URLs and credentials
+        raise DataError(f"{place}: {_reason(error)}") from None
+    return _Connection(system, root.rstrip("/"), os.getpid())
+
+
+def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
+    answers = connection.system.cat_ranges(
+        [f"{connection.root}/{one.name}" for one in wanted],
+        [one.start for one in wanted],
+        [one.start + one.length for one in wanted],
+        on_error="return",
+    )
+    return [_checked(one, answer) for one, answer in zip(wanted, answers)]
+
+
+def _checked(wanted: Range, answer: Any) -> Any:
+    if isinstance(answer, Exception) or len(answer) == wanted.length:
+        return answer
+    fault = f"{len(answer):,} bytes came instead of {wanted.length:,}"
+    if len(answer) > wanted.length:
+        fault += "; the server does not know byte ranges"
+    return _WrongLength(fault)
+
+
+def _together(calls: Sequence[Callable[[], Any]], patience: float) -> list:
+    """What the calls return or raise, each in a thread; those that take longer are left behind."""
+    answers: List[Any] = [_NoAnswer(f"no answer within {patience:.0f} s")] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            answers[number] = calls[number]()
+        except Exception as error:  # each file system raises its own
+            answers[number] = error
+
+    # Daemons: the process may end while one of them still waits.
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    end = time.monotonic() + patience
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return list(answers)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    return str(error) or type(error).__name__
+
+
+def _forget_the_parents_loop() -> None:
+    """fsspec runs requests in a thread, of which a fork has none. Its older versions (2025.3) do not notice."""
+    reset = getattr(fsspec.asyn, "reset_lock", None)
+    if reset is not None:
+        reset()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_loop)

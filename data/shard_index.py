@@ -1,0 +1,188 @@
+"""What lies beside tar shards: an index of each, and one manifest that names them all.
+
+Index, NAME.tar.index: a safetensors file with `offsets`, `lengths` (int64, bytes), `labels` (int32), `crc32` (uint32),
+`name_lengths` (int32), each [images], and `names` (uint8), all names one after the other. Its metadata have one key,
+"shard": JSON with the format's version, the tar's bytes and SHA-256, and what `tools.shards pack` made it from, if so.
+
+Manifest, shards.json: the format's version, the classes by label, and name, bytes, images and SHA-256 of each shard.
+"""
+
+import json
+from typing import Any, NamedTuple, Tuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from data.local import Folder, MissingFile
+from recipe.errors import DataError
+
+MANIFEST = "shards.json"
+FORMAT = 1
+
+_REMEDY = "python -m tools.shards index FOLDER"
+
+_ARRAYS = {
+    "offsets": np.int64, "lengths": np.int64, "labels": np.int32, "crc32": np.uint32, "name_lengths": np.int32,
+    "names": np.uint8,
+}  # fmt: skip
+
+
+class Index(NamedTuple):
+    """Where the images of a shard lie, in their order in the tar."""
+
+    offsets: np.ndarray  # int64 [images], of the first byte of each image
+    lengths: np.ndarray  # int64 [images], bytes
+    labels: np.ndarray  # int32 [images]
+    crc32: np.ndarray  # uint32 [images], of the image's bytes
+    name_lengths: np.ndarray  # int32 [images], bytes of each name
+    names: bytes
+    bytes: int  # of the tar
+    sha256: str  # of the tar
+    plan: str  # digest of what pack made it from; "" for the shards of others
+
+
+class Shard(NamedTuple):
+    """What the manifest says of a shard."""
+
+    name: str
+    bytes: int
+    images: int
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """Which shards there are."""
+
+    classes: Tuple[str, ...]
+    shards: Tuple[Shard, ...]
+
+
+def index_name(shard: str) -> str:
+    """Name of the file with a shard's index."""
+    return f"{shard}.index"
+
+
+def encode_index(index: Index) -> bytes:
+    """An index as it is stored; the same bytes for the same index."""
+    arrays = {
+        name: np.ascontiguousarray(getattr(index, name), kind) for name, kind in _ARRAYS.items() if name != "names"
+    }
+    arrays["names"] = np.frombuffer(index.names, np.uint8)
+    shard = {"format": FORMAT, "bytes": index.bytes, "sha256": index.sha256, "plan": index.plan}
+    return safetensors.numpy.save(arrays, {"shard": json.dumps(shard)})
+
+
+def decode_index(encoded: bytes, place: str) -> Index:
+    """The index in a file's bytes, consistent in itself. Args: place: what errors call it. Raises DataError."""
+    try:
+        arrays = safetensors.numpy.load(encoded)
+        header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
+        shard = json.loads(header["__metadata__"]["shard"])
+        version = shard["format"]
+        if version == FORMAT:
+            found = {name: _array(arrays, name) for name in _ARRAYS}
+            found["names"] = found["names"].tobytes()
+            index = Index(**found, bytes=int(shard["bytes"]), sha256=str(shard["sha256"]), plan=str(shard["plan"]))
+            _check_consistent(index)
+            return index
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{place}: damaged index ({reason}); make it anew: {_REMEDY}") from None
+    raise DataError(f"{place}: index of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
+
+
+def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
+    """A shard's index, checked against the manifest, the number of classes and, where that is quick, the tar.
+
+    Raises:
+        DataError: it is missing or damaged, or the shard is not the one that it is of.
+    """
+    name = index_name(shard.name)
+    place = folder.path(name)
+    try:
+        index = decode_index(folder.read(name), place)
+    except MissingFile as error:
+        raise DataError(f"{error}; make it: {_REMEDY}") from None
+    size = folder.size(shard.name)
+    if size is not None and size != index.bytes:
+        raise DataError(
+            f"{folder.path(shard.name)}: {size:,} bytes, but its index is of {index.bytes:,}; "
+            f"copy the shard again, or make the index anew: {_REMEDY}"
+        )
+    if (index.bytes, len(index.labels), index.sha256) != (shard.bytes, shard.images, shard.sha256):
+        raise DataError(
+            f"{place}: {len(index.labels)} images in {index.bytes:,} bytes, but {MANIFEST} says {shard.images} in "
+            f"{shard.bytes:,}, or another checksum; copy both again, or make them anew: {_REMEDY}"
+        )
+    if index.labels.max() >= classes:
+        raise DataError(
+            f"{place}: label {index.labels.max()}, but {MANIFEST} names {classes} classes, 0 to {classes - 1}; "
+            f"name all classes: {_REMEDY} --classes FILE"
+        )
+    return index
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A manifest as it is stored: JSON, a shard a line."""
+    shards = ",\n".join(json.dumps(shard._asdict()) for shard in manifest.shards)
+    head = json.dumps({"format": FORMAT, "classes": manifest.classes})
+    return f'{head[:-1]}, "shards": [\n{shards}\n]}}\n'.encode()
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of a folder. Raises MissingFile, DataError."""
+    place = folder.path(MANIFEST)
+    try:
+        encoded = folder.read(MANIFEST)
+    except MissingFile as error:
+        raise MissingFile(f"{error}; make it: {_REMEDY}") from None
+    try:
+        data = json.loads(encoded.decode())
+        version = data["format"]
+        if version == FORMAT:
+            shards = tuple(_shard(**shard) for shard in data["shards"])
+            classes = tuple(_text(name) for name in data["classes"])
+            if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
+                raise ValueError("no shards, no classes, or a shard twice")
+            return Manifest(classes, shards)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{place}: damaged manifest ({error}); make it anew: {_REMEDY}") from None
+    raise DataError(f"{place}: manifest of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
+
+
+def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
+    # Names become paths.
+    if not _text(name).endswith(".tar") or "/" in name or "\\" in name or name.startswith("."):
+        raise ValueError(f"{name!r} is no name of a shard")
+    if not all(type(number) is int and number > 0 for number in (bytes, images)):
+        raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images")
+    return Shard(name, bytes, images, _text(sha256))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _array(arrays: dict, name: str) -> np.ndarray:
+    array = arrays[name]
+    if array.dtype != _ARRAYS[name] or array.ndim != 1:
+        raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
+    return array
+
+
+def _check_consistent(index: Index) -> None:
+    """Raises ValueError."""
+    counts = {len(getattr(index, name)) for name in _ARRAYS if name != "names"}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(f"arrays of {sorted(counts)} images")
+    ends = index.offsets + index.lengths
+    in_order = (index.offsets[1:] >= ends[:-1]).all() and index.offsets[0] >= 0 and (index.lengths >= 0).all()
+    if not in_order or ends[-1] > index.bytes:
+        raise ValueError("images overlap or lie outside the shard")
+    if index.labels.min() < 0:
+        raise ValueError(f"label {index.labels.min()}")
+    if index.name_lengths.min() < 1 or index.name_lengths.sum(dtype=np.int64) != len(index.names):
+        raise ValueError("names do not add up")

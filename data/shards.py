@@ -1,0 +1,116 @@
+"""Images in tar shards: read by offset, near their order in the shards, from this machine or over a network."""
+
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Dict, List, Sequence, Union
+
+import numpy as np
+
+from data.base import Image, UnreadableImage, permutation
+from data.encoded import EncodedImage, EncodedSource
+from data.local import Folder, LocalFolder, Range
+from data.names import Names
+from data.shard_index import Index, Manifest, read_index, read_manifest
+from recipe.randomness import bits32, key
+
+_AT_ONCE = 32  # indexes that are asked of a server
+
+
+class ShardsSource(EncodedSource):
+    """Tar shards in the WebDataset convention, with the indexes and the manifest that `tools.shards` makes.
+
+    Images are numbered through the shards in the order of the manifest, and in a shard as they lie in it. What is read
+    is compared with the checksum of the index; that takes a fiftieth of the time that decoding takes.
+    """
+
+    def __init__(self, place: str, window: int):
+        """
+        Args:
+            place: folder, or URL that fsspec knows, with the shards and what lies beside them.
+            window: images among which `order` shuffles beyond the order of shards; 1 leaves shards as they are.
+
+        Raises:
+            DataError: the manifest or an index is missing or damaged, or does not fit a shard.
+        """
+        assert window >= 1, window
+        self._folder = open_folder(place)
+        self._window = window
+        manifest = read_manifest(self._folder)
+        self.classes = manifest.classes
+        self._shards = tuple(shard.name for shard in manifest.shards)
+        indexes = _read_indexes(self._folder, manifest)
+        self._starts = np.cumsum([0, *(len(index.labels) for index in indexes)])
+        self.labels = np.concatenate([index.labels for index in indexes]).astype(np.int64)
+        self._offsets = np.concatenate([index.offsets for index in indexes])
+        self._lengths = np.concatenate([index.lengths for index in indexes])
+        self._crc32 = np.concatenate([index.crc32 for index in indexes])
+        self._names = Names([index.names for index in indexes], [index.name_lengths for index in indexes])
+
+    def name(self, index: int) -> str:
+        return f"{self._folder.path(self._shard(index))}/{os.fsdecode(self._names[index])}"
+
+    def encoded(self, index: int) -> bytes:
+        (answer,) = self._folder.ranges([self._range(index)])
+        return self._checked(index, answer)
+
+    def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
+        # In the order of their places, so that a disk reads on and a server is asked for neighbours together.
+        wanted = sorted(set(indices))
+        answers = self._folder.ranges([self._range(index) for index in wanted])
+        opened: Dict[int, Union[Image, UnreadableImage]] = {}
+        for index, answer in zip(wanted, answers):
+            try:
+                opened[index] = EncodedImage(self._checked(index, answer), self.name(index))
+            except UnreadableImage as error:
+                opened[index] = error
+        return [opened[index] for index in indices]
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """Shards in random order, then images among those nearby: each moves by less than the window.
+
+        An image i places behind the first sorts at i + window x a random fraction; of two at the same place the one
+        that was before stays before. So a worker reads from few shards at a time. A window as large as all images
+        leaves nothing of the shards: then it is a random order as any source's.
+        """
+        size = len(self)
+        if self._window >= size:
+            return permutation(seed, epoch, size)
+        counts = np.diff(self._starts)
+        shards = np.argsort(bits32(key("order of shards", seed, epoch), np.arange(len(counts), dtype=np.int64)))
+        ends = np.cumsum(counts[shards])
+        places = np.arange(size, dtype=np.int64)
+        images = places + np.repeat(self._starts[shards] - (ends - counts[shards]), counts[shards])
+        moved = (places << 32) + bits32(key("order in window", seed, epoch), places) * self._window
+        return images[np.argsort(moved, kind="stable")]
+
+    def _shard(self, index: int) -> str:
+        return self._shards[int(np.searchsorted(self._starts, index, side="right")) - 1]
+
+    def _range(self, index: int) -> Range:
+        return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
+
+    def _checked(self, index: int, answer: Union[bytes, str]) -> bytes:
+        """What a folder answered. Raises UnreadableImage."""
+        if isinstance(answer, str):
+            raise UnreadableImage(f"{self.name(index)}: {answer}")
+        if zlib.crc32(answer) != self._crc32[index]:
+            raise UnreadableImage(f"{self.name(index)}: not the bytes that the index has the checksum of")
+        return answer
+
+
+def open_folder(place: str) -> Folder:
+    """Where shards lie: a folder of this machine, or a URL. Raises DataError."""
+    if "://" not in place:
+        return LocalFolder(place)
+    from data.remote import RemoteFolder
+
+    return RemoteFolder(place)
+
+
+def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
+    classes = len(manifest.classes)
+    if isinstance(folder, LocalFolder):
+        return [read_index(folder, shard, classes) for shard in manifest.shards]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(lambda shard: read_index(folder, shard, classes), manifest.shards))

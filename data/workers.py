@@ -1,0 +1,110 @@
+"""Worker processes that load ahead: torch's loader, told to leave global state and signals alone."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Iterable, Iterator, Optional
+
+import torch
+from torch.utils.data import DataLoader
+
+from data.batches import Loaded, Request
+from data.reader import Reader
+from recipe.config import Data
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WAITS_FOR_SIGNALS = hasattr(signal, "sigwaitinfo")  # not on macOS
+
+
+class Loader(DataLoader):
+    """torch's loader, told to take whole micro batches as they are and to leave global state alone."""
+
+    def __init__(self, reader: Reader, requests: Iterable[Request], data: Data, persistent_workers: bool = False):
+        super().__init__(
+            reader,
+            sampler=requests,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch if data.workers else None,
+            persistent_workers=persistent_workers,
+            worker_init_fn=begin_work,
+            # Of its own, or else each iteration would take a number from torch's global generator.
+            generator=torch.Generator(),
+        )
+
+    def __iter__(self) -> Iterator[Loaded]:
+        with signals_withheld():
+            return super().__iter__()
+
+    def check_worker_number_rationality(self) -> None:
+        """Do not warn of more workers than cores: they are right where reading waits for a network."""
+
+
+def _as_it_is(loaded: Loaded) -> Loaded:
+    return loaded
+
+
+def begin_work(worker: int) -> None:
+    """What a worker does first; it must be started within `signals_withheld`."""
+    # Decoders that can use a GPU would each make a context there, in memory that the training needs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    obey_only_the_parent(worker)
+
+
+@contextlib.contextmanager
+def signals_withheld() -> Iterator[None]:
+    """Processes that are started within are born with SIGINT and SIGTERM blocked: no thread of theirs receives one."""
+    if not _WAITS_FOR_SIGNALS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_only_the_parent(worker: int) -> None:
+    """Leave it to the training process to end this worker, which must be started within `signals_withheld`.
+
+    Terminals and schedulers send their signals to every process of a job. The training process saves
+    before it ends, for that it must finish its step, and for that it needs its workers. If it dies
+    without ending them, torch's watchdog does.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _say_nothing_when_orphaned(parent.pid)
+    if _WAITS_FOR_SIGNALS:
+        threading.Thread(target=_await_termination, args=(parent.pid,), daemon=True).start()
+
+
+def _say_nothing_when_orphaned(parent: int) -> None:
+    """A training process that was killed while it took images leaves its worker with a broken connection."""
+    before = sys.excepthook
+
+    def hook(kind: type, error: BaseException, trace: Optional[TracebackType]) -> None:
+        if not (issubclass(kind, (EOFError, ConnectionError)) and _lost(parent)):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _lost(parent: int) -> bool:
+    """Whether the parent is gone. A process that is killed closes its connections before its children change hands."""
+    end = time.monotonic() + 1.0
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.01)
+    return os.getppid() != parent
+
+
+def _await_termination(parent: int) -> None:
+    while True:
+        received = signal.sigwaitinfo(_SIGNALS)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+            os._exit(0)

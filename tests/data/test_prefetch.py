@@ -1,0 +1,236 @@
+"""Prefetching: the same batches in the same order, never more than its depth ahead, and what waiting it tells of."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from data import prefetch
+from data.batches import MicroBatch
+from data.prefetch import Prefetcher
+from tests.conftest import ROOT
+
+CPU = torch.device("cpu")
+
+
+def batch(number, rows=2, size=4):
+    images = torch.full((rows, 3, size, size), number % 256, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    images[0, 0, 0, 1] = 7
+    return MicroBatch(images, torch.full((rows,), number), torch.arange(rows), rows, number, 0, ())
+
+
+class Batches:
+    """Counts what is taken. Before some of the batches it waits, or fails."""
+
+    def __init__(self, count=1000, waits=None, fails_at=None, make=batch):
+        self.taken, self.closed = 0, 0
+        self._count, self._waits, self._fails_at, self._make = count, waits or {}, fails_at, make
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.taken == self._fails_at:
+            raise ValueError("torn")
+        if self.taken == self._count:
+            raise StopIteration
+        time.sleep(self._waits.get(self.taken, 0.0))
+        self.taken += 1
+        return self._make(self.taken - 1)
+
+    def close(self):
+        self.closed += 1
+
+
+def settled(batches, patience=5.0):
+    """How many batches are taken once no more are."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        before = batches.taken
+        time.sleep(0.1)
+        if batches.taken == before:
+            break
+    return batches.taken
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_every_batch_comes_once_in_order(depth):
+    batches = Batches(50)
+    ahead = Prefetcher(batches, CPU, depth)
+    received = list(ahead)
+    assert [one.number for one in received] == list(range(50))
+    for number, one in enumerate(received):
+        assert torch.equal(one.images, batch(number).images)
+    assert next(ahead, None) is None, "an end stays an end"
+    ahead.close()
+    assert not threads()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_than_the_depth_is_taken_ahead(depth):
+    """And one that the thread holds until there is room."""
+    batches = Batches()
+    ahead = Prefetcher(batches, CPU, depth)
+    for taken in range(4):
+        assert settled(batches) == taken + depth + 1
+        next(ahead)
+    ahead.close()
+
+
+def test_without_depth_nothing_is_taken_before_it_is_asked_for():
+    batches = Batches()
+    ahead = Prefetcher(batches, CPU, 0)
+    assert (batches.taken, threads()) == (0, [])
+    next(ahead)
+    assert batches.taken == 1
+    ahead.close()
+    assert batches.closed == 1
+
+
+def test_what_is_handed_out_is_not_held():
+    """Memory must stay flat: apart from those ahead, a batch lives as long as its user wants it."""
+    alive = []
+
+    def make(number):
+        made = batch(number)
+        alive.append(weakref.ref(made.images))
+        return made
+
+    batches = Batches(make=make)
+    ahead = Prefetcher(batches, CPU, 2)
+    for _ in range(20):
+        next(ahead)
+    count = settled(batches)
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 3
+    assert count == 23
+    ahead.close()
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_failure_is_raised_where_its_batch_is_missed(depth):
+    ahead = Prefetcher(Batches(fails_at=5), CPU, depth)
+    assert [next(ahead).number for _ in range(5)] == [0, 1, 2, 3, 4]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="torn"):
+            next(ahead)
+    ahead.close()
+
+
+@pytest.mark.parametrize("given_up", ["closed", "forgotten"])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_the_thread_ends_and_closes_what_it_reads_when_given_up(given_up, taken):
+    batches = Batches()
+    ahead = Prefetcher(batches, CPU, 2)
+    for _ in range(taken):
+        next(ahead)
+    if given_up == "closed":
+        ahead.close()
+        assert next(ahead, None) is None
+    else:
+        del ahead
+        gc.collect()
+    assert not threads()
+    assert batches.closed == 1
+
+
+def test_closing_does_not_wait_forever_for_a_batch_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(prefetch, "_PATIENCE", 0.2)
+    ahead = Prefetcher(Batches(waits={0: 1.5}), CPU, 2)
+    start = time.monotonic()
+    ahead.close()
+    assert time.monotonic() - start < 1.2
+    threads()[0].join()
+
+
+def test_a_program_may_end_while_batches_are_loaded():
+    """A thread that is amid torch's code when the interpreter is taken down would abort the process."""
+    program = (
+        "import itertools, torch\n"
+        "from data.batches import MicroBatch\n"
+        "from data.prefetch import Prefetcher\n"
+        "def batches():\n"
+        "    for number in itertools.count():\n"
+        "        yield MicroBatch(torch.rand(300, 300) @ torch.rand(300, 300), None, None, 1, number, 0, ())\n"
+        "ahead = Prefetcher(batches(), torch.device('cpu'), 3)\n"
+        "next(ahead)\n"
+    )
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_it_tells_how_long_images_were_waited_for_but_not_the_first(depth):
+    """Two waits of 0.3 seconds behind one of 0.5. A thread loads each of those while the two batches before it are
+    computed, which takes 0.2. A busy machine may take longer, never less."""
+    ahead = Prefetcher(Batches(6, waits={0: 0.5, 2: 0.3, 4: 0.3}), CPU, depth)
+    for _ in ahead:
+        time.sleep(0.1)
+    expected = 0.6 if depth == 0 else 0.2
+    assert expected - 0.05 <= ahead.waited() <= expected + 0.35
+    ahead.close()
+
+
+def test_nothing_is_waited_for_where_loading_keeps_up():
+    ahead = Prefetcher(Batches(20), CPU, 2)
+    for _ in ahead:
+        time.sleep(0.01)
+    assert ahead.waited() < 0.1
+    ahead.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
+    """Memory that another stream still reads must not be written: a batch is summed long after the next was copied."""
+    device = torch.device("cuda")
+    ahead = Prefetcher(Batches(40, make=lambda number: batch(number, rows=64, size=224)), device, depth)
+    busy, sums = torch.rand(4096, 4096, device=device), []
+    for one in ahead:
+        assert one.images.is_cuda and one.images.is_contiguous()
+        assert one.labels.is_pinned() and one.indices.is_pinned()
+        busy @ busy
+        sums.append(one.images.long().sum())
+        del one
+    expected = [batch(number, rows=64, size=224).images.long().sum().item() for number in range(40)]
+    assert torch.stack(sums).tolist() == expected
+    ahead.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits on a CUDA device")
+def test_on_cuda_waiting_counts_only_while_the_device_has_nothing_to_do():
+    """The host waits 0.2 seconds for each of 4 batches. A device with 0.5 seconds of work before them does not."""
+    device = torch.device("cuda")
+    matrix = torch.rand(8192, 8192, device=device)
+
+    def waited(work):
+        ahead = Prefetcher(Batches(5, waits=dict.fromkeys(range(1, 5), 0.2)), device, 0)
+        for _ in ahead:
+            for _ in range(work):
+                matrix @ matrix
+        torch.cuda.synchronize()
+        seconds = ahead.waited()
+        ahead.close()
+        return seconds
+
+    waited(1)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        matrix @ matrix
+    torch.cuda.synchronize()
+    one = (time.perf_counter() - start) / 10
+    assert 0.6 <= waited(0) <= 1.0
+    assert waited(int(0.3 / one) + 1) < 0.2

@@ -1,0 +1,121 @@
+"""An engine that follows a script, for tests of the loop above it."""
+
+import contextlib
+
+import torch
+
+from data.batches import MicroBatch
+from engines.base import Counts, Engine, StepResult
+from optim.half_weights import Norms
+from parallel.topology import Topology
+from recipe.division import Batch
+
+EMPTY = MicroBatch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), None, 1, 0, 0, ())
+
+
+class ScriptedEngine(Engine):
+    """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
+
+    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped. With
+    `averaging` the average over epochs scores one hit more for each epoch that ended. `waited` is called with the
+    number of steps done, and says for how many seconds images were waited for.
+    """
+
+    device = torch.device("cpu")
+    training_batches = evaluation_batches = None  # the loop is given what they would make
+    topology, notes = Topology(), ()
+    batch = Batch(24, 24, 1, 1, 1)
+
+    def __init__(
+        self,
+        before=lambda step: None,
+        finite=lambda step: True,
+        images=24,
+        unreadable=(),
+        averaging=False,
+        waited=lambda steps: 0.0,
+    ):
+        self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
+        self._averaging, self._epochs, self._extra_hits = averaging, 0, 0
+        self._waited = waited
+        self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
+        self._skipped = self._in_row = 0
+
+    def data_wait(self):
+        return self._waited(len(self.steps))
+
+    def train_step(self, micro_batches, step, lr, measure=False):
+        self._before(step)
+        next(micro_batches)
+        self.steps.append(step)
+        self.rates.append(lr)
+        if measure:
+            self.measured.append(step)
+        finite = self._finite(step)
+        self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
+        norms = Norms(
+            *(torch.tensor(10.0 * step + number) for number in range(3)), trust={"stem": torch.tensor(step / 3)}
+        )
+        return StepResult(
+            torch.tensor(float(step) if self._images else 0.0),
+            torch.tensor(step if self._images else 0),
+            self._images,
+            torch.tensor(self._skipped),
+            torch.tensor(self._in_row),
+            torch.tensor(128.0),
+            norms if measure else None,
+            self._unreadable,
+        )
+
+    def evaluate_step(self, batch):
+        if not self._extra_hits:
+            self.evaluated_after.append(len(self.steps))
+        hits = torch.tensor(len(self.steps) + self._extra_hits)
+        return Counts(10, torch.tensor(5.0, dtype=torch.float64), hits, torch.tensor(9))
+
+    def end_epoch(self):
+        self._epochs += 1
+        self.epoch_ends.append(len(self.steps))
+
+    def averages(self):
+        return ("epoch_average",) if self._averaging and self._epochs else ()
+
+    @contextlib.contextmanager
+    def using(self, weights):
+        assert weights == "epoch_average"
+        self._extra_hits = self._epochs
+        yield
+        self._extra_hits = 0
+
+    def total(self, counts, unreadable):
+        return Counts(*(sum(values) for values in zip(*counts))), list(unreadable)
+
+    def timeline(self):
+        return []
+
+    def agree(self, value):
+        return value
+
+    def predict_step(self, batch):
+        raise NotImplementedError
+
+    def shapes(self):
+        raise NotImplementedError
+
+    def load_weights(self, weights):
+        raise NotImplementedError
+
+    def state_dict(self):
+        return {"steps": {"done": torch.tensor(len(self.steps))}}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+    def peak_flops(self):
+        return 1e9
+
+    def synchronize(self):
+        pass
+
+    def close(self):
+        pass

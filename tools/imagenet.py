@@ -1,0 +1,241 @@
+"""ImageNet's own archives as sources: read by offset, never unpacked.
+
+ILSVRC2012_img_train.tar holds a tar for each class, nXXXXXXXX.tar; ILSVRC2012_img_val.tar holds the images alone, and a
+list gives their classes in the order of their names.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+import zlib
+from typing import Iterator
+
+import numpy as np
+
+from data.base import UnreadableImage
+from data.encoded import EncodedSource
+from data.local import LocalFolder, Range
+from data.names import Names
+from recipe.errors import DataError
+from tools.shard_tar import EXTENSIONS, members, open_archive, split
+
+_CLASSES = 1000
+_WNID = re.compile(r"n\d{8}")
+
+
+class ArchiveSource(EncodedSource):
+    """Images in one tar file, each known by its offset."""
+
+    def __init__(self, path: str, classes: tuple[str, ...], images: list[tuple[str, int, int]], labels: list[int]):
+        """
+        Args:
+            path: of the archive.
+            images: name, offset and bytes of each.
+            labels: of each.
+        """
+        folder, self._file = os.path.split(path)
+        self._folder = LocalFolder(folder)
+        self.classes = classes
+        self.labels = np.array(labels, np.int64)
+        encoded = [os.fsencode(name) for name, _, _ in images]
+        self._names = Names([b"".join(encoded)], [np.array([len(name) for name in encoded])])
+        self._offsets = np.array([offset for _, offset, _ in images], np.int64)
+        self._lengths = np.array([length for _, _, length in images], np.int64)
+
+    def name(self, index: int) -> str:
+        return f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}"
+
+    def encoded(self, index: int) -> bytes:
+        place = Range(self._file, int(self._offsets[index]), int(self._lengths[index]))
+        (answer,) = self._folder.ranges([place])
+        if isinstance(answer, str):
+            raise UnreadableImage(f"{self.name(index)}: {answer}")
+        return answer
+
+
+def training(path: str) -> ArchiveSource:
+    """The training images of a tar of tars.
+
+    Classes are in the order of their WordNet numbers, images in that of class and name.
+
+    Raises:
+        DataError: the archive is missing or damaged, or not of this kind.
+    """
+    found = []
+    with _opened(path) as stream:
+        for wnid, start, size in _files(stream, path):
+            name, extension = split(wnid)
+            if extension != "tar" or not _WNID.fullmatch(name):
+                raise DataError(
+                    f"{path}: {wnid!r} is no archive of a class, such as n01440764.tar; give the right file"
+                )
+            part = _Part(stream, start, size)
+            images = sorted(_images(part, f"{path}/{wnid}"))
+            found.append((name, [(f"{name}/{image}", start + offset, length) for image, offset, length in images]))
+    found.sort()
+    _refuse_twice(path, [name for name, _ in found])
+    classes = tuple(name for name, _ in found)
+    labels = [label for label, (_, images) in enumerate(found) for _ in images]
+    return _source(path, classes, [image for _, images in found for image in images], labels)
+
+
+def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
+    """The validation images, and their classes from a list in the order of their names.
+
+    Args:
+        ground_truth: file with a line for each image: its WordNet number, or its number in the devkit.
+        devkit: ILSVRC2012_devkit_t12.tar.gz, which says which WordNet number a number is.
+
+    Raises:
+        DataError: a file is missing, damaged or does not fit the others.
+    """
+    lines = _lines(ground_truth)
+    with _opened(path) as stream:
+        images = sorted(_images(stream, path))
+    if len(images) != len(lines):
+        raise DataError(
+            f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give the list of these images"
+        )
+    if all(_WNID.fullmatch(line) for line in lines):
+        wnids, known = lines, set(lines)
+    else:
+        wnids, known = _by_number(lines, ground_truth, devkit)
+    classes = tuple(sorted(known))
+    label = {wnid: number for number, wnid in enumerate(classes)}
+    return _source(path, classes, images, [label[wnid] for wnid in wnids])
+
+
+def _by_number(lines: list[str], ground_truth: str, devkit: str | None) -> tuple[list[str], set[str]]:
+    """WordNet numbers of the lines, and of all classes."""
+    for number, line in enumerate(lines, start=1):
+        if not re.fullmatch(r"[0-9]{1,9}", line):
+            raise DataError(
+                f"{ground_truth}:{number}: {line!r} is neither a WordNet number such as n01440764 nor a number of the "
+                "devkit; each line must be the same kind"
+            )
+    if devkit is None:
+        raise DataError(
+            f"{ground_truth}: numbers of the devkit, which says what they mean; "
+            "add --devkit ILSVRC2012_devkit_t12.tar.gz"
+        )
+    meaning = _devkit(devkit)
+    for number, line in enumerate(lines, start=1):
+        if int(line) not in meaning:
+            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
+    return [meaning[int(line)] for line in lines], set(meaning.values())
+
+
+def _devkit(path: str) -> dict[int, str]:
+    """WordNet number of each class's number; without the groups of classes, which have no images of their own."""
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise DataError(f"{path}: the package scipy is needed to read it: pip install scipy") from None
+    content = _meta(path)
+    try:
+        synsets = loadmat(io.BytesIO(content), squeeze_me=True)["synsets"]
+        numbers, wnids = _flat(synsets["ILSVRC2012_ID"]), _flat(synsets["WNID"])
+        if "num_children" in synsets.dtype.names:
+            leaves = [count == 0 for count in _flat(synsets["num_children"])]
+        else:
+            leaves = [number <= _CLASSES for number in numbers]
+        meaning = {int(number): str(wnid) for number, wnid, leaf in zip(numbers, wnids, leaves) if leaf}
+    except Exception as error:  # the reader of damaged files raises nearly everything
+        raise DataError(f"{path}: data/meta.mat cannot be read ({error}); copy it again") from None
+    if not len(numbers) == len(wnids) == len(leaves) or not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
+        raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
+    return meaning
+
+
+def _meta(path: str) -> bytes:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.name.split("/")[-2:] == ["data", "meta.mat"] and member.isreg():
+                    return archive.extractfile(member).read()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; correct --devkit") from None
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
+    raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
+
+
+def _flat(values: object) -> list:
+    """The scalars in arrays of arrays, in order: how deep they lie depends on who wrote the file."""
+    if isinstance(values, np.ndarray):
+        return [scalar for value in values.ravel().tolist() for scalar in _flat(value)]
+    return [scalar for value in values for scalar in _flat(value)] if isinstance(values, list) else [values]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii") as file:
+            return [line.strip() for line in file if line.strip()]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; correct --ground-truth") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: no text; it must hold a line for each image") from None
+
+
+def _opened(path: str) -> io.BufferedReader:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; name the archive as it was downloaded") from None
+
+
+def _files(stream: io.IOBase, place: str) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and bytes of each file in an archive."""
+    with open_archive(stream, place) as archive:
+        for member in members(archive, place):
+            yield member.name, member.offset_data, member.size
+
+
+def _images(stream: io.IOBase, place: str) -> list[tuple[str, int, int]]:
+    found = [file for file in _files(stream, place) if split(file[0])[1] in EXTENSIONS]
+    _refuse_twice(place, [name for name, _, _ in found])
+    return found
+
+
+def _refuse_twice(place: str, names: list[str]) -> None:
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise DataError(f"{place}: {name!r} is in it twice; copy the archive again")
+        seen.add(name)
+
+
+def _source(path: str, classes: tuple[str, ...], images: list, labels: list[int]) -> ArchiveSource:
+    if not images:
+        raise DataError(f"{path}: no images in this archive; give the right file")
+    return ArchiveSource(path, classes, images, labels)
+
+
+class _Part(io.RawIOBase):
+    """Part of a file, as a file."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, size: int):
+        self._stream, self._start, self._size, self._place = stream, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._place)
+        self._stream.seek(self._start + self._place)
+        content = self._stream.read(left if size < 0 else min(size, left))
+        self._place += len(content)
+        return content

@@ -1,0 +1,225 @@
+"""Packing a source of files into shards: what goes where, and the processes that do it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Callable, Iterator, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from data import decode
+from data.base import UnreadableImage
+from data.encoded import EncodedSource
+from data.local import LocalFolder, MissingFile
+from data.shard_index import MANIFEST, Index, Manifest, Shard, decode_index, encode_index, encode_manifest, index_name
+from recipe.errors import DataError
+from recipe.randomness import bits32, key
+from tools.shard_tar import Writer
+
+_KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
+
+
+class Options(NamedTuple):
+    """How shards are made."""
+
+    images_per_shard: int = 1000
+    short_side: int | None = None  # pixels; None leaves images as they are
+    quality: int = 92
+    seed: int = 0
+    skip_bad: bool = False
+
+
+class Packed(NamedTuple):
+    """What was made."""
+
+    manifest: Manifest
+    kept: int  # shards that had been made before
+    skipped: int  # unreadable images that were left out
+
+
+def pack(
+    source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
+) -> Packed:
+    """Pack all images of a source into shards, with indexes and manifest.
+
+    Images are spread over the shards at random, a function of the seed. The same images and options give the same
+    bytes, whatever the number of workers. Shards that an earlier, interrupted call has finished are kept.
+
+    Args:
+        folder: is made if it is not there.
+        workers: processes.
+        advance: is called with the shards that are done and with all of them, each time one more is.
+
+    Raises:
+        DataError: `folder` holds other shards; a shard would have no images.
+        UnreadableImage: unless options.skip_bad.
+        OSError: while writing.
+    """
+    order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
+    task = _Task(source, folder, options, _digest(source, options), order)
+    count = -(-len(source) // options.images_per_shard)
+    names = [f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count)]
+    os.makedirs(folder, exist_ok=True)
+    indexes = _finished(folder, names, task)
+    kept = len(indexes)
+    missing = [number for number, name in enumerate(names) if name not in indexes]
+    advance(kept, count)
+    for done, (number, index) in enumerate(_all_packed(task, names, missing, min(workers, len(missing))), start=1):
+        indexes[names[number]] = index
+        advance(kept + done, count)
+    shards = tuple(Shard(name, indexes[name].bytes, len(indexes[name].labels), indexes[name].sha256) for name in names)
+    manifest = Manifest(source.classes, shards)
+    write_whole(os.path.join(folder, MANIFEST), encode_manifest(manifest))
+    return Packed(manifest, kept, len(source) - sum(shard.images for shard in shards))
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Write a file, which is there with all of its content or not at all."""
+    with _whole(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def _whole(path: str) -> Iterator[io.BufferedWriter]:
+    head, tail = os.path.split(path)
+    partial = os.path.join(head, f".{tail}.partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+class _Task(NamedTuple):
+    """What a process needs to know to make any shard."""
+
+    source: EncodedSource
+    folder: str
+    options: Options
+    plan: str
+    order: np.ndarray  # int64 [images]: which image comes first, and so on through all shards
+
+    def images(self, number: int) -> list[int]:
+        """Numbers of the images of a shard, in their order there."""
+        size = self.options.images_per_shard
+        return self.order[number * size : (number + 1) * size].tolist()
+
+
+def _digest(source: EncodedSource, options: Options) -> str:
+    """Of all that shards are a function of, but for the images' bytes.
+
+    Not of options.skip_bad: who is told of a bad image after an hour goes on with it.
+    """
+    digest = hashlib.sha256(json.dumps([options._replace(skip_bad=False), source.classes]).encode())
+    digest.update(source.labels.tobytes())
+    for index in range(len(source)):
+        digest.update(os.fsencode(os.path.basename(source.name(index))) + b"\0")
+    return digest.hexdigest()
+
+
+def _finished(folder: str, names: list[str], task: _Task) -> dict[str, Index]:
+    """Indexes of the shards that are complete. Raises DataError: there are shards of something else."""
+    local = LocalFolder(folder)
+    numbers = {name: number for number, name in enumerate(names)}
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(".") or not name.endswith(".tar"):
+            continue
+        try:
+            index = decode_index(local.read(index_name(name)), local.path(index_name(name)))
+        except MissingFile:
+            if name in numbers:  # a process was killed between the two
+                continue
+            raise DataError(f"{local.path(name)}: not packed by this command; name an empty folder") from None
+        if name not in numbers or index.plan != task.plan:
+            raise DataError(
+                f"{local.path(name)}: packed from other images or with other options; name an empty folder, repeat "
+                "those options, or remove these shards"
+            )
+        whole = task.options.skip_bad or len(index.labels) == len(task.images(numbers[name]))
+        if whole and local.size(name) == index.bytes:
+            found[name] = index
+    return found
+
+
+_task: _Task | None = None  # in a worker
+
+
+def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int) -> Iterator[tuple[int, Index]]:
+    """Each shard's number and index, as they are finished."""
+    if workers <= 1:
+        for number in numbers:
+            yield number, _pack_shard(task, names[number], number)
+        return
+    # Not forked: the process that asks may have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
+        try:
+            running = {pool.submit(_work, names[number], number): number for number in numbers}
+            for future in as_completed(running):
+                yield running[future], future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _begin(task: _Task) -> None:
+    global _task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that asked
+    _task = task
+
+
+def _work(name: str, number: int) -> Index:
+    assert _task is not None
+    return _pack_shard(_task, name, number)
+
+
+def _pack_shard(task: _Task, name: str, number: int) -> Index:
+    path = os.path.join(task.folder, name)
+    with _whole(path) as file:
+        writer, written = Writer(file), 0
+        for image in task.images(number):
+            called = task.source.name(image)
+            try:
+                encoded, extension = _ready(task.source.encoded(image), called, task.options)
+            except UnreadableImage:
+                if not task.options.skip_bad:
+                    raise
+                continue
+            stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
+            writer.add(f"{image:08d}-{stem}", extension, encoded, int(task.source.labels[image]))
+            written += 1
+        if not written:
+            raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
+        index = writer.close(task.plan)
+    write_whole(os.path.join(task.folder, index_name(name)), encode_index(index))
+    return index
+
+
+def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:
+    """An image as it is packed, and its extension. Raises UnreadableImage."""
+    # All of it is decoded: what is damaged is cheaper to find now than in every epoch.
+    pixels = decode.decode(encoded, name)
+    height, width = pixels.shape[1:]
+    if options.short_side is None or min(height, width) <= options.short_side:
+        return encoded, "png" if encoded.startswith(b"\x89PNG") else "jpg"
+    ratio = options.short_side / min(height, width)
+    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    image = image.resize((round(width * ratio), round(height * ratio)), Image.Resampling.BICUBIC)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=options.quality)
+    return stream.getvalue(), "jpg"

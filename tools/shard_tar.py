@@ -1,0 +1,214 @@
+"""Tar files of shards: how they are written, and how they are read from end to end."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import tarfile
+import zlib
+from typing import BinaryIO, Callable, Iterator, NamedTuple, Optional
+
+import numpy as np
+
+from data.local import Folder, Range
+from data.shard_index import Index
+from recipe.errors import DataError
+
+EXTENSIONS = ("jpg", "jpeg", "png")
+_CHUNK = 1 << 23
+_LABEL_BYTES = 32
+_END = bytes(1024)  # two blocks of zeros: where an archive ends
+
+
+class StrictInfo(tarfile.TarInfo):
+    """A member of an archive, where Python's own would take a damaged header for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {archive.offset:,}") from None
+
+
+def members(archive: tarfile.TarFile, place: str) -> Iterator[tarfile.TarInfo]:
+    """The files in an archive, which must hold nothing but files and folders below its own top.
+
+    Args:
+        place: what errors call the archive.
+
+    Raises:
+        DataError: it is damaged or cut short, or has a link, a device or a name that leads elsewhere.
+    """
+    try:
+        for member in archive:
+            if member.name.startswith("/") or ".." in member.name.split("/"):
+                raise DataError(f"{place}: {member.name!r} leads out of the archive; make the archive without it")
+            if member.isdir():
+                continue
+            if not member.isreg() or member.issparse():
+                raise DataError(
+                    f"{place}: {member.name!r} is no plain file; make the archive without links and devices"
+                )
+            yield member
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
+
+
+def open_archive(stream: BinaryIO, place: str, mode: str = "r:") -> tarfile.TarFile:
+    """Args: mode: "r:" to read at will, "r|" from front to end. Raises DataError."""
+    try:
+        return tarfile.open(fileobj=stream, mode=mode, tarinfo=StrictInfo, bufsize=_CHUNK)
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{place}: no tar archive ({error}); copy it again") from None
+
+
+class Writer:
+    """Writes a shard and notes what its index says. The same images give the same bytes."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self._sha256 = hashlib.sha256()
+        self._bytes = 0
+        self._rows: list[_Row] = []
+
+    def add(self, key: str, extension: str, encoded: bytes, label: int) -> None:
+        """An image: the members KEY.EXTENSION and KEY.cls. Args: key: of at most 80 ASCII characters."""
+        name = f"{key}.{extension}"
+        offset = self._member(name, encoded)
+        self._rows.append(_Row(name, offset, len(encoded), label, zlib.crc32(encoded)))
+        self._member(f"{key}.cls", str(label).encode())
+
+    def close(self, plan: str) -> Index:
+        """Ends the archive. Args: plan: digest of what the shard is made from."""
+        self._write(_END)
+        return _index(self._rows, self._bytes, self._sha256.hexdigest(), plan)
+
+    def _member(self, name: str, content: bytes) -> int:
+        """Returns the offset of the content."""
+        info = tarfile.TarInfo(name)  # of the year 1970 and nobody's
+        info.size = len(content)
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        offset = self._bytes
+        self._write(content)
+        self._write(bytes(-len(content) % tarfile.BLOCKSIZE))
+        return offset
+
+    def _write(self, content: bytes) -> None:
+        self._stream.write(content)
+        self._sha256.update(content)
+        self._bytes += len(content)
+
+
+def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, bytes], None]] = None) -> Index:
+    """The index of a shard, from reading all of it.
+
+    Args:
+        shard: name of a tar file in `folder`.
+        size: its bytes.
+        look: is called with the name and the bytes of each image.
+
+    Raises:
+        DataError: as `members`; or a key has no image, no label, two of them, or a label that is no whole number.
+    """
+    place = folder.path(shard)
+    stream = _Stream(folder, shard, size)
+    images: dict[str, _Row] = {}
+    labels: dict[str, int] = {}
+    archive = open_archive(stream, place, "r|")
+    for member in members(archive, place):
+        key, extension = split(member.name)
+        if extension == "cls":
+            _once(place, key, "label", labels)
+            labels[key] = _label(archive, member, place)
+        elif extension in EXTENSIONS:
+            _once(place, key, "image", images)
+            encoded = _content(archive, member, place)
+            images[key] = _Row(member.name, member.offset_data, member.size, -1, zlib.crc32(encoded))
+            if look is not None:
+                look(member.name, encoded)
+    for key in images.keys() ^ labels.keys():
+        missing = f"{key}.cls, its label" if key in images else "image (.jpg, .jpeg, .png)"
+        raise DataError(f"{place}: {key!r} has no {missing}; add it or leave the other out")
+    if not images:
+        raise DataError(f"{place}: no images; remove this shard")
+    rows = [row._replace(label=labels[key]) for key, row in images.items()]
+    return _index(rows, size, stream.sha256(), "")
+
+
+def split(name: str) -> tuple[str, str]:
+    """Key and extension, in small letters: what is before and after the first dot in the last part of a path.
+
+    Source: the WebDataset convention.
+    """
+    folder, slash, last = name.rpartition("/")
+    key, _, extension = last.partition(".")
+    return folder + slash + key, extension.lower()
+
+
+class _Row(NamedTuple):
+    name: str
+    offset: int
+    length: int
+    label: int
+    crc32: int
+
+
+def _index(rows: list[_Row], size: int, sha256: str, plan: str) -> Index:
+    names = [row.name.encode(errors="surrogateescape") for row in rows]
+    return Index(
+        np.array([row.offset for row in rows], np.int64), np.array([row.length for row in rows], np.int64),
+        np.array([row.label for row in rows], np.int32), np.array([row.crc32 for row in rows], np.uint32),
+        np.array([len(name) for name in names], np.int32), b"".join(names), size, sha256, plan,
+    )  # fmt: skip
+
+
+class _Stream(io.RawIOBase):
+    """A file of a folder from front to end, whose checksum is taken on the way."""
+
+    def __init__(self, folder: Folder, name: str, size: int):
+        self._folder, self._name, self._size = folder, name, size
+        self._place = 0
+        self._sha256 = hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        length = min(self._size - self._place, _CHUNK if size < 0 else size)
+        if length == 0:
+            return b""
+        (answer,) = self._folder.ranges([Range(self._name, self._place, length)])
+        if isinstance(answer, str):
+            raise DataError(f"{self._folder.path(self._name)}: {answer}")
+        self._place += length
+        self._sha256.update(answer)
+        return answer
+
+    def sha256(self) -> str:
+        """Of all of the file."""
+        while self.read():
+            pass
+        return self._sha256.hexdigest()
+
+
+def _once(place: str, key: str, what: str, seen: dict) -> None:
+    if key in seen:
+        raise DataError(f"{place}: {key!r} has a second {what}; keys must differ")
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bytes:
+    try:
+        content = archive.extractfile(member).read()
+    except tarfile.TarError:
+        content = b""
+    if len(content) != member.size:
+        raise DataError(f"{place}: cut short within {member.name!r}; copy it again")
+    return content
+
+
+def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> int:
+    text = _content(archive, member, place).strip() if member.size <= _LABEL_BYTES else b""
+    if not re.fullmatch(rb"[0-9]{1,9}", text):
+        raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
+    return int(text)

@@ -1,0 +1,293 @@
+"""Makes and checks tar shards: python -m tools.shards pack | index | verify ...
+
+pack writes class folders, or ImageNet's archives, into shards. index makes what must lie beside shards of others.
+verify reads all of a set of shards and compares it with its checksums. See docs/shards.md.
+With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Callable, Iterator, Sequence
+
+from data import decode
+from data.base import UnreadableImage
+from data.encoded import EncodedSource
+from data.local import Folder, LocalFolder
+from data.shard_index import (
+    MANIFEST,
+    Index,
+    Manifest,
+    Shard,
+    encode_index,
+    encode_manifest,
+    index_name,
+    read_index,
+    read_manifest,
+)  # fmt: skip
+from data.shards import open_folder
+from data.sources import FolderSource
+from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError, UserError
+from tools import imagenet
+from tools.packing import Options, pack, write_whole
+from tools.shard_tar import scan
+from training.command import Parser, fail
+
+_TOLD = 20  # faults that verify names
+_LINES = 20  # of progress, without a terminal
+
+_Advance = Callable[[int, int], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        with _progress() as advance:
+            code, text, data = options.run(options, advance)
+    except UserError as error:
+        return fail(error, WRONG_INPUT)
+    except OSError as error:
+        return fail(f"{error.filename or 'writing'}: {error.strerror or error}", FAILED)
+    except BrokenProcessPool:
+        return fail(
+            "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
+        )
+    except KeyboardInterrupt:
+        return fail("stopped; the same command goes on where it was", FAILED)
+    print(text)
+    if options.json:
+        print(json.dumps(data))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m tools.shards", description="Make and check tar shards.")
+    commands = parser.add_subparsers(required=True, metavar="pack | index | verify")
+
+    packing = commands.add_parser("pack", help="write class folders or ImageNet's archives into shards")
+    packing.add_argument("places", nargs="+", metavar="FOLDER DEST", help="class folders (not for archives); shards")
+    packing.add_argument("--imagenet-train", metavar="TAR", help="ILSVRC2012_img_train.tar, in the place of FOLDER")
+    packing.add_argument("--imagenet-validation", metavar="TAR", help="ILSVRC2012_img_val.tar, in the place of FOLDER")
+    packing.add_argument("--ground-truth", metavar="FILE", help="class of each validation image, a line each")
+    packing.add_argument("--devkit", metavar="TAR", help="ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers")
+    packing.add_argument("--images-per-shard", type=_positive, default=1000, metavar="N", help="1000")
+    packing.add_argument("--short-side", type=_positive, metavar="PIXELS", help="make images with a longer one smaller")
+    packing.add_argument("--quality", type=_quality, default=92, metavar="Q", help="of those, as JPEG: 1 to 95 (92)")
+    packing.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes")
+    packing.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the images (0)")
+    packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
+    packing.set_defaults(run=_pack)
+
+    indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
+    indexing.add_argument("folder", metavar="FOLDER")
+    indexing.add_argument("--classes", metavar="FILE", help="names of the classes, a line each; else 0, 1, 2, ...")
+    indexing.set_defaults(run=_index)
+
+    verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
+    verifying.add_argument("folder", metavar="FOLDER_OR_URL")
+    verifying.add_argument("--decode", action="store_true", help="decode every image, too")
+    verifying.set_defaults(run=_verify)
+    for command in (packing, indexing, verifying):
+        command.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    return parser
+
+
+def _pack(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+    source, folder = _source(options)
+    how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
+    packed = pack(source, folder, how, options.workers, advance)
+    text, data = _summary(folder, packed.manifest)
+    text += f"; {packed.kept} shards were there before, {packed.skipped} unreadable images left out"
+    return DONE, text, {**data, "kept": packed.kept, "skipped": packed.skipped}
+
+
+def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
+    """What to pack, and where to. Raises DataError."""
+    archives = options.imagenet_train, options.imagenet_validation
+    given = sum(archive is not None for archive in archives)
+    if given > 1 or len(options.places) != 2 - given:
+        raise DataError(
+            "pack FOLDER DEST, pack --imagenet-train TAR DEST, or "
+            "pack --imagenet-validation TAR --ground-truth FILE DEST"
+        )
+    if (options.imagenet_validation is None) != (options.ground_truth is None):
+        raise DataError("--imagenet-validation and --ground-truth go together; give both or none")
+    if options.imagenet_train is not None:
+        source: EncodedSource = imagenet.training(options.imagenet_train)
+    elif options.imagenet_validation is not None:
+        source = imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
+    else:
+        source = FolderSource(options.places[0])
+    return source, options.places[-1]
+
+
+def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+    folder = LocalFolder(options.folder)
+    names = sorted(name for name in _listed(options.folder) if name.endswith(".tar") and not name.startswith("."))
+    if not names:
+        raise DataError(f"{options.folder}: no .tar files; name the folder that holds the shards")
+
+    def make(name: str) -> Index:
+        return scan(folder, name, os.path.getsize(folder.path(name)))
+
+    indexes = dict(_by_threads(make, names, advance))
+    largest = max(int(index.labels.max()) for index in indexes.values())
+    classes = _classes(options.classes, largest)
+    for name in names:
+        write_whole(folder.path(index_name(name)), encode_index(indexes[name]))
+    shards = [
+        Shard(name, indexes[name].bytes, len(indexes[name].labels), indexes[name].sha256) for name in names
+    ]  # fmt: skip
+    manifest = Manifest(classes, tuple(shards))
+    write_whole(folder.path(MANIFEST), encode_manifest(manifest))
+    text, data = _summary(options.folder, manifest)
+    return DONE, text, data
+
+
+def _classes(file: str | None, largest: int) -> tuple[str, ...]:
+    """Names of the classes. Args: largest: label in the shards. Raises DataError."""
+    if file is None:
+        return tuple(str(label) for label in range(largest + 1))
+    try:
+        with open(file, encoding="utf-8") as lines:
+            classes = tuple(line.strip() for line in lines if line.strip())
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}; correct --classes") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: no text in UTF-8; it must hold the name of a class in each line") from None
+    if largest >= len(classes):
+        raise DataError(f"{file}: {len(classes)} classes, but the shards have label {largest}; name all classes")
+    return classes
+
+
+def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+    folder = open_folder(options.folder)
+    manifest = read_manifest(folder)
+
+    def check(shard: Shard) -> list[str]:
+        return _faults(folder, shard, len(manifest.classes), options.decode)
+
+    found = dict(_by_threads(check, manifest.shards, advance))
+    faults = [fault for shard in manifest.shards for fault in found[shard]]
+    text, data = _summary(options.folder, manifest)
+    for fault in faults[:_TOLD]:
+        print(fault, file=sys.stderr)
+    if faults:
+        more = f", {_TOLD} of them named above" if len(faults) > _TOLD else ""
+        print(f"{options.folder}: {len(faults)} faults{more}; copy or make these shards again", file=sys.stderr)
+    text += f"; {len(faults)} faults"
+    return WRONG_INPUT if faults else DONE, text, {**data, "faults": len(faults), "named": faults[:_TOLD]}
+
+
+def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[str]:
+    """What is wrong with a shard."""
+    faults: list[str] = []
+    place = folder.path(shard.name)
+
+    def look(name: str, encoded: bytes) -> None:
+        try:
+            decode.decode(encoded, f"{place}/{name}")
+        except UnreadableImage as error:
+            faults.append(str(error))
+
+    try:
+        index = read_index(folder, shard, classes)
+        found = scan(folder, shard.name, shard.bytes, look if decoded else None)
+    except DataError as error:
+        return [*faults, str(error)]
+    return faults + _differences(index, found, place)
+
+
+def _differences(index: Index, found: Index, place: str) -> list[str]:
+    """Where a shard is not what its index says. Args: found: the index that fits the shard."""
+    if (index.names, index.offsets.tolist(), index.lengths.tolist()) != (
+        found.names, found.offsets.tolist(), found.lengths.tolist(),
+    ):  # fmt: skip
+        return [f"{place}: other images, or at other places, than in its index"]
+    ends = index.name_lengths.cumsum()
+    faults = []
+    for number, (end, length) in enumerate(zip(ends.tolist(), index.name_lengths.tolist())):
+        name = os.fsdecode(index.names[end - length : end])
+        if index.crc32[number] != found.crc32[number]:
+            faults.append(f"{place}/{name}: not the bytes that the index has the checksum of")
+        if index.labels[number] != found.labels[number]:
+            faults.append(f"{place}/{name}: label {found.labels[number]}, but its index says {index.labels[number]}")
+    if not faults and index.sha256 != found.sha256:
+        faults.append(f"{place}: not the bytes that {MANIFEST} has the checksum of, but no image is affected")
+    return faults
+
+
+def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
+    """What a set of shards holds, for people and for programs."""
+    data = {
+        "folder": place,
+        "shards": len(manifest.shards),
+        "images": sum(shard.images for shard in manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+        "classes": len(manifest.classes),
+    }
+    text = "{folder}: {images} images of {classes} classes in {shards} shards, {bytes:,} bytes".format(**data)
+    return text, data
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}; name the folder that holds the shards") from None
+
+
+def _by_threads(work: Callable, tasks: Sequence, advance: _Advance) -> Iterator[tuple]:
+    """(task, what work makes of it), as they are finished. Checksums and decoders let other threads run."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            running = {pool.submit(work, task): task for task in tasks}
+            for done, future in enumerate(as_completed(running), start=1):
+                yield running[future], future.result()
+                advance(done, len(tasks))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[_Advance]:
+    """How many shards are done: a bar in a terminal, else a line now and then."""
+    if not sys.stdout.isatty():
+        yield _tell
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress(BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _tell(done: int, total: int) -> None:
+    if done and (done == total or done % max(1, total // _LINES) == 0):
+        print(f"{done} of {total} shards", flush=True)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _quality(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 95:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1 to 95")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
