@@ -114,17 +114,23 @@ class _Ahead:
         self._batches, self._move = batches, move
         self._ready: queue.Queue[Union[_Moved, BaseException]] = queue.Queue(depth)
         self._stop = threading.Event()
-        self._end: Optional[BaseException] = None
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     def __next__(self) -> _Moved:
-        if self._end is None:
-            taken = self._ready.get()
-            if not isinstance(taken, BaseException):
-                return taken
-            self._end = taken
-        raise self._end
+        if self._ended:
+            raise StopIteration
+        taken = self._ready.get()
+        if not isinstance(taken, BaseException):
+            return taken
+        self._ended = True
+        try:
+            raise taken
+        finally:
+            # An error that holds the frame that holds it would keep alive, until garbage is collected, all that the
+            # frames above hold, such as workers.
+            del taken
 
     def close(self) -> None:
         self._stop.set()
@@ -132,7 +138,7 @@ class _Ahead:
         while self._thread.is_alive() and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
                 self._ready.get(timeout=0.05)
-        self._end = self._end or StopIteration()
+        self._ended = True
 
     def _run(self) -> None:
         try:

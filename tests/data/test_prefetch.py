@@ -1,5 +1,6 @@
 """Prefetching: the same batches in the same order, never more than its depth ahead, and what waiting it tells of."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Batches:
 
     def __next__(self):
         if self.taken == self._fails_at:
+            self._fails_at, self._count = None, self.taken  # a generator that failed has ended
             raise ValueError("torn")
         if self.taken == self._count:
             raise StopIteration
@@ -120,10 +122,26 @@ def test_what_is_handed_out_is_not_held():
 def test_a_failure_is_raised_where_its_batch_is_missed(depth):
     ahead = Prefetcher(Batches(fails_at=5), CPU, depth)
     assert [next(ahead).number for _ in range(5)] == [0, 1, 2, 3, 4]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="torn"):
-            next(ahead)
+    with pytest.raises(ValueError, match="torn"):
+        next(ahead)
     ahead.close()
+    assert next(ahead, None) is None
+
+
+def test_a_failure_keeps_nothing_alive():
+    """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
+    batches = Batches(fails_at=1)
+    ahead = Prefetcher(batches, CPU, 2)
+    alive = weakref.ref(batches), weakref.ref(ahead)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            for _ in ahead:
+                pass
+        del ahead, batches
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("given_up", ["closed", "forgotten"])
