@@ -58,7 +58,7 @@ def devkit(path, with_children=True):
 
 
 def test_imagenets_training_images_are_packed_with_their_classes(train_archive, tmp_path, capsys):
-    code, data, _ = run(capsys, "pack", "--imagenet-train", train_archive, tmp_path / "out", "--workers", 2,
+    code, data, _ = run(capsys, "pack", "--imagenet-train", train_archive, tmp_path / "out", "--workers", 1,
                         "--images-per-shard", 5)  # fmt: skip
     assert (code, data["images"], data["classes"]) == (0, 9, 3)
     source = ShardsSource(str(tmp_path / "out"), 1)

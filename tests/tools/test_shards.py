@@ -71,7 +71,7 @@ def test_pythons_tarfile_reads_what_is_packed_and_index_finds_the_same(classes, 
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(classes, tmp_path, capsys):
-    for workers in (1, 3):
+    for workers in (1, 2):
         assert (
             run(capsys, "pack", classes, tmp_path / f"{workers}", "--images-per-shard", 4, "--workers", workers)[0] == 0
         )

@@ -54,7 +54,8 @@ class Outcome:
     def __init__(self, folder):
         content = CheckpointFolder(folder / "checkpoints", 2, True).load_newest(warn=pytest.fail)
         self.engine = content["engine"]
-        self.progression = {**content["progression"], "seconds": None, "metrics_bytes": None}
+        times = dict.fromkeys(("seconds", "paused", "waited", "metrics_bytes"))
+        self.progression = {**content["progression"], **times}
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.events = [
             {key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS} for line in lines
