@@ -21,6 +21,18 @@ from recipe.config import Data
 _CPU = torch.device("cpu")
 
 
+class NotLeftOut(UnreadableImage):
+    """An unreadable image where data.bad_images=error.
+
+    Attributes:
+        reason: what is wrong with which image.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(f"{reason}; mend or remove the file, or leave such images out with data.bad_images=skip")
+
+
 def training_batches(
     source: Source,
     *,
@@ -178,9 +190,7 @@ def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:
 
 def _micro_batch(loaded: Loaded, data: Data) -> MicroBatch:
     if loaded.unreadable and data.bad_images == "error":
-        raise UnreadableImage(
-            f"{loaded.unreadable[0]}; mend or remove the file, or leave such images out with data.bad_images=skip"
-        )
+        raise NotLeftOut(loaded.unreadable[0])
     valid = len(loaded.indices)
     padding = len(loaded.images) - valid
     labels = torch.tensor(loaded.labels + [0] * padding)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from data import mixing
 from data.base import Source, UnreadableImage
 from data.batches import MicroBatch
-from data.loader import EvaluationBatches, evaluation_share
+from data.loader import EvaluationBatches, NotLeftOut, evaluation_share
 from data.transforms import Training
 from data.workers import signals_withheld
 from engines.ipu_model import mixing_rows
@@ -169,8 +169,8 @@ class EvaluationFeed:
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
             yield from self._batches
-        except UnreadableImage as error:  # leaving it out, which the loader also advises, IPUs cannot do
-            raise UnreadableImage(f"{str(error).partition('; ')[0]}; mend or remove the file") from None
+        except NotLeftOut as error:  # leaving it out, which that advises, IPUs cannot do
+            raise UnreadableImage(f"{error.reason}; mend or remove the file") from None
         for _ in range(self._empty):
             none = torch.zeros(self._shape[0], dtype=torch.int64)
             yield MicroBatch(torch.zeros(self._shape, dtype=torch.uint8), none, none - 1, 0, 0, 0, ())

@@ -117,6 +117,21 @@ def test_all_images_are_evaluated_once_in_as_many_batches_everywhere(tiny, insta
         feed.close()
 
 
+def test_an_unreadable_validation_image_is_named_without_advice_to_leave_it_out(tiny, monkeypatch):
+    """Which IPUs cannot follow. The reason keeps all it says."""
+    recipe, _ = plan_of(tiny)
+    source = open_source(recipe.data, recipe.model.classes, "validation")
+
+    def torn(index):
+        raise UnreadableImage("a.tar/b.jpg: too much came; no ranges")
+
+    monkeypatch.setattr(source, "read", torn)
+    feed = EvaluationFeed(source, recipe, 8, 0, 1)
+    with pytest.raises(UnreadableImage, match=r"^a.tar/b.jpg: too much came; no ranges; mend or remove the file$"):
+        list(feed)
+    feed.close()
+
+
 def test_batches_of_any_size_are_cut_and_filled_up():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
     parts = padded(images, 3)
