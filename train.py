@@ -11,6 +11,14 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from training import stopping
 from training.command import Parser, fail, finish, naming
 
+# What torch says -> what a user can do about it.
+_RUNTIME_ERRORS = {
+    "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
+    "model.image_size",
+    r"DataLoader worker \(pid": "a process that loads images was killed, perhaps for want of memory; lower "
+    "data.workers or data.prefetch; the same command resumes from the last checkpoint",
+}
+
 
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
@@ -34,9 +42,10 @@ def main(arguments=None) -> int:
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except RuntimeError as error:
-        if not re.search("out of memory|can't allocate memory", str(error)):
+        told = next((told for sign, told in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
+        if told is None:
             raise
-        return fail("the memory does not suffice; lower batch.micro, batch.evaluation or model.image_size", FAILED)
+        return fail(told, FAILED)
     except KeyboardInterrupt:
         return fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
 

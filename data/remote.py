@@ -21,7 +21,8 @@ except ImportError:
 
 _TRIES = 3
 _PAUSE = 0.5  # seconds before the second try, about; twice that before the third
-_PATIENCE = 8.0  # seconds that a server gets to answer, and
+_PATIENCE = 8.0  # seconds that a server gets to answer,
+_LITTLE_PATIENCE = 0.5  # where it has not for the same file before, and
 _RATE = 1e6  # bytes a second that it must give at least
 _PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fetch a whole shard
 
@@ -55,7 +56,7 @@ class RemoteFolder(Folder):
     """Files behind a URL.
 
     What fails is tried again, three times in all, with pauses. Once that was in vain for a file, it is tried once each
-    time until it answers again, so that a shard that is gone costs a run seconds, not hours.
+    time until it answers again, and for less time, so that a shard that is gone costs a run seconds, not hours.
     """
 
     def __init__(self, place: str):
@@ -127,12 +128,18 @@ class RemoteFolder(Folder):
         groups: Dict[str, List[int]] = {}
         for number in pending:
             groups.setdefault(names[number] if connection.concurrent else "", []).append(number)
-        patience = _PATIENCE + size / _RATE if connection.concurrent else _PATIENCE_WITH_CACHES
         calls = [functools.partial(ask, connection, numbers) for numbers in groups.values()]
+        patience = [self._patience(name, connection, size) for name in groups]
         found: Dict[int, Any] = {}
         for numbers, answer in zip(groups.values(), _together(calls, patience)):
             found.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
         return found
+
+    def _patience(self, name: str, connection: _Connection, size: int) -> float:
+        """Seconds that an answer may take. Args: name: of the file, "" for several."""
+        if not connection.concurrent:
+            return _PATIENCE_WITH_CACHES
+        return (_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE
 
     def _connected(self) -> _Connection:
         """The connection of this process: those of others do not survive a fork."""
@@ -173,9 +180,13 @@ def _checked(wanted: Range, answer: Any) -> Any:
     return _WrongLength(fault)
 
 
-def _together(calls: Sequence[Callable[[], Any]], patience: float) -> list:
-    """What the calls return or raise, each in a thread; those that take longer are left behind."""
-    answers: List[Any] = [_NoAnswer(f"no answer within {patience:.0f} s")] * len(calls)
+def _together(calls: Sequence[Callable[[], Any]], patience: Sequence[float]) -> list:
+    """What the calls return or raise, each in a thread; those that take longer are left behind.
+
+    Args:
+        patience: seconds, of each call.
+    """
+    answers: List[Any] = [_NoAnswer(f"no answer within {seconds:.0f} s") for seconds in patience]
 
     def run(number: int) -> None:
         try:
@@ -185,11 +196,11 @@ def _together(calls: Sequence[Callable[[], Any]], patience: float) -> list:
 
     # Daemons: the process may end while one of them still waits.
     threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
-    end = time.monotonic() + patience
+    start = time.monotonic()
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    for thread, seconds in zip(threads, patience):
+        thread.join(max(0.0, start + seconds - time.monotonic()))
     return list(answers)
 
 

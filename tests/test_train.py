@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,6 +343,22 @@ def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_
     assert error.startswith("SIGINT: saved at step ") and error.count("\n") == 1
     step = int(error.split("step ")[1].split(";")[0])
     assert newest(tmp_path / "run").name == f"step-{step:08d}.pt"
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_one_line(tmp_path):
+    """As the kernel does for want of memory. Torch raises it in whichever line is being run."""
+    process = start(
+        f"run.output={tmp_path / 'run'}", "run.steps=1000000", "data.workers=1",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while not process.stdout.readline().startswith("step "):
+        assert process.poll() is None
+    worker, *_ = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == FAILED
+    assert error.startswith("a process that loads images was killed, perhaps for want of memory; lower data.workers")
+    assert error.count("\n") == 1
 
 
 # Training that cannot go on, and disks that are full.

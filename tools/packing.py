@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Callable, Iterator, NamedTuple
 
@@ -180,7 +182,15 @@ def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int)
 def _begin(task: _Task) -> None:
     global _task
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that asked
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _task = task
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone: one that was killed cannot tell."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _work(name: str, number: int) -> Index:

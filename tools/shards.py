@@ -41,6 +41,7 @@ from training.command import Parser, fail
 
 _TOLD = 20  # faults that verify names
 _LINES = 20  # of progress, without a terminal
+_MOST_NUMBERED = 100_000  # classes without names
 
 _Advance = Callable[[int, int], None]
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except OSError as error:
-        return fail(f"{error.filename or 'writing'}: {error.strerror or error}", FAILED)
+        place = error.filename or getattr(options, "folder", None) or options.places[-1]
+        return fail(f"{place}: {error.strerror or error}; mend it and repeat the command: it goes on", FAILED)
     except BrokenProcessPool:
         return fail(
             "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
@@ -87,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
     indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
     indexing.add_argument("folder", metavar="FOLDER")
-    indexing.add_argument("--classes", metavar="FILE", help="names of the classes, a line each; else 0, 1, 2, ...")
+    indexing.add_argument(
+        "--classes", metavar="FILE", help="names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
+    )
     indexing.set_defaults(run=_index)
 
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
@@ -125,10 +129,25 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
         source = imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
     else:
         source = FolderSource(options.places[0])
+        if options.devkit is not None:
+            raise DataError("--devkit goes with --imagenet-validation; leave it out")
+    _check_destination(options.places)
     return source, options.places[-1]
 
 
+def _check_destination(places: Sequence[str]) -> None:
+    """Raises DataError where shards would go to a URL or among the images."""
+    folder = places[-1]
+    if "://" in folder:
+        raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
+    inside = os.path.realpath(places[0]) + os.sep
+    if len(places) == 2 and (os.path.realpath(folder) + os.sep).startswith(inside):
+        raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {places[0]}")
+
+
 def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+    if "://" in options.folder:
+        raise DataError(f"{options.folder}: indexes are made on this machine; name a folder, and copy it afterwards")
     folder = LocalFolder(options.folder)
     names = sorted(name for name in _listed(options.folder) if name.endswith(".tar") and not name.startswith("."))
     if not names:
@@ -139,7 +158,7 @@ def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, di
 
     indexes = dict(_by_threads(make, names, advance))
     largest = max(int(index.labels.max()) for index in indexes.values())
-    classes = _classes(options.classes, largest)
+    classes = _classes(options.classes, largest, folder)
     for name in names:
         write_whole(folder.path(index_name(name)), encode_index(indexes[name]))
     shards = [
@@ -151,9 +170,25 @@ def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, di
     return DONE, text, data
 
 
-def _classes(file: str | None, largest: int) -> tuple[str, ...]:
-    """Names of the classes. Args: largest: label in the shards. Raises DataError."""
+def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
+    """Names of the classes: of the file, else those that a manifest had before, else numbers.
+
+    Args:
+        largest: label in the shards.
+
+    Raises:
+        DataError.
+    """
     if file is None:
+        with contextlib.suppress(DataError):
+            before = read_manifest(folder).classes
+            if largest < len(before):
+                return before
+        if largest >= _MOST_NUMBERED:
+            raise DataError(
+                f"{folder.place}: label {largest}, but without --classes FILE there are at most {_MOST_NUMBERED:,} "
+                "classes; name them all, or mend the label"
+            )
         return tuple(str(label) for label in range(largest + 1))
     try:
         with open(file, encoding="utf-8") as lines:
@@ -181,9 +216,13 @@ def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, d
         print(fault, file=sys.stderr)
     if faults:
         more = f", {_TOLD} of them named above" if len(faults) > _TOLD else ""
-        print(f"{options.folder}: {len(faults)} faults{more}; copy or make these shards again", file=sys.stderr)
-    text += f"; {len(faults)} faults"
+        print(f"{options.folder}: {_faults_told(faults)}{more}; copy or make these shards again", file=sys.stderr)
+    text += f"; {_faults_told(faults)}"
     return WRONG_INPUT if faults else DONE, text, {**data, "faults": len(faults), "named": faults[:_TOLD]}
+
+
+def _faults_told(faults: Sequence[str]) -> str:
+    return "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
 
 
 def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[str]:

@@ -22,6 +22,7 @@ from optim import schedule
 from recipe import loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
+from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
@@ -122,6 +123,7 @@ class Trainer:
         self._clock = Clock(progression.seconds, progression.paused)
         self._data_wait = DataWait(progression.waited)
         self._signal: Optional[int] = None
+        self._last_unreadable = ""
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Trains to the end.
@@ -132,6 +134,7 @@ class Trainer:
         Raises:
             Stopped: after SIGTERM or SIGINT, once the step is done and saved.
             TrainingError: too many steps in a row without finite gradients, or weights that are lost.
+            DataError: none of the images since the last log line could be read.
         """
         window = _Window(self._progression, self._engine.device)
         with StopSignals(self._note_signal):
@@ -156,6 +159,7 @@ class Trainer:
         self._clock.count(images, images * self._flops_per_image(step // self._lengths.steps_per_epoch))
         for message in result.unreadable:
             self._progression.unreadable += 1
+            self._last_unreadable = message
             self._monitor.progress.say(f"left out: {message}")
         self._progression.step = done
         if done % self._lengths.steps_per_epoch == 0:
@@ -182,10 +186,18 @@ class Trainer:
     def _log(self, result: StepResult, step: int, window: _Window) -> None:
         """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
         in_row = result.skipped_in_row.item()
+        if not window.images:
+            raise DataError(
+                self._told_once(
+                    f"step {step + 1}: no image of the last {window.steps} steps can be read; the last: "
+                    f"{self._last_unreadable}; mend that and start again: the run resumes"
+                )
+            )
         values = {
             "epoch": self._epochs(step + 1),
-            "loss": window.loss.item() / window.steps,
-            "top1": window.correct.item() / max(window.images, 1),
+            # Images that could not be read have no loss; in the sums of the steps they stand as 0.
+            "loss": window.loss.item() / window.steps * (window.steps * self._recipe.batch.global_ / window.images),
+            "top1": window.correct.item() / window.images,
             "lr": self._rate(step),
             **self._norms(result),
             "skipped_steps": result.skipped.item(),

@@ -81,7 +81,7 @@ def test_a_cache_is_asked_by_one_thread_that_has_time_to_fetch_whole_shards(serv
         del asked[:]
         assert everything(source) == images
         (arguments,) = asked
-        assert (len(arguments[0]), arguments[1] > 60) == (calls, calls == 1)
+        assert (len(arguments[0]), arguments[1][0] > 60) == (calls, calls == 1)
 
 
 def test_a_cache_that_takes_too_long_is_not_asked_again(server, monkeypatch):
@@ -168,6 +168,23 @@ def test_a_server_that_never_answers_is_given_up_and_holds_up_no_other_shard(ser
     assert time.monotonic() - start < 5
     assert str(opened[0]).startswith(f"{server.url}/train/part-0.tar/0000.JPG: no answer within ")
     assert opened[1].encoded == images[5]
+
+
+def test_a_shard_that_has_not_answered_before_is_not_waited_for_as_long_again(server, images, monkeypatch):
+    """Or every micro batch that needs it would take as long."""
+    monkeypatch.setattr(remote, "_PATIENCE", 2.0)
+    monkeypatch.setattr(remote, "_TRIES", 1)
+    monkeypatch.setattr(remote, "_LITTLE_PATIENCE", 0.1)
+    source = ShardsSource(f"{server.url}/train", 10)
+    server.always["train/part-0.tar"] = "hang"
+    seconds = []
+    for _ in range(2):
+        start = time.monotonic()
+        assert isinstance(source.open_all([0])[0], UnreadableImage)
+        seconds.append(time.monotonic() - start)
+    assert seconds[0] >= 2 > 1 > seconds[1]
+    del server.always["train/part-0.tar"]
+    assert source.open_all([0])[0].encoded == images[0]
 
 
 def test_a_manifest_that_never_comes_is_an_error(server, monkeypatch):

@@ -2,7 +2,10 @@
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from PIL import Image
 from data import shard_index
 from data.local import LocalFolder
 from data.shards import ShardsSource
+from tests.conftest import ROOT
 from tests.data.http_server import serving
 from tests.data.tar_shards import jpeg, pairs, run, write_shards, write_tar
 from tools import packing, shards
@@ -115,7 +119,7 @@ def test_a_full_disk_is_an_error_that_leaves_no_part(classes, small_disk, capsys
     disk = small_disk("16k")
     code, _, (error,) = run(capsys, "pack", classes, disk / "out", "--workers", 1)
     assert code == 1
-    assert "No space left on device" in error
+    assert error == f"{disk / 'out'}: No space left on device; mend it and repeat the command: it goes on"
     assert os.listdir(disk / "out") == []
 
 
@@ -326,3 +330,62 @@ def test_a_wrong_command_line_is_one_line_and_2(capsys):
             shards.main(arguments)
         assert caught.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_index_that_is_made_anew_keeps_the_names_of_the_classes(classes, tmp_path, capsys):
+    """As the message about a missing index advises."""
+    out = tmp_path / "out"
+    run(capsys, "pack", classes, out, "--images-per-shard", 6, "--workers", 1)
+    before = ShardsSource(str(out), 1)
+    next(out.glob("*.index")).unlink()
+    assert run(capsys, "index", out)[0] == 0
+    after = ShardsSource(str(out), 1)
+    assert after.classes == before.classes != ("0", "1")
+    assert pairs(after) == pairs(before)
+
+
+def test_one_label_cannot_make_a_billion_classes(tmp_path, capsys):
+    write_tar(tmp_path / "a.tar", [("1.jpg", jpeg(1)), ("1.cls", b"999999999")])
+    code, _, (error,) = run(capsys, "index", tmp_path)
+    assert code == 2
+    assert error.startswith(
+        f"{tmp_path}: label 999999999, but without --classes FILE there are at most 100,000 classes"
+    )
+
+
+@pytest.mark.parametrize("place", ["http://host/shards", "inside"])
+def test_shards_go_neither_to_a_url_nor_among_the_images(classes, capsys, place):
+    folder = classes / "cat" / "shards" if place == "inside" else place
+    code, _, (error,) = run(capsys, "pack", classes, folder, "--workers", 1)
+    assert code == 2
+    assert error.startswith(f"{folder}: ")
+    assert not (classes / "cat" / "shards").exists()
+    if place != "inside":
+        assert run(capsys, "index", folder)[0] == 2
+
+
+def test_processes_that_pack_end_with_the_one_that_asked():
+    """Killed, it cannot tell them; they would keep memory, and what it wrote to, for good."""
+    program = (
+        "import os, time\n"
+        "from tools import packing\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    print(child, flush=True)\n"
+        "else:\n"
+        "    packing._begin(None)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)
+    os.kill(child, 0)
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == "", "ends when the last of them has closed it"
+    end = time.monotonic() + 5
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(child, 0)
+            time.sleep(0.05)
+    parent.stdout.close()

@@ -10,6 +10,7 @@ from data.sources import open_source
 from engines import factory
 from engines.base import Diverged
 from recipe import batch as arithmetic
+from recipe.errors import DataError
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
@@ -138,10 +139,17 @@ def test_left_out_images_are_named_and_counted(start):
     assert sum(line.startswith("left out: ") for line in lines) == 24
 
 
-def test_a_stretch_without_any_readable_image_is_survived(start):
-    event = start(ScriptedEngine(images=0))[0]
-    assert (event["loss"], event["top1"]) == (0.0, 0.0)
-    assert event["images_per_second"] > 0
+def test_the_loss_is_that_of_the_images_that_were_read(start):
+    """An engine's loss is a mean over the whole batch, in which images that were left out stand as 0: half of 24."""
+    whole, half = start(ScriptedEngine())[0], start(ScriptedEngine(images=12))[0]
+    assert (half["loss"], half["top1"]) == (2 * whole["loss"], 2 * whole["top1"])
+
+
+def test_a_run_that_cannot_read_anything_any_more_stops_and_says_so(start):
+    """It would go on, with a loss of 0, to the end."""
+    with pytest.raises(DataError, match=r"^step 4: no image of the last 4 steps can be read; the last: a.tar: gone; "):
+        start(ScriptedEngine(images=0, unreadable=("a.tar: gone",)))
+    assert start.steps("train", "end") == []
 
 
 def test_as_many_skipped_steps_in_a_row_as_allowed_are_told_and_survived(start):
