@@ -272,6 +272,7 @@ def kill_once(condition, process):
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow  # the one above kills at more moments, from within
 def test_a_run_can_be_killed_from_outside_six_times(undisturbed, tmp_path):
     """When its metrics grow, when a temporary file shows that it saves, and when it has only just started."""
     folder = tmp_path / "run"
