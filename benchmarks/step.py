@@ -33,7 +33,7 @@ from benchmarks.timm_peer import create_g16
 from data.batches import MicroBatch
 from data.loader import training_batches
 from data.sources import open_source
-from engines.torch_engine import TorchEngine
+from engines import factory
 from recipe import loading
 from recipe.batch import divide
 from recipe.config import Recipe
@@ -68,7 +68,7 @@ class Ours:
 
     def __init__(self, plan: Recipe):
         self.plan = plan
-        self.engine = TorchEngine(plan, divide(plan, 1))
+        self.engine = factory.create(plan, divide(plan, 1))
         self.step = 0
 
     def update(self, micro_batches: Iterator[MicroBatch]) -> None:
