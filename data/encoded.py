@@ -28,12 +28,10 @@ class EncodedImage(Image):
         """Args: name: what errors call it. Raises UnreadableImage, see decode.decode."""
         header = decode.read_header(encoded, name)
         self.encoded, self._name = encoded, name
-        self.orientation = header.orientation
+        self._stored_size, self.orientation = (header.height, header.width), header.orientation
         # Decoders of parts do not look at what follows the box; whole decoding says what is wrong with the file.
         self.plain = header.plain and encoded.rfind(b"\xff\xd9") >= header.end
-        self.height, self.width = header.height, header.width
-        if self.orientation >= 5:
-            self.height, self.width = self.width, self.height
+        self.height, self.width = self._stored_size[::-1] if self.orientation >= 5 else self._stored_size
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
         if box is None:
@@ -46,8 +44,7 @@ class EncodedImage(Image):
         stored = _stored(box, self.height, self.width, self.orientation)
         factor = jpeg.largest_factor(min(box.height, box.width), enough)
         if factor > 1:
-            whole = self.height, self.width
-            pixels = jpeg.scaled(self.encoded, stored, factor, *(whole[::-1] if self.orientation >= 5 else whole))
+            pixels = jpeg.scaled(self.encoded, stored, factor, *self._stored_size)
         elif box.height * box.width <= _LARGEST_PART * self.height * self.width:
             pixels = jpeg.region(self.encoded, stored)
         else:

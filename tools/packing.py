@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -13,6 +12,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from data.shard_index import MANIFEST, Index, Manifest, Shard, decode_index, enc
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 from tools.shard_tar import Writer
+from training.checkpoint import replacing
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
@@ -86,24 +87,8 @@ def pack(
 
 def write_whole(path: str, content: bytes) -> None:
     """Write a file, which is there with all of its content or not at all."""
-    with _whole(path) as file:
+    with replacing(Path(path)) as file:
         file.write(content)
-
-
-@contextlib.contextmanager
-def _whole(path: str) -> Iterator[io.BufferedWriter]:
-    head, tail = os.path.split(path)
-    partial = os.path.join(head, f".{tail}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
 
 
 class _Task(NamedTuple):
@@ -200,7 +185,7 @@ def _work(name: str, number: int) -> Index:
 
 def _pack_shard(task: _Task, name: str, number: int) -> Index:
     path = os.path.join(task.folder, name)
-    with _whole(path) as file:
+    with replacing(Path(path)) as file:
         writer, written = Writer(file), 0
         for image in task.images(number):
             called = task.source.name(image)

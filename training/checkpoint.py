@@ -52,11 +52,11 @@ class CheckpointFolder:
         path = self.path(step)
         buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
         torch.save({"format": FORMAT, **content}, buffer)
-        with _replacing(path) as stream:
+        with replacing(path) as stream:
             stream.write(buffer.getbuffer())
         manifest = Manifest(step, buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest(), top1)
         try:
-            with _replacing(path.with_suffix(".json")) as stream:
+            with replacing(path.with_suffix(".json")) as stream:
                 stream.write((json.dumps(manifest._asdict()) + "\n").encode())
         except BaseException:
             path.unlink()  # it would count for nothing, and on a full disk its room is needed
@@ -160,7 +160,7 @@ def _unpacked(stream: IO[bytes]) -> object:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path):
+def replacing(path: Path):
     """A binary stream whose content takes the place of `path` once it is complete and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:

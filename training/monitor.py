@@ -182,11 +182,11 @@ class DataWait:
 
     def __init__(self, before: float):
         """Args: before: seconds, in earlier sessions of the run."""
-        self._before, self._seconds, self._at_mark = before, 0.0, 0.0
+        self._before, self._seconds = before, 0.0
 
     def lap(self, seconds: float, length: float) -> float:
         """The share since the last lap. Args: seconds: waited in this session. length: of the lap, in seconds."""
-        waited, self._seconds, self._at_mark = seconds - self._at_mark, seconds, seconds
+        waited, self._seconds = seconds - self._seconds, seconds
         return min(waited / length, 1.0)
 
     def seconds(self) -> float:

@@ -178,10 +178,11 @@ def test_a_fork_reads_what_its_parent_reads(folder):
 
 
 def test_threads_that_close_each_others_files_read_the_right_bytes(folder, monkeypatch):
-    monkeypatch.setattr(local, "_OPEN_FILES", 1)
     source = ShardsSource(str(folder), 10)
+    expected = [source.encoded(number) for number in range(26)]
+    monkeypatch.setattr(local, "_OPEN_FILES", 1)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(source.encoded, list(range(26)) * 40))  # each is compared with its checksum
+        assert list(threads.map(source.encoded, list(range(26)) * 40)) == expected * 40
 
 
 def test_no_more_than_64_files_stay_open(tmp_path):
