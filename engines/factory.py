@@ -29,11 +29,14 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     return Processes(topology, device_of(recipe, topology))
 
 
-def create(recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None) -> Engine:
+def create(
+    recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None, steps_per_epoch: Optional[int] = None
+) -> Engine:
     """The engine that `run.device` asks for.
 
     Args:
         processes: of the run; None for a process that is alone.
+        steps_per_epoch: of a run that is to be trained.
 
     Raises:
         ConfigError: a device or library that this machine does not have, or cut points that the model does not have.
@@ -45,4 +48,4 @@ def create(recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None) 
         return IpuEngine(recipe, batch, processes)
     from engines.torch_engine import TorchEngine
 
-    return TorchEngine(recipe, batch, processes)
+    return TorchEngine(recipe, batch, processes, steps_per_epoch)

@@ -1,44 +1,13 @@
-"""What replicas do together: their gradients become one, and running statistics those of one process."""
+"""What replicas do together besides their gradients: running statistics become those of one process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional, Sequence
+from typing import Sequence
 
 import torch
 import torch.distributed as dist
 
-from engines.devices import DTYPES
-from optim.half_weights import WeightState
-from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.config import Exchange as ExchangeSection
-from recipe.division import Batch
-
-if TYPE_CHECKING:
-    from parallel.reduce import Exchange
-
-
-def create(weights: WeightState, section: ExchangeSection, batch: Batch, processes: Processes) -> Optional[Exchange]:
-    """The exchange of these weights' gradients with the other replicas; None where there are none."""
-    if processes.topology.replicas == 1:
-        return None
-    from parallel.reduce import Exchange
-
-    return Exchange(
-        weights.gradients.flat,
-        weights.places(),
-        processes.replica_group,
-        method=section.method,
-        order=section.order,
-        wire=DTYPES[section.wire],
-        micro_batches=batch.micro_batches,
-        collect=weights.gradients.collect,
-    )
-
-
-def summed_micro_batches(section: ExchangeSection, batch: Batch) -> int:
-    """Micro batches whose gradients are in the sum once the exchange is done."""
-    return batch.accumulation if section.method == "none" else batch.micro_batches
 
 
 def combine_statistics(

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,18 @@ from data.batches import MicroBatch
 from engines import cuts, feed, replication, state
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
+from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from engines.step import AllRanks, Recorder, TrainingStep
 from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory
 from optim.averaging import WeightAverage
-from optim.half_weights import WeightState
+from optim.half_weights import Norms, WeightState
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.work import Alone, Boundary
-from recipe.config import Recipe
+from recipe.config import Optimizer, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 
@@ -34,7 +35,8 @@ from recipe.errors import ConfigError
 class TorchEngine(Engine):
     """Computes one stage of one replica, or all stages, on one device, accumulating gradients in float32."""
 
-    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes):
+    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int] = None):
+        """Args: steps_per_epoch: what `exchange.density_warmup` counts in; None for an engine that does not train."""
         self.batch, self.topology = batch, processes.topology
         self._recipe, self._processes = recipe, processes
         self.device = device_of(recipe, self.topology)
@@ -47,8 +49,7 @@ class TorchEngine(Engine):
             for name, decay in zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
             if decay is not None
         }
-        self._exchange = replication.create(self.weights, recipe.exchange, batch, processes)
-        overlaps = self._exchange is not None and self._exchange.overlaps and len(self._stages) == 1
+        self._exchange = GradientExchange(self.weights, recipe, batch, processes, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self._recorder = Recorder(self.topology, self.synchronize)
         self._work = TrainingStep(
@@ -58,7 +59,7 @@ class TorchEngine(Engine):
             self._loss_scale,
             self._recorder,
             recipe.data.label_smoothing,
-            self._exchange.arm if overlaps else None,
+            self._exchange.arm if len(self._stages) == 1 else None,
         )
         self._pipelines: dict = {}
         self._steps_made = 0
@@ -87,7 +88,7 @@ class TorchEngine(Engine):
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
         self.weights = WeightState(
             self._model.named_parameters(),
-            lambda parameters: factory.create(recipe.optimizer, parameters, norms),
+            lambda parameters: factory.create(self._optimizer_section(), parameters, norms),
             dtype=DTYPES[recipe.precision.weights],
             rounding=recipe.precision.rounding,
             seed=recipe.run.seed,
@@ -97,6 +98,17 @@ class TorchEngine(Engine):
             elsewhere=self._elsewhere,
         )
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
+
+    def _optimizer_section(self) -> Optimizer:
+        """The recipe's; without momentum where the exchange has it.
+
+        Weight decay, which momentum would have added up as well, is then as much stronger.
+        """
+        section = self._recipe.optimizer
+        if not self._recipe.exchange.momentum_correction:
+            return section
+        decay = section.weight_decay / (1 - section.momentum)
+        return section.model_copy(update={"momentum": 0.0, "weight_decay": decay})
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
         self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
@@ -115,14 +127,12 @@ class TorchEngine(Engine):
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         self._compute_gradients(micro_batches, step)
-        if self._exchange is not None:
-            with self._recorder.span("exchange"):
-                self._exchange.finish()
-            self._combine_statistics(statistics_before)
+        with self._recorder.span("exchange"):
+            divisor = self._exchange(step, self._loss_scale.scale)
+        self._combine_statistics(statistics_before)
         self._elsewhere.carry(self._work.total, self._work.correct)
         with self._recorder.span("update"):
-            divisor = self._loss_scale.scale * replication.summed_micro_batches(self._recipe.exchange, self.batch)
-            finite, norms = self.weights.update(step, lr, divisor, measure)
+            finite, norms = self._update(step, lr, divisor, measure)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
@@ -141,6 +151,14 @@ class TorchEngine(Engine):
             norms,
             tuple(unreadable),
         )
+
+    def _update(
+        self, step: int, lr: float, divisor: Optional[torch.Tensor], measure: bool
+    ) -> Tuple[torch.Tensor, Optional[Norms]]:
+        """The update from the buffer's gradient over `divisor`; without one the first gradient is still on its way."""
+        if divisor is None:
+            return self._elsewhere.all_finite(torch.ones((), dtype=torch.bool, device=self.device)), None
+        return self.weights.update(step, lr, divisor, measure)
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
         """All micro batches of this replica, forward and backward."""
@@ -190,7 +208,7 @@ class TorchEngine(Engine):
         return boundaries(self._parts, model, images, self._compute)
 
     def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
-        if self._buffers and self._recipe.exchange.method != "none":
+        if self._buffers and self.topology.replicas > 1 and self._recipe.exchange.method != "none":
             replication.combine_statistics(
                 list(self._buffers.values()),
                 before,
@@ -288,7 +306,8 @@ class TorchEngine(Engine):
             for name, average in self._averages.items()
         }
         own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        return {**own, "buffers": self._by_name(self._averaged())["buffers"]}
+        delayed = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
+        return {**own, "buffers": self._by_name(self._averaged())["buffers"], "delayed": delayed}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
@@ -296,12 +315,19 @@ class TorchEngine(Engine):
         saved = state.without(saved, elsewhere)
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
+        self._exchange.load_state_dict(list(saved.get("delayed", {}).values()))
         state.load_buffers(self._buffers, saved["buffers"])
         for name, average in self._averages.items():
             part = saved["averages"][name]
             self.weights.load_flat(average.tensors[0], part["weights"])
             state.load_buffers(dict(zip(self._buffers, average.tensors[1:])), part["buffers"])
             average.count = part["count"].to(self.device, copy=True)
+
+    def replica_states(self) -> Iterator[dict]:
+        return self._exchange.replica_states()
+
+    def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
+        self._exchange.load_replica_states(count, read)
 
     def timeline(self) -> List[Span]:
         self._recorder.on = False
@@ -329,6 +355,7 @@ class TorchEngine(Engine):
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        self._exchange.close()
         self._processes.part()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -241,6 +241,11 @@ class WeightState:
         """The parts of a buffer laid out as `flat` is, copied to the CPU."""
         return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._views(flat))}
 
+    def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """Those of a whole model's tensors that are not of parameters which other processes have."""
+        elsewhere = set(self._model) - set(self._parameters)
+        return {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
+
     def load_flat(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
         """Fills a buffer with what `by_name` gave. Raises ValueError as `load_state_dict` does."""
         self._check(tensors)

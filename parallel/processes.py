@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,47 @@ class Processes(Agreement):
         mine = value if self.topology.rank in ranks else None
         dist.gather_object(mine, values or None, dst=0, group=self._host)
         return [values[rank] for rank in ranks] if values else []
+
+    def collect(self, value: Any, ranks: range) -> List[Any]:
+        """`value` of each of `ranks`, in their order, on the main rank; elsewhere an empty list. Others send nothing.
+
+        Unlike with `gather_to_main`, a large value costs nobody else memory; every rank calls all the same.
+        """
+        if self.topology.is_main:
+            return [value if rank == 0 else self._receive(rank) for rank in ranks]
+        if self.topology.rank in ranks:
+            dist.send_object_list([value], dst=0, group=self._host)
+        return []
+
+    def distribute(self, value: Callable[[], Any], ranks: Sequence[int]) -> Any:
+        """What `value` gives on the main rank, on each of `ranks`; elsewhere None. Every rank calls."""
+        if not self.topology.is_main:
+            return self._receive(0) if self.topology.rank in ranks else None
+        given = value()
+        for rank in ranks:
+            if rank != 0:
+                dist.send_object_list([given], dst=rank, group=self._host)
+        return given if 0 in ranks else None
+
+    def further_group(self) -> Optional[dist.ProcessGroup]:
+        """A group of all ranks that nothing else uses, on the device; None in a run of one process. All ranks call."""
+        return self._new_group(range(self._world)) if self._world > 1 else None
+
+    def further_replica_group(self) -> Optional[dist.ProcessGroup]:
+        """As `replica_group`, for what a second thread sends: two must not share one. All ranks call."""
+        if self._world == 1:
+            return None
+        stages = self.topology.stages
+        groups = [self._new_group(range(stage, self._world, stages)) for stage in range(stages)]
+        return groups[self.topology.stage]
+
+    def _new_group(self, ranks: range) -> dist.ProcessGroup:
+        return dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
+
+    def _receive(self, rank: int) -> Any:
+        values: List[Any] = [None]
+        dist.recv_object_list(values, src=rank, group=self._host)
+        return values[0]
 
     def _broadcast(self, value: Any) -> Any:
         if self._world == 1:

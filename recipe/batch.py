@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from recipe import ipu, ipu_plan
+from recipe import exchange, ipu, ipu_plan
 from recipe.config import Data, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
@@ -54,6 +54,7 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
         )
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
     _check_company(recipe)
+    exchange.check(recipe)
     if recipe.run.device == "ipu":
         ipu.check(recipe, batch)
     else:
@@ -225,8 +226,7 @@ def _describe_parallel(recipe: Recipe) -> list:
     if parallel.recompute:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
     if exchange != type(exchange)():
-        wire = f" ({exchange.wire})" if exchange.method == "half" else ""
-        parts.append(f"exchange {exchange.method}{wire}, order {exchange.order}")
+        parts.append(exchange.describe())
     return [f"parallel   {'; '.join(parts)}"] if parts else []
 
 

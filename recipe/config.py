@@ -9,7 +9,8 @@ from typing import Any, List, Literal, Optional, Tuple
 from pydantic import Field, field_validator, model_validator
 
 from recipe.by_name import COMPOUND_SCALES, fill
-from recipe.distribution import Exchange, Parallel
+from recipe.distribution import Parallel
+from recipe.exchange import Exchange
 from recipe.hardware import Ipu
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, exactly_one

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how a model is cut and copied, and how its copies exchange gradients."""
+"""The section of a recipe that says how a model is cut and copied."""
 
 from typing import Any, List, Literal, Optional, Union
 
@@ -107,25 +107,3 @@ class Parallel(Section):
     def parts(self) -> int:
         """Consecutive parts that the model is cut into: stages, times the virtual stages of each."""
         return self.stages * (self.virtual_stages or 1)
-
-
-class Exchange(Section):
-    """How replicas combine their gradients, once an update."""
-
-    method: Literal["dense", "half", "none"] = Field(
-        "dense",
-        description="dense sends float32; half sends `wire` and sums in float32; none sends nothing, so that "
-        "replicas drift apart: for measuring what the exchange costs",
-    )
-    order: Literal["fast", "tree"] = Field(
-        "fast",
-        description="order of the sum over micro batches: fast, as they come; tree, one fixed binary tree, so that "
-        "1, 2, 4 ... replicas and any stages give the same bits",
-    )
-    wire: Literal["float16", "bfloat16"] = Field("float16", description="half: what travels between replicas")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Exchange":
-        if self.order == "tree" and self.method != "dense":
-            raise ValueError(f"order tree promises equal bits, which method {self.method} rounds away; use dense")
-        return self

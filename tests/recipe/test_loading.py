@@ -359,6 +359,8 @@ def test_every_key_survives_dumping_whatever_its_value(section, write):
         accepted = 0
         for value, name in itertools.product((*VALUES, *options), FAMILIES.get(section, [None])):
             named = {**base.get(section, {}), **({"name": name} if name else {})}
+            if section == "exchange" and key not in ("method", "order"):
+                named = {"method": "gtopk", "momentum_correction": True}
             layers = {**base, section: {**named, key: value}}
             if key in ("batch_rule", "reference_batch"):
                 layers[section] = {"batch_rule": "sqrt", "reference_batch": 8, **layers[section]}

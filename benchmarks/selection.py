@@ -1,0 +1,104 @@
+"""How long does it take to find the largest values of a gradient, exactly?
+
+    python -m benchmarks.selection [--json]
+
+19,328,168 float32 values, as many as EfficientNet-B4 G16 has parameters, on one core; of these a share `density`, the
+largest in magnitude. The data are normal, or like a gradient: heavy tails, an eighth exact zeros, and 40 layers whose
+scales differ by up to 1000. The sides are called in turn, on the same values:
+- `torch.topk`: of the magnitudes, as it is written everywhere. `numpy.argpartition`: of the magnitudes, too. Both give
+  any of several equal values, in any order.
+- `largest`: ours, with indices in ascending order and equal values settled.
+- `one pass`: the sum of all values, one thing that reads each of them: the limit.
+Ours is compared with a stable sort of everything, element by element. Ratios are those of neighbouring turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Callable, Dict, List
+
+import numpy as np
+import torch
+
+from benchmarks import claims
+from parallel.selection import largest
+
+VALUES = 19_328_168
+DENSITIES = (0.001, 0.01, 0.25)
+CLAIMED = ("normal", 0.001)
+_ROUNDS, _ROUNDS_OF_CLAIM = 7, 25
+
+
+def main() -> None:
+    as_json = claims.wants_json(__doc__)
+    torch.set_num_threads(1)
+    rows: List[dict] = []
+    for name, values in data().items():
+        order = np.argsort(-np.abs(values.numpy()), kind="stable")
+        for density in DENSITIES:
+            k = int(density * VALUES)
+            assert np.array_equal(largest(values, k).numpy(), np.sort(order[:k])), f"{name}, {density}: not the largest"
+            claimed = (name, density) == CLAIMED
+            seconds = in_turn(sides(values, k), _ROUNDS_OF_CLAIM if claimed else _ROUNDS)
+            rows += [{"data": name, "density": density, **row} for row in _rows(seconds)]
+            if claimed:
+                speedups = _ratios(seconds["torch.topk"], seconds["largest"])
+    claims.report("selection", rows, [claims.claim("speedup_over_torch_topk", speedups, "times", ">= 10")], as_json)
+
+
+def data() -> Dict[str, torch.Tensor]:
+    """float32 [VALUES] each."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(VALUES, generator=generator)
+    like_a_gradient = normal / torch.rand(VALUES, generator=generator).sqrt()
+    like_a_gradient[torch.rand(VALUES, generator=generator) < 1 / 8] = 0
+    scales = 10 ** (-3 * torch.rand(40, generator=generator))
+    for layer, scale in zip(like_a_gradient.chunk(40), scales, strict=True):
+        layer.mul_(scale)
+    return {"normal": normal, "like a gradient": like_a_gradient}
+
+
+def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[], object]]:
+    """What is called in turn."""
+    array = values.numpy()
+    return {
+        "torch.topk": lambda: torch.topk(values.abs(), k),
+        "numpy.argpartition": lambda: np.argpartition(np.abs(array), VALUES - k)[VALUES - k :],
+        "largest": lambda: largest(values, k),
+        "one pass": lambda: values.sum(),
+    }
+
+
+def in_turn(functions: Dict[str, Callable[[], object]], rounds: int) -> Dict[str, List[float]]:
+    """Seconds of each call, after a round that does not count."""
+    seconds: Dict[str, List[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+def _rows(seconds: Dict[str, List[float]]) -> List[dict]:
+    return [
+        {
+            "side": name,
+            "ms": 1000 * statistics.median(each),
+            "fastest": 1000 * min(each),
+            "slowest": 1000 * max(each),
+            "speedup_over_torch_topk": statistics.median(_ratios(seconds["torch.topk"], each)),
+            "times_one_pass": statistics.median(_ratios(each, seconds["one pass"])),
+        }
+        for name, each in seconds.items()
+    ]
+
+
+def _ratios(over: List[float], under: List[float]) -> List[float]:
+    """Round by round."""
+    return [first / second for first, second in zip(over, under, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Sums of sparse vectors: against the same merges in plain Python; nothing is lost with any number of replicas."""
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from parallel import sparse
+from parallel.sparse import Sparse, SparseSum
+from tests import world
+from tests.tensors import assert_bitwise_equal
+
+pytestmark = pytest.mark.multiprocess
+
+LENGTH, COUNT = 400, 30
+WIRES = {"float32": torch.float32, "float16": torch.float16}
+
+
+def vector(rank, seed=0, length=LENGTH, count=COUNT, scale=1.0):
+    """Entries that meet those of other ranks often: most places are taken by several."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    indices = torch.randperm(length // 3, generator=generator)[:count].sort().values * 3
+    return Sparse(indices, torch.randn(count, generator=generator) * scale)
+
+
+def dense(parts, length=LENGTH, dtype=torch.float32):
+    total = torch.zeros(length, dtype=dtype)
+    for part in parts:
+        total.index_add_(0, part.indices, part.values.to(dtype))
+    return total
+
+
+def summed(rank, size, pattern, wire, seed=0, scale=1.0, count=COUNT):
+    """This rank's total as a dense vector, what it keeps, and how many int32 words it sends."""
+    own = vector(rank, seed, scale=scale, count=count)
+    scratch = torch.zeros(LENGTH, dtype=torch.int32)
+    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])(own, scratch)
+    assert not scratch.any()
+    assert all(len(set(part.indices.tolist())) == len(part.indices) for part in total.parts)
+    return dense(total.parts), dense(total.kept, dtype=torch.float64), [len(part.indices) for part in total.parts]
+
+
+def several(rank, size, calls):
+    """`summed` of each of `calls`, in one start of the ranks."""
+    return [summed(rank, size, *call) for call in calls]
+
+
+def merged(left, right, count):
+    """Two {index: float32} as one, and what falls out of it: by sorting all."""
+    union = {index: left.get(index, np.float32(0)) + right.get(index, np.float32(0)) for index in {**left, **right}}
+    order = sorted(union, key=lambda index: (-abs(union[index]), index))
+    return {index: union[index] for index in order[:count]}, {index: union[index] for index in order[count:]}
+
+
+def by_hand(size, pattern):
+    """The total, and who keeps what: {index: value} each, by the definition of the pattern."""
+    vectors = [dict(zip(part.indices.tolist(), part.values.numpy())) for part in map(vector, range(size))]
+    kept = [[] for _ in range(size)]
+
+    def merge(into, other):
+        vectors[into], rest = merged(vectors[into], vectors[other], COUNT)
+        kept[into].append(rest)
+
+    power = 1 << (size.bit_length() - 1)
+    if pattern == "butterfly":  # in each round groups of equal vectors are joined: only their first ranks matter
+        for extra in range(power, size):
+            merge(extra - power, extra)
+        size = power
+    distance = 1
+    while distance < size:
+        for rank in range(0, size - distance, 2 * distance):
+            merge(rank, rank + distance)
+        distance *= 2
+    return vectors[0], kept
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_gtopk_is_what_merging_by_hand_gives(size):
+    """Also who keeps what: rank 0 of a merge; and all ranks have the total with the same bits."""
+    patterns = ("tree", "butterfly")
+    by_rank = world.run(size, several, [(pattern, "float32") for pattern in patterns])
+    for pattern, ranks in zip(patterns, zip(*by_rank)):
+        expected, kept = by_hand(size, pattern)
+        total = torch.zeros(LENGTH)
+        for index, value in expected.items():
+            total[index] = float(value)
+        for rank, (found, left, counts) in enumerate(ranks):
+            assert_bitwise_equal(found, total)
+            assert counts == [COUNT]
+            rest = torch.zeros(LENGTH, dtype=torch.float64)
+            for entries in kept[rank]:
+                for index, value in entries.items():
+                    rest[index] += float(value)
+            torch.testing.assert_close(left, rest, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_topk_is_the_sum_in_the_order_of_ranks(size):
+    expected = dense(map(vector, range(size)))
+    for found, left, counts in world.run(size, summed, "gather", "float32"):
+        assert_bitwise_equal(found, expected)
+        assert not left.any() and counts == [COUNT] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32])
+def test_nothing_is_lost(size):
+    """sum(vectors) = total + sum(kept): up to the rounding of float32 sums of 32 values below 16, 2^-20 each.
+
+    Also with float16 on the wire, whose own rounding is 2^-7 of such values.
+    """
+    given = dense((vector(rank, 3) for rank in range(size)), dtype=torch.float64)
+    by_rank = world.run(size, several, [(pattern, wire, 3) for pattern in sparse.PATTERNS for wire in WIRES])
+    for ranks in zip(*by_rank):
+        assert all(torch.equal(total, ranks[0][0]) for total, _, _ in ranks)
+        found = ranks[0][0].double() + sum(kept for _, kept, _ in ranks)
+        torch.testing.assert_close(found, given, rtol=0, atol=32 * 2**-20 if size > 1 else 0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e30])
+def test_float16_takes_values_of_any_size(scale):
+    """The largest goes as a float16 near 2^15, so that each is off by 2^-11 of itself or 2^-24 of the largest."""
+    calls = [(pattern, wire, 0, scale) for pattern in sparse.PATTERNS for wire in ("float32", "float16")]
+    totals = [total for total, _, _ in world.run(4, several, calls)[3]]
+    for exact, found in zip(totals[::2], totals[1::2]):
+        both = (found != 0) & (exact != 0)  # rounding may let another entry be among the largest
+        assert both.sum() > 0.9 * (exact != 0).sum()
+        torch.testing.assert_close(found[both], exact[both], rtol=3 * 2**-11, atol=4 * scale * 2**-11)
+
+
+def test_float16_with_an_odd_number_of_entries():
+    total, _, counts = world.run(3, summed, "butterfly", "float16", 0, 1.0, 31)[2]
+    assert counts == [31] and (total != 0).sum() == 31
+
+
+def words_sent(rank, size, pattern, wire):
+    """int32 words that this rank puts on the wire."""
+    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])
+    words = []
+    send, swap = total._send, total._swap
+    total._send = lambda message, replica: (words.append(len(message)), send(message, replica))[1]
+    total._swap = lambda message, replica: (words.append(len(message)), swap(message, replica))[1]
+    total(vector(rank), torch.zeros(LENGTH, dtype=torch.int32))
+    return words
+
+
+@pytest.mark.parametrize("wire,words", [("float32", 60), ("float16", 46)])
+def test_messages_are_packed(wire, words):
+    """8 bytes an entry, or 6 and a word for the exponent; log2 P messages from each in the butterfly."""
+    assert world.run(4, words_sent, "butterfly", wire) == [[words, words]] * 4
+    assert world.run(4, words_sent, "tree", wire) == [[words, words], [words], [words, words], [words]]
+    # Ranks 4 and 5 hand theirs in, and are told the result.
+    assert [len(each) for each in world.run(6, words_sent, "butterfly", wire)] == [3, 3, 2, 2, 1, 1]
+
+
+def test_float16_on_odd_values_is_exact_where_they_are_float16():
+    part = Sparse(torch.tensor([4, 1, 7]), torch.tensor([0.5, -3.0, 1024.0]))
+    total = SparseSum(None, pattern="tree", wire=torch.float16)
+    total._kept = []
+    again = total._unpack(total._pack(part, keeps=True), part)
+    assert_bitwise_equal(again.values, part.values)
+    assert_bitwise_equal(again.indices, part.indices)
+    assert not dense(total._kept).any()
+
+
+def zeros_summed(rank, size, pattern):
+    """Fewer values than entries: the others are zeros, at places that other ranks fill."""
+    own = Sparse(torch.arange(COUNT), torch.zeros(COUNT))
+    own.values[rank] = 1.0 + rank
+    scratch = torch.zeros(LENGTH, dtype=torch.int32)
+    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=torch.float32)(own, scratch)
+    assert all(len(set(part.indices.tolist())) == COUNT for part in total.parts)
+    return dense(total.parts)
+
+
+@pytest.mark.parametrize("pattern", sparse.PATTERNS)
+def test_zeros_among_the_entries_take_no_place_twice(pattern):
+    for total in world.run(5, zeros_summed, pattern):
+        assert total[:COUNT].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (COUNT - 5)
+
+
+def not_finite(rank, size, pattern, wire):
+    own = vector(rank)
+    own.values[0], own.values[1] = float("nan"), float("inf")
+    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])
+    return len(total(own, torch.zeros(LENGTH, dtype=torch.int32)).parts[0].indices)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("pattern", sparse.PATTERNS)
+def test_values_that_are_not_finite_end_no_rank(pattern, wire):
+    """A step of another stage may have to be left out: this one's exchange has to come to its end."""
+    assert world.run(3, not_finite, pattern, wire) == [COUNT] * 3
