@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -202,6 +202,29 @@ class Engine(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict) -> None:
         """Takes over what `state_dict` of any topology gave. Raises ValueError naming a tensor that does not fit."""
+
+    def replica_states(self) -> Iterator[dict]:
+        """What belongs to one replica and no other, of each in their order, on the CPU, made when it is asked for.
+
+        On the main rank; elsewhere as many empty dictionaries. Every rank iterates to the end. Nothing where replicas
+        differ in nothing.
+        """
+        return iter(())
+
+    def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
+        """Takes over what `replica_states` of `count` replicas gave, be there as many replicas now or not.
+
+        Each replica takes the share of what those had whose images it now computes. Every rank calls, after
+        `load_state_dict`.
+
+        Args:
+            read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
+
+        Raises:
+            ValueError: on every rank, naming what does not fit; what `read` raises, likewise.
+        """
+        if count:
+            raise ValueError(f"{count} replicas have a state of their own there, none has one here")
 
     @abstractmethod
     def timeline(self) -> List[Span]:

@@ -100,9 +100,13 @@ class SparseSum:
         if sends:
             self._send(message, self._rank - sends)
             message = self._receive(own, self._rank - sends)
+            self._send(message[:1], self._rank - sends)
         for distance in reversed(distances[: distances.index(sends)] if sends else distances):
             if self._rank + distance < self._size:
                 self._send(message, self._rank + distance)
+                # A send ends long before the message has left. The next one would share the link with it, and the
+                # first, whose receiver has most to hand on, would be late: so the receiver says that it is there.
+                distributed.recv(message.new_empty(1), group=self._group, group_src=self._rank + distance)
         return [self._unpack(message, own)]
 
     def _butterfly(self, own: Sparse) -> List[Sparse]:
@@ -134,9 +138,9 @@ class SparseSum:
         """The k entries of largest magnitude of the sum. keeps: whether this replica keeps the others."""
         count = len(first.indices)
         places = self._scratch
-        places[first.indices] = torch.arange(1, count + 1, dtype=torch.int32, device=places.device)
-        found = places[second.indices]
-        places[first.indices] = 0
+        places.index_copy_(0, first.indices, torch.arange(1, count + 1, dtype=torch.int32, device=places.device))
+        found = places.index_select(0, second.indices)
+        places.index_fill_(0, first.indices, 0)
         common = found > 0
         sums = first.values.index_add(0, (found - 1).clamp_(min=0), torch.where(common, second.values, 0.0))
         values = torch.cat([sums, torch.where(common, 0.0, second.values)])
@@ -145,8 +149,8 @@ class SparseSum:
         numbers = torch.cat([first.indices, second.indices + common * _ABSENT])
         largest, rest = ranked(values, numbers, count)
         if keeps:
-            self._kept.append(Sparse(indices[rest], values[rest]))
-        return Sparse(indices[largest], values[largest])
+            self._kept.append(Sparse(indices.index_select(0, rest), values.index_select(0, rest)))
+        return Sparse(indices.index_select(0, largest), values.index_select(0, largest))
 
     def _pack(self, part: Sparse, keeps: bool) -> torch.Tensor:
         """The message, int32. keeps: whether this replica keeps what rounding takes off."""
@@ -184,8 +188,9 @@ class SparseSum:
     def _swap(self, message: torch.Tensor, replica: int) -> torch.Tensor:
         """Sends the message and receives the other's, at the same time."""
         theirs = torch.empty_like(message)
-        sending = distributed.P2POp(distributed.isend, message, group=self._group, group_peer=replica)
+        # The receive first: gloo says that it is there on the connection that a message would keep busy.
         receiving = distributed.P2POp(distributed.irecv, theirs, group=self._group, group_peer=replica)
-        for work in distributed.batch_isend_irecv([sending, receiving]):
+        sending = distributed.P2POp(distributed.isend, message, group=self._group, group_peer=replica)
+        for work in distributed.batch_isend_irecv([receiving, sending]):
             work.wait()
         return theirs

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from recipe.config import Recipe
 
 SPARSE = ("topk", "gtopk")
-_ONLY_SPARSE = (
+# Keys that other methods have no use for.
+ONLY_SPARSE = (
     "density_warmup", "momentum_correction", "factor_masking", "dense_1d", "dense_steps",
 )  # fmt: skip
 
@@ -85,7 +86,7 @@ class Exchange(Section):
         if self.method == "half" and self.wire == "float32":
             raise ValueError("wire float32 is what method dense sends; use dense, or wire float16 or bfloat16")
         if self.method not in (*SPARSE, "auto"):
-            key = next((key for key in _ONLY_SPARSE if getattr(self, key)), None)
+            key = next((key for key in ONLY_SPARSE if getattr(self, key)), None)
             if key:
                 raise ValueError(f"{key} goes with method topk or gtopk, not {self.method}")
         elif self.wire == "bfloat16":

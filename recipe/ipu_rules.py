@@ -101,10 +101,16 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
         "use average.step_decay=null; average.epoch_decay works",
     )
     yield (
-        recipe.exchange.method != "dense",
+        recipe.exchange.method not in ("dense", "auto"),
         f"exchange.method {recipe.exchange.method}",
         "PopART exchanges gradients itself, completely and in the accumulator's float32",
         "use exchange.method=dense",
+    )
+    yield (
+        recipe.exchange.delay > 0,
+        f"exchange.delay {recipe.exchange.delay}",
+        "PopART makes each update from the gradients of its own step",
+        "use exchange.delay=0",
     )
     yield (
         recipe.exchange.order == "tree",

@@ -1,7 +1,8 @@
 """Checkpoints: written so that a crash at any moment leaves the last good one, read only if whole.
 
 A checkpoint is `step-00001234.pt` (loaded with weights_only) and, renamed into place after it,
-`step-00001234.json`: its step, size, SHA-256 and scores. Without a matching manifest a file counts for nothing.
+`step-00001234.json`: its step, size, SHA-256 and scores. Without a matching manifest a file counts for nothing. What
+belongs to one replica is in `step-00001234.replica-0003.pt`, whose size and SHA-256 are in the same manifest.
 """
 
 from __future__ import annotations
@@ -11,24 +12,39 @@ import hashlib
 import io
 import json
 import os
+import re
 import warnings
 from pathlib import Path
-from typing import IO, Callable, List, NamedTuple, Optional, Set, Tuple
+from typing import IO, Callable, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
 from recipe.errors import CheckpointError
 
 FORMAT = 1
+_REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: weights are not looked for in what has this one
+_REPLICA_NAME = re.compile(r"step-\d{8,}\.replica-\d{4,}\.pt")
+
+
+class File(NamedTuple):
+    """What a file must be to count. sha256: hexadecimal digits."""
+
+    bytes: int
+    sha256: str
 
 
 class Manifest(NamedTuple):
-    """What is known of a checkpoint without opening it. top1: share in [0, 1], None if it was not evaluated."""
+    """What is known of a checkpoint without opening it.
+
+    top1: share in [0, 1], None if it was not evaluated. replicas: the files of what belongs to one replica, by its
+    number; none where replicas differ in nothing.
+    """
 
     step: int
     bytes: int
     sha256: str
     top1: Optional[float]
+    replicas: Tuple[File, ...] = ()
 
 
 class CheckpointFolder:
@@ -42,45 +58,61 @@ class CheckpointFolder:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
 
-    def save(self, step: int, content: dict, top1: Optional[float]) -> Path:
+    def replica_path(self, step: int, replica: int) -> Path:
+        return self.folder / f"step-{step:08d}.replica-{replica:04d}.pt"
+
+    def save(self, step: int, content: dict, top1: Optional[float], replica_states: Iterable[dict] = ()) -> Path:
         """Writes `content` durably, then removes what need not be kept.
+
+        Args:
+            replica_states: what belongs to one replica, in the order of their numbers; each is written before the next
+                is asked for, so that only one need be in memory.
 
         Raises:
             OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(step)
-        buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
-        torch.save({"format": FORMAT, **content}, buffer)
-        with replacing(path) as stream:
-            stream.write(buffer.getbuffer())
-        manifest = Manifest(step, buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest(), top1)
+        written: List[Path] = []
+        replicas: List[File] = []
         try:
+            for state in replica_states:
+                replica_path = self.replica_path(step, len(replicas))
+                replicas.append(_write(replica_path, {_REPLICA_FORMAT: FORMAT, "state": state}))
+                written.append(replica_path)
+                del state  # or it would stay in memory while the next one is made
+            whole = _write(path, {"format": FORMAT, **content})
+            written.append(path)
+            manifest = Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))
             with replacing(path.with_suffix(".json")) as stream:
-                stream.write((json.dumps(manifest._asdict()) + "\n").encode())
+                stream.write((json.dumps(_as_written(manifest)) + "\n").encode())
         except BaseException:
-            path.unlink()  # it would count for nothing, and on a full disk its room is needed
+            for each in written:
+                each.unlink()  # it would count for nothing, and on a full disk its room is needed
             raise
         self._damaged.discard(step)
         self._prune()
         return path
 
-    def load_newest(self, warn: Callable[[str], None]) -> Optional[dict]:
+    def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
         """The content of the newest checkpoint that is whole, or None if there never was one.
 
         Args:
             warn: told of each damaged checkpoint that is passed over.
+            with_replicas: whether the files of its replicas must be whole, too. Weights can be had without them.
 
         Raises:
             CheckpointError: there are checkpoints, but none is whole.
         """
         damaged = []
-        for path in sorted(self.folder.glob("step-*.pt"), reverse=True):
+        for path in reversed(self._paths()):
             manifest = _read_manifest(path)
             if manifest is None:
                 continue  # its writing was cut off before it counted
             try:
                 content = load(path, manifest)
+                for replica, file in enumerate(manifest.replicas if with_replicas else ()):
+                    _verify(self.replica_path(manifest.step, replica), file)
             except CheckpointError as error:
                 damaged.append(str(error))
                 self._damaged.add(manifest.step)
@@ -89,15 +121,35 @@ class CheckpointFolder:
             return content
         if damaged:
             raise CheckpointError(
-                f"{damaged[0]}; no older checkpoint is whole either: restore one with its .json into {self.folder}, "
-                "or delete that folder to start from the beginning"
+                f"{damaged[0]}; no older checkpoint is whole either: restore one with all files of its number into "
+                f"{self.folder}, or delete that folder to start from the beginning"
             )
         return None
 
     def manifests(self) -> List[Manifest]:
         """Of all checkpoints that count, the oldest first."""
-        found = [_read_manifest(path) for path in sorted(self.folder.glob("step-*.pt"))]
+        found = [_read_manifest(path) for path in self._paths()]
         return [manifest for manifest in found if manifest is not None]
+
+    def replica_count(self, step: int) -> int:
+        """How many replicas have a file of their own in the checkpoint of a step that counts."""
+        return next(len(manifest.replicas) for manifest in self.manifests() if manifest.step == step)
+
+    def replica_state(self, step: int, replica: int) -> dict:
+        """What `save` was given for that replica, on the CPU. `load_newest` has compared it with its checksum.
+
+        Raises:
+            CheckpointError: the file cannot be read, or was not written by this program.
+        """
+        path = self.replica_path(step, replica)
+        content = unpickled(path)
+        if not isinstance(content, dict) or content.get(_REPLICA_FORMAT) != FORMAT:
+            raise CheckpointError(f"{path}: damaged, or not of a checkpoint of this program in this version")
+        return content["state"]
+
+    def _paths(self) -> List[Path]:
+        """Of all checkpoints, whether they count or not, the oldest first."""
+        return sorted(path for path in self.folder.glob("step-*.pt") if not _REPLICA_NAME.fullmatch(path.name))
 
     def _prune(self) -> None:
         for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
@@ -111,6 +163,18 @@ class CheckpointFolder:
             if manifest.step not in kept:
                 self.path(manifest.step).with_suffix(".json").unlink()
                 self.path(manifest.step).unlink()
+        self._remove_strays()
+
+    def _remove_strays(self) -> None:
+        """Removes files of replicas that no manifest lists: of checkpoints that are gone, or that were cut off."""
+        listed = {
+            self.replica_path(manifest.step, replica)
+            for manifest in self.manifests()
+            for replica in range(len(manifest.replicas))
+        }
+        for path in self.folder.glob("step-*.replica-*.pt"):
+            if _REPLICA_NAME.fullmatch(path.name) and path not in listed:
+                path.unlink()
 
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
@@ -122,9 +186,7 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     try:
         with open(path, "rb") as stream:
             if manifest is not None:
-                digest, size = _digest(stream)
-                if (digest, size) != (manifest.sha256, manifest.bytes):
-                    raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
+                _compare(stream, path, File(manifest.bytes, manifest.sha256))
                 stream.seek(0)
             content = _unpacked(stream)
     except OSError as error:
@@ -132,6 +194,21 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
     return content
+
+
+def _verify(path: Path, expected: File) -> None:
+    """Raises CheckpointError where the file at `path` is another one, or cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            _compare(stream, path, expected)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _compare(stream: IO[bytes], path: Path, expected: File) -> None:
+    digest, size = _digest(stream)
+    if (size, digest) != expected:
+        raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
 
 
 def unpickled(path: Path) -> object:
@@ -157,6 +234,15 @@ def _unpacked(stream: IO[bytes]) -> object:
         raise
     except Exception:  # torch raises nearly everything about files that are not its own
         return None
+
+
+def _write(path: Path, content: dict) -> File:
+    """Puts `content` in the place of `path`, as torch.save packs it."""
+    buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
+    torch.save(content, buffer)
+    with replacing(path) as stream:
+        stream.write(buffer.getbuffer())
+    return File(buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest())
 
 
 @contextlib.contextmanager
@@ -190,6 +276,13 @@ def _digest(stream) -> Tuple[str, int]:
 
 def _read_manifest(path: Path) -> Optional[Manifest]:
     try:
-        return Manifest(**json.loads(path.with_suffix(".json").read_text()))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(path.with_suffix(".json").read_text())
+        replicas = tuple(File(*file) for file in found.pop("replicas", ()))
+        return Manifest(**found, replicas=replicas)
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def _as_written(manifest: Manifest) -> dict:
+    """Without an empty list of replicas, which older programs do not know."""
+    return {key: value for key, value in manifest._asdict().items() if key != "replicas" or value}

@@ -298,11 +298,14 @@ class Trainer:
             "progression": asdict(progression),
             "classes": self._classes,
         }
+        replica_states = self._engine.replica_states()
         if not self._engine.topology.is_main:
+            for _ in replica_states:
+                pass  # what this rank has goes to the main one
             return
         evaluated = progression.step % self._evaluate_every == 0 or progression.step == self._lengths.total
         top1 = progression.scores["top1"] if evaluated else None
-        self._checkpoints.save(progression.step, content, top1)
+        self._checkpoints.save(progression.step, content, top1, replica_states)
         if scheduled:
             note_checkpoint(self._monitor, progression)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional, Sequence
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -19,12 +20,13 @@ from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
+from recipe.division import Batch
 from recipe.errors import CheckpointError, ConfigError, DataError
 from training import weights
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
-from training.run_folder import RunFolder, first_difference
+from training.run_folder import RunFolder, begun_recipe, first_difference
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -54,6 +56,8 @@ def run(recipe: Recipe) -> None:
     _check_one_recipe(recipe, processes)
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
+    say = print if place.is_main else _nothing
+    recipe = _with_a_method(recipe, batch, processes, say)
     folder: Optional[RunFolder] = None
 
     def open_folder() -> Optional[dict]:
@@ -61,7 +65,6 @@ def run(recipe: Recipe) -> None:
         folder = RunFolder(recipe)
         return folder.finished()
 
-    say = print if place.is_main else _nothing
     try:
         event = processes.from_main(open_folder)
         if event:
@@ -73,7 +76,7 @@ def run(recipe: Recipe) -> None:
             return
         say(batch.describe())
         say(lengths.describe())
-        engine = processes.together(lambda: factory.create(recipe, batch, processes))
+        engine = processes.together(lambda: factory.create(recipe, batch, processes, lengths.steps_per_epoch))
         for note in engine.notes:
             say(note)
         _train(recipe, lengths, engine, processes, images)
@@ -102,6 +105,16 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
         )
 
     processes.from_main(complain)
+
+
+def _with_a_method(recipe: Recipe, batch: Batch, processes: Agreement, say: Callable[..., None]) -> Recipe:
+    """`recipe` with what exchange.method auto comes to here, or came to when the run in its folder began."""
+    if recipe.exchange.method != "auto":
+        return recipe
+    from engines import choice  # seldom needed
+
+    begun = processes.from_main(lambda: begun_recipe(recipe))
+    return choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
@@ -210,27 +223,34 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, proce
 
     The main rank reads it and sends it to the others: hosts need not share a file system.
     """
-    content = processes.from_main(lambda: _newest(checkpoints, recipe))
+    content, replicas = processes.from_main(lambda: _newest(checkpoints, recipe))
     if content is None:
         return Progression()
+    step = content["progression"]["step"]
 
-    def load() -> None:
+    def load(kind: str, take_over: Callable[[], None]) -> None:
         try:
-            engine.load_state_dict(content["engine"])
+            take_over()
         except (ValueError, KeyError) as error:
-            path = checkpoints.path(content["progression"]["step"])
-            raise CheckpointError(f"{path}: of another model: {error}; {_ELSEWHERE}") from None
+            raise CheckpointError(f"{checkpoints.path(step)}: of {kind}: {error}; {_ELSEWHERE}") from None
 
-    processes.together(load)
+    processes.together(lambda: load("another model", lambda: engine.load_state_dict(content["engine"])))
+    # Apart, since here ranks wait for each other: none may be missing because the model did not fit there.
+    read = functools.partial(checkpoints.replica_state, step)
+    processes.together(lambda: load("other replicas", lambda: engine.load_replica_states(replicas, read)))
     return Progression(**content["progression"])
 
 
-def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Optional[dict]:
-    """The content of the newest whole checkpoint, which must be of this recipe."""
-    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
-    if content is not None:
-        path = checkpoints.path(content["progression"]["step"])
-        difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
-        if difference:
-            raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
-    return content
+def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Tuple[Optional[dict], int]:
+    """The content of the newest whole checkpoint, which must be of this recipe, and how many replicas' files it has."""
+    content = checkpoints.load_newest(
+        warn=lambda line: print(f"{line}; trying the one before", flush=True), with_replicas=True
+    )
+    if content is None:
+        return None, 0
+    step = content["progression"]["step"]
+    path = checkpoints.path(step)
+    difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
+    if difference:
+        raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+    return content, checkpoints.replica_count(step)

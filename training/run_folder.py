@@ -31,7 +31,7 @@ _FREE = {
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
 
-_LOCK = "lock"
+_LOCK, _CONFIG = "lock", "config.yaml"
 
 
 class RunFolder:
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def _config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / _CONFIG
 
     def _check(self, recipe: Recipe) -> None:
         remedy = "choose another folder by run.output=FOLDER"
@@ -95,8 +95,7 @@ class RunFolder:
             raise CheckpointError(f"{self.path} belongs to another recipe: {difference}; {remedy}")
 
     def _begun(self) -> bool:
-        """Whether anything was trained: a recipe that failed before that may be mended in place."""
-        return self.checkpoints.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+        return _has_begun(self.path)
 
     def _acquire(self) -> IO[str]:
         stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
@@ -117,6 +116,18 @@ class RunFolder:
         except (OSError, ValueError, KeyError):
             starts = []
         write_text(path, json.dumps({"starts": [*starts, describe_environment()]}, indent=1) + "\n")
+
+
+def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
+    """The recipe of the run that is begun in this one's folder, if any. Raises ConfigError if it cannot be read."""
+    path = Path(output_folder(recipe))
+    return loading.load(path / _CONFIG) if _has_begun(path) and (path / _CONFIG).exists() else None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether anything was trained there: a recipe that failed before that may be mended in place."""
+    metrics = path / "metrics.jsonl"
+    return (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def describe_environment() -> dict:

@@ -147,7 +147,7 @@ def words_sent(rank, size, pattern, wire):
 def test_messages_are_packed(wire, words):
     """8 bytes an entry, or 6 and a word for the exponent; log2 P messages from each in the butterfly."""
     assert world.run(4, words_sent, "butterfly", wire) == [[words, words]] * 4
-    assert world.run(4, words_sent, "tree", wire) == [[words, words], [words], [words, words], [words]]
+    assert world.run(4, words_sent, "tree", wire) == [[words, words], [words, 1], [words, 1, words], [words, 1]]
     # Ranks 4 and 5 hand theirs in, and are told the result.
     assert [len(each) for each in world.run(6, words_sent, "butterfly", wire)] == [3, 3, 2, 2, 1, 1]
 

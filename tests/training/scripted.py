@@ -18,7 +18,8 @@ class ScriptedEngine(Engine):
 
     `before` is called with the number of each step before it is done; `finite` says which steps are not skipped. With
     `averaging` the average over epochs scores one hit more for each epoch that ended. `waited` is called with the
-    number of steps done, and says for how many seconds images were waited for.
+    number of steps done, and says for how many seconds images were waited for. With `replicas` each of so many has a
+    residual of its own, which halves at every step before n times the replica's number, from 1, is added.
     """
 
     device = torch.device("cpu")
@@ -34,12 +35,14 @@ class ScriptedEngine(Engine):
         unreadable=(),
         averaging=False,
         waited=lambda steps: 0.0,
+        replicas=0,
     ):
         self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
         self._averaging, self._epochs, self._extra_hits = averaging, 0, 0
         self._waited = waited
         self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
         self._skipped = self._in_row = 0
+        self.residuals = [torch.zeros(5) for _ in range(replicas)]
 
     def data_wait(self):
         return self._waited(len(self.steps))
@@ -51,6 +54,8 @@ class ScriptedEngine(Engine):
         self.rates.append(lr)
         if measure:
             self.measured.append(step)
+        for number, residual in enumerate(self.residuals, start=1):
+            residual.mul_(0.5).add_(number * step)
         finite = self._finite(step)
         self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
         norms = Norms(
@@ -109,7 +114,15 @@ class ScriptedEngine(Engine):
         return {"steps": {"done": torch.tensor(len(self.steps))}}
 
     def load_state_dict(self, state):
-        raise NotImplementedError
+        self.steps = list(range(state["steps"]["done"]))
+
+    def replica_states(self):
+        return ({"residual": residual} for residual in self.residuals)
+
+    def load_replica_states(self, count, read):
+        if not self.residuals:
+            super().load_replica_states(count, read)
+        self.residuals = [read(number)["residual"] for number in range(count)]
 
     def peak_flops(self):
         return 1e9

@@ -1,0 +1,216 @@
+"""Several hosts on this machine: network namespaces, each with one cable of limited rate to a switch that joins them.
+
+Needs root, Linux, and iproute2's `ip` and `tc`. The machine's own interfaces are not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import tempfile
+import traceback
+from multiprocessing import connection
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import distributed
+
+from recipe.errors import ConfigError
+
+FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it
+# Of a bucket that is full after a pause goes through at once: little more than a frame is the least that works.
+_BURST = 1600  # bytes
+# What waits for a cable is not dropped: TCP would take hundreds of milliseconds to see that and to begin again.
+_QUEUE = 4 << 20  # bytes
+_CABLE = "cable"
+_ADDRESS = "10.84.0.{}"
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_PATIENCE = datetime.timedelta(seconds=300)
+
+
+class Network:
+    """`hosts` hosts with full-duplex cables of `rate` bits a second to a switch; there while in its context.
+
+    A token bucket limits what leaves the host and another what leaves the switch for it, frames and their headers
+    included. The kernel's delay is the only one.
+
+    Raises:
+        ConfigError: on entering, where hosts cannot be made here.
+    """
+
+    def __init__(self, hosts: int, rate: int):
+        self.hosts, self.rate = hosts, rate
+        prefix = f"hosts{os.getpid()}"
+        self._switch, self._names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(hosts)]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Network:
+        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+        if os.geteuid() or missing:
+            raise ConfigError(
+                f"emulated hosts need {' and '.join(missing)} of iproute2; install it"
+                if missing
+                else "emulated hosts need network namespaces, which root alone may make; run as root"
+            )
+        before = signal.signal(signal.SIGTERM, _exit)
+        self._stack.callback(signal.signal, signal.SIGTERM, before)
+        self._stack.callback(self._remove)
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def enter(self, host: int) -> None:
+        """Moves this thread, and what it starts, to a host; for good."""
+        with open(f"/var/run/netns/{self._names[host]}", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), "setns")
+
+    def dropped(self) -> int:
+        """Packets that queues have dropped since the network was made."""
+        queues = [
+            queue
+            for name in (self._switch, *self._names)
+            for queue in json.loads(_call("tc", "-n", name, "-s", "-j", "qdisc", "show"))
+        ]
+        return sum(queue["drops"] for queue in queues)
+
+    def _build(self) -> None:
+        _batch("ip", [f"netns add {name}" for name in (self._switch, *self._names)])
+        limit = f"root tbf rate {self.rate}bit burst {_BURST} limit {_QUEUE}"
+        wiring = ["link add bridge type bridge stp_state 0 forward_delay 0", "link set bridge up"]
+        for number, name in enumerate(self._names):
+            wiring += [
+                f"link add port{number} type veth peer name {_CABLE} netns {name}",
+                f"link set port{number} master bridge up",
+            ]
+        _batch("ip", wiring, self._switch)
+        _batch("tc", [f"qdisc add dev port{number} {limit}" for number in range(self.hosts)], self._switch)
+        for number, name in enumerate(self._names):
+            address = f"addr add {_ADDRESS.format(number + 1)}/24 dev {_CABLE}"
+            _batch("ip", [address, "link set lo up", f"link set {_CABLE} up"], name)
+            _batch("tc", [f"qdisc add dev {_CABLE} {limit}"], name)
+
+    def _remove(self) -> None:
+        # Whoever is impatient would leave the rest behind.
+        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def run(network: Network, function: Callable, *args: Any, connect: bool = True) -> List[Any]:
+    """Calls function(rank, meet, *args) in a process on each host and returns the results, by rank.
+
+    The processes are forked from this one, so that what it has imported costs nothing, and joined by gloo over their
+    cables. meet() returns once all ranks have called it, without a word on the network. Each has one torch thread.
+
+    Args:
+        connect: False leaves torch.distributed to the function; MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE
+            and LOCAL_WORLD_SIZE are set as torchrun would on each host.
+
+    Raises:
+        RuntimeError: a rank failed or died; the others are killed before.
+    """
+    context = multiprocessing.get_context("fork")
+    meeting = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
+    processes, waiting, results = [], {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(network.hosts):
+                reader, writer = context.Pipe(duplex=False)
+                store = f"{folder}/store" if connect else None
+                given = (network, rank, store, writer, function, (meeting.wait, *args))
+                process = context.Process(target=_rank, args=given, daemon=True)
+                process.start()
+                writer.close()
+                processes.append(process)
+                waiting[reader] = rank
+            while waiting:
+                for reader in connection.wait(list(waiting)):
+                    rank = waiting.pop(reader)
+                    try:
+                        done, value = pickle.loads(reader.recv_bytes())
+                    except EOFError:
+                        done, value = False, "died without a word"
+                    if not done:
+                        raise RuntimeError(f"rank {rank}: {value}")
+                    results[rank] = value
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(network.hosts)]
+
+
+def traffic() -> Tuple[int, int]:
+    """Bytes that this host has sent and received over its cable, frames' headers included."""
+    with open("/proc/thread-self/net/dev", encoding="ascii") as stream:
+        fields = next(line for line in stream if line.strip().startswith(f"{_CABLE}:")).split()
+    return int(fields[9]), int(fields[1])
+
+
+def processors() -> Tuple[int, int]:
+    """Ticks in which this machine's processors were idle, and all ticks, since it was started."""
+    with open("/proc/stat", encoding="ascii") as stream:
+        ticks = [int(text) for text in stream.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def _rank(
+    network: Network, rank: int, store: Optional[str], writer: connection.Connection, function: Callable, args: tuple
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
+    torch.set_num_threads(1)
+    try:
+        network.enter(rank)
+        with open("/proc/sys/net/ipv4/tcp_congestion_control", "w", encoding="ascii") as stream:
+            stream.write("reno")  # which every kernel has: the machine's own choice is not what is measured
+        os.environ.update(GLOO_SOCKET_IFNAME=_CABLE, MASTER_ADDR=_ADDRESS.format(1), MASTER_PORT="29500")
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(network.hosts), LOCAL_WORLD_SIZE="1")
+        if store is not None:
+            distributed.init_process_group(
+                "gloo",
+                store=distributed.FileStore(store, network.hosts),
+                rank=rank,
+                world_size=network.hosts,
+                timeout=_PATIENCE,
+            )
+        message = (True, function(rank, *args))
+        args[0]()  # none leaves while others still need it
+    except BaseException:
+        message = (False, traceback.format_exc())
+    writer.send_bytes(pickle.dumps(message))  # by value: a tensor's memory would go with this process
+    writer.close()
+    os._exit(0)  # not what the parent would do at its end
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _batch(tool: str, commands: List[str], namespace: str = "") -> None:
+    _call(tool, *(("-n", namespace) if namespace else ()), "-batch", "-", given="\n".join(commands))
+
+
+def _call(*command: str, given: str = "") -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+        raise ConfigError(f"emulated hosts: {command[0]}: {reason[0]}; the kernel needs namespaces, veth and tbf")
+    return done.stdout

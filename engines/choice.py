@@ -1,0 +1,197 @@
+"""What exchange.method auto stands for: the exchange predicted to be fastest here, where that is worth its errors."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from engines import cuts
+from models.efficientnet import build
+from parallel import costs
+from parallel.costs import Link
+from recipe import exchange
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.exchange import SPARSE, Exchange
+
+if TYPE_CHECKING:
+    from parallel.agreement import Agreement
+
+# An exchange that loses more of a gradient has to be so many times as fast as one that loses less: what is lost costs
+# accuracy or steps, and a prediction may be wrong by a fifth or so.
+_WORTH = 1.5
+
+
+class Candidate(NamedTuple):
+    """An exchange and its predicted seconds: on the network, and of processors, to select or to round."""
+
+    name: str
+    network: float
+    processor: float
+
+    @property
+    def seconds(self) -> float:
+        return self.network + self.processor
+
+
+class Gradient(NamedTuple):
+    """Elements of the largest stage's gradient, and how many of them every method sends whole."""
+
+    elements: int
+    whole: int
+
+
+def resolve(
+    recipe: Recipe,
+    batch: Batch,
+    processes: Agreement,
+    say: Callable[[str], None],
+    begun: Optional[Exchange] = None,
+) -> Recipe:
+    """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
+
+    Of a new run, links and selection are measured, and `say` is told what is predicted: of the exchange alone, as if
+    it began after the last backward pass, and without the merges of gtopk. Keys that go only with topk and gtopk are
+    left out where another method is taken. One replica and IPUs have no choice: they take dense.
+
+    Args:
+        begun: the section of the run that goes on, whose method and pattern it keeps; None for a new one.
+
+    Raises:
+        ConfigError: cut points that the model does not have.
+    """
+    if recipe.exchange.method != "auto":
+        return recipe
+    if begun is not None and begun.method != "auto":
+        say(f"exchange.method auto: {_name(begun)}, as the run began")
+        return _resolved(recipe, begun.method, begun.pattern, say)
+    if recipe.run.device == "ipu" or processes.topology.replicas == 1:
+        why = "on IPUs there is no other" if recipe.run.device == "ipu" else "one replica has nobody to send to"
+        say(f"exchange.method auto: dense; {why}")
+        return _resolved(recipe, "dense", recipe.exchange.pattern, say)
+    gradient = processes.together(lambda: _gradient(recipe, batch, processes))
+    link, selection, rounding = _measured(recipe, gradient, processes)
+    candidates = predict(recipe.exchange, processes.topology.replicas, gradient, link, selection, rounding)
+    taken, why = pick(candidates)
+    for line in _table(recipe, processes.topology.replicas, gradient, link, candidates):
+        say(line)
+    say(f"  taken: {taken.name}; {why}")
+    method, _, pattern = taken.name.partition(" ")
+    return _resolved(recipe, method, pattern or recipe.exchange.pattern, say)
+
+
+def predict(
+    section: Exchange, replicas: int, gradient: Gradient, link: Link, selection: float, rounding: float
+) -> List[Candidate]:
+    """The exchanges that the section allows, from the most faithful one to that which leaves out most.
+
+    Args:
+        selection, rounding: seconds of a processor, for topk and gtopk, and for half.
+    """
+    found = [Candidate("dense", costs.dense(link, replicas, gradient.elements), 0.0)]
+    if section.wire != "float32":
+        found.append(Candidate("half", costs.half(link, replicas, gradient.elements), rounding))
+    message = costs.message_bytes(_count(section, gradient), section.wire or "float32")
+    whole = costs.dense(link, replicas, gradient.whole) if gradient.whole else 0.0
+    found += [
+        Candidate(name, whole + seconds(link, replicas, message), selection) for name, seconds in costs.SPARSE.items()
+    ]
+    return found
+
+
+def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
+    """The candidate to take, and why: one takes another's place if it is `_WORTH` times as fast."""
+    taken, why = candidates[0], f"nothing else is {_WORTH} times as fast"
+    for candidate in candidates[1:]:
+        if candidate.seconds * _WORTH <= taken.seconds:
+            why = (
+                f"{taken.seconds / candidate.seconds:.1f} times as fast as {taken.name}, and {_WORTH} is worth a change"
+            )
+            taken = candidate
+    return taken, why
+
+
+def _resolved(recipe: Recipe, method: str, pattern: str, say: Callable[[str], None]) -> Recipe:
+    section = recipe.exchange
+    values = {**section.model_dump(), "method": method, "pattern": pattern}
+    dropped = [] if method in SPARSE else [key for key in exchange.ONLY_SPARSE if getattr(section, key)]
+    if dropped:
+        say(f"exchange.{', '.join(dropped)}: left out, as {method} sends whole gradients")
+    defaults = Exchange().model_dump()
+    values.update({key: defaults[key] for key in dropped})
+    return recipe.model_copy(update={"exchange": Exchange(**values)})
+
+
+def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
+    """Of the largest stage. Stages that are cut by measured times are taken as if multiply-adds were balanced."""
+    with torch.device("meta"):
+        model = build(recipe.model, recipe.run.seed)
+    stages = processes.topology.stages
+    parts = cuts.counted(model, recipe, batch)[0] if stages > 1 else [model.names]
+    found = []
+    for stage in range(stages):
+        names = [name for part in parts[stage::stages] for name in part]
+        parameters = [parameter for name in names for parameter in model.block(name).parameters()]
+        whole = [each.numel() for each in parameters if recipe.exchange.dense_1d and each.dim() == 1]
+        found.append(Gradient(sum(each.numel() for each in parameters), sum(whole)))
+    return max(found)
+
+
+def _measured(recipe: Recipe, gradient: Gradient, processes: Agreement) -> Tuple[Link, float, float]:
+    """The link, and seconds to select and to round a gradient; of the slowest process, and so the same on all."""
+    # These need a newer Python than the IPU's, where nothing is measured.
+    from engines.devices import device_of
+    from parallel import probe, selection
+
+    device = device_of(recipe, processes.topology)
+    vector = torch.randn(gradient.elements - gradient.whole, generator=torch.Generator().manual_seed(0)).to(device)
+    count = _count(recipe.exchange, gradient)
+    own = (
+        probe.measure(processes.replica_group, device),
+        _seconds(lambda values: selection.largest(values, min(count, len(values))), vector),
+        _seconds(lambda values: values.half().float(), vector),
+    )
+    links, *processor = zip(*processes.gather(own))
+    return Link(*map(max, zip(*links))), max(processor[0]), max(processor[1])
+
+
+def _seconds(work: Callable[[torch.Tensor], object], vector: torch.Tensor) -> float:
+    work(vector[:1000])  # what a first call loads is not the work
+    _wait_for(vector.device)
+    start = time.perf_counter()
+    work(vector)
+    _wait_for(vector.device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _count(section: Exchange, gradient: Gradient) -> int:
+    """Values that a replica sends of the largest stage's gradient, once densities have come down."""
+    return max(1, round(section.density * (gradient.elements - gradient.whole)))
+
+
+def _name(section: Exchange) -> str:
+    return f"gtopk {section.pattern}" if section.method == "gtopk" else section.method
+
+
+def _table(recipe: Recipe, replicas: int, gradient: Gradient, link: Link, candidates: List[Candidate]) -> List[str]:
+    bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
+    lines = [
+        f"exchange.method auto: {gradient.elements:,} gradients, density {recipe.exchange.density:g}, "
+        f"{replicas} replicas; links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
+    ]
+    for each in candidates:
+        work = "to round" if each.name == "half" else "to select"
+        and_work = f", {_figure(1e3 * each.processor)} ms of it {work}" if each.processor else ""
+        lines.append(f"  {each.name:15}  {_figure(1e3 * each.seconds)} ms{and_work}")
+    return lines
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

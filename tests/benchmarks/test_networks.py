@@ -1,0 +1,123 @@
+"""Emulated hosts: as slow as they say in both directions, nothing dropped, and nothing left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from benchmarks import exchange, networks
+from benchmarks.networks import FRAME, PAYLOAD, Network
+from parallel.sparse import Sparse
+from recipe.errors import ConfigError
+from tests.conftest import ROOT
+
+RATE, SIZE = 8_000_000, 250_000
+
+
+@pytest.fixture
+def root():
+    if os.geteuid() or subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True).returncode:
+        pytest.skip("needs root and network namespaces")
+    subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=True)
+
+
+def names():
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def swap(rank, meet):
+    """Seconds in which two ranks send each other SIZE bytes at once, and what went over the cable for that."""
+    sent, received = torch.full((SIZE,), rank, dtype=torch.uint8), torch.empty(SIZE, dtype=torch.uint8)
+    distributed.all_reduce(torch.zeros(1))
+    meet()
+    before, start = networks.traffic(), time.perf_counter()
+    operations = [distributed.P2POp(distributed.irecv, received, 1 - rank)]
+    operations.append(distributed.P2POp(distributed.isend, sent, 1 - rank))
+    for work in distributed.batch_isend_irecv(operations):
+        work.wait()
+    seconds = time.perf_counter() - start
+    assert (received == 1 - rank).all()
+    meet()
+    return seconds, *(after - was for after, was in zip(networks.traffic(), before))
+
+
+def fail(rank, meet):
+    if rank:
+        raise ValueError("a rank's own")
+    meet()
+
+
+@pytest.mark.netns
+@pytest.mark.multiprocess
+def test_cables_are_as_slow_as_they_say_and_full_duplex(root):
+    """Frames take 250 ms x 1514 / 1448; the least is what a full bucket lets through, the most what processors add."""
+    with Network(2, RATE) as network:
+        results = networks.run(network, swap)
+        assert network.dropped() == 0
+    framed = SIZE * FRAME / PAYLOAD
+    for seconds, sent, received in results:
+        assert 0.98 < seconds / (8 * framed / RATE) < 1.5  # one after the other would be 2
+        # Acknowledgements are a small frame for every other one at most.
+        assert 1 < sent / framed < 1.06
+        assert 1 < received / framed < 1.06
+    assert f"hosts{os.getpid()}" not in names()
+
+
+@pytest.mark.netns
+@pytest.mark.multiprocess
+def test_a_failed_rank_ends_the_others_and_says_why(root):
+    with pytest.raises(RuntimeError, match=r"rank 1: (.|\n)*a rank's own"), Network(2, RATE) as network:
+        networks.run(network, fail)
+    assert f"hosts{os.getpid()}" not in names()
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_after_a_signal(root, number):
+    code = (
+        "import time\nfrom benchmarks.networks import Network\n"
+        "with Network(3, 1000000):\n    print('up', flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        assert names().count(f"hosts{process.pid}-") == 4
+        process.send_signal(number)
+        assert process.wait(timeout=20) != 0
+        assert f"hosts{process.pid}-" not in names()
+
+
+def test_without_root_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="need network namespaces, which root alone may make; run as root"):
+        Network(2, RATE).__enter__()
+
+
+def test_without_tools_one_line_says_which(monkeypatch):
+    monkeypatch.setattr(networks.shutil, "which", lambda tool: None)
+    with pytest.raises(ConfigError, match="need ip and tc of iproute2; install it"):
+        Network(2, RATE).__enter__()
+
+
+def outcomes(changed=False, kept=0.0):
+    """Of two ranks that keep nothing; what goes wrong on one side is added to one number of it."""
+    given = [exchange._whole(exchange.own_vector(rank)) for rank in range(2)]
+    left = [Sparse(torch.tensor([3]), torch.tensor([kept]))]
+    fine = exchange.Outcome([], ["a"], sum(given).float(), [])
+    return [
+        {"dense": fine, "topk": fine._replace(kept=left)},
+        {"dense": fine, "topk": fine._replace(digests=["b"] if changed else ["a"])},
+    ]
+
+
+def test_results_are_checked():
+    exchange.check(outcomes())
+    with pytest.raises(RuntimeError, match="topk: ranks or rounds have different sums"):
+        exchange.check(outcomes(changed=True))
+    with pytest.raises(RuntimeError, match="topk: what came out and what was kept is not what was put in"):
+        exchange.check(outcomes(kept=2.0**-16))

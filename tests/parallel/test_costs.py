@@ -1,0 +1,104 @@
+"""Predicted seconds of an exchange, against its messages counted one by one and against published figures."""
+
+import sys
+
+import pytest
+import torch
+
+from parallel import costs
+from parallel.costs import Link
+
+# Fitted by Shi et al. to their Ethernet of 1 Gbit/s (scripts/icdcs2019/communication.py of their repository): seconds,
+# and seconds for each float32.
+PUBLISHED = Link(0.436e-3, 3.6e-5 * 1e-3 / 4)
+SIMPLE = Link(1.0, 0.25)
+
+
+def arrivals(hops, size, start):
+    """When the last replica is done, if both ends of each message are busy with it, and only with it, until it came."""
+    done = list(start)
+    for pairs in hops:
+        before = list(done)
+        for source, target in pairs:
+            end = max(before[source], before[target]) + SIMPLE.message(size)
+            done[source], done[target] = max(done[source], end), max(done[target], end)
+    return max(done)
+
+
+def tree_hops(replicas):
+    """Pairs (source, target) of each round, up and then down."""
+    up, distance = [], 1
+    while distance < replicas:
+        up.append([(low + distance, low) for low in range(0, replicas - distance, 2 * distance)])
+        distance *= 2
+    return [*up, *([(low, high) for high, low in pairs] for pairs in reversed(up))]
+
+
+def butterfly_hops(replicas):
+    power = 1
+    while 2 * power <= replicas:
+        power *= 2
+    extra = [(power + number, number) for number in range(replicas - power)]
+    rounds, distance = [], 1
+    while distance < power:
+        rounds.append([(number, number ^ distance) for number in range(power)])
+        distance *= 2
+    return [extra, *rounds, [(low, high) for high, low in extra]] if extra else rounds
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 32])
+def test_hops_played_through_take_what_is_predicted(replicas):
+    start = [0.0] * replicas
+    assert arrivals(tree_hops(replicas), 8, start) == costs.gtopk_tree(SIMPLE, replicas, 8)
+    assert arrivals(butterfly_hops(replicas), 8, start) == costs.gtopk_butterfly(SIMPLE, replicas, 8)
+
+
+def test_one_replica_costs_nothing():
+    assert {function(SIMPLE, 1, 1000) for function in (*costs.DENSE.values(), *costs.SPARSE.values())} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "dense", "gtopk"),
+    [(4, 1418, 9.3), (8, 1658, 13.9), (16, 1783, 18.6), (32, 1855, 23), (128, 1983, 32.5)],
+)
+def test_published_milliseconds(replicas, dense, gtopk):
+    """25 Mi gradients at a density of 0.001; the published figures have two to four digits."""
+    elements = 25 * 2**20
+    message = costs.message_bytes(elements // 1000, "float32")
+    assert 1000 * costs.dense(PUBLISHED, replicas, elements) == pytest.approx(dense, rel=1e-3)
+    assert 1000 * costs.gtopk_tree(PUBLISHED, replicas, message) == pytest.approx(gtopk, rel=0.02)
+
+
+@pytest.mark.parametrize("link", [Link(0.0, 1e-9), Link(1e-3, 0.0), Link(1e-4, 1e-9)])
+def test_the_tree_beats_a_gather_from_eight_replicas_on(link):
+    """P - 1 > 2 log2 P; a butterfly, which needs half the hops, does from four on."""
+    gather, tree, butterfly = (
+        [costs.SPARSE[name](link, replicas, 50_000) for replicas in (4, 8, 16)]
+        for name in ("topk", "gtopk tree", "gtopk butterfly")
+    )
+    assert [own < other for own, other in zip(tree, gather)] == [False, True, True]
+    assert [own < other for own, other in zip(butterfly, gather)] == [True, True, True]
+    assert tree == pytest.approx([2 * seconds for seconds in butterfly])
+
+
+def test_half_sends_half_the_bytes_in_as_many_messages():
+    assert costs.half(Link(0.0, 1e-9), 8, 10**6) == costs.dense(Link(0.0, 1e-9), 8, 10**6) / 2
+    assert costs.half(Link(1e-3, 0.0), 8, 10**6) == costs.dense(Link(1e-3, 0.0), 8, 10**6)
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+@pytest.mark.parametrize("entries", [1, 2, 7, 6250])
+def test_a_message_is_as_long_as_what_is_sent(entries, wire):
+    from parallel.sparse import Sparse, SparseSum
+
+    vector = Sparse(torch.arange(entries), torch.ones(entries))
+    sum_ = SparseSum(None, pattern="tree", wire=getattr(torch, wire))
+    assert costs.message_bytes(entries, wire) == sum_._pack(vector, keeps=False).nbytes
+
+
+def test_the_model_needs_no_torch():
+    """Plans are made by commands that start at once."""
+    import subprocess
+
+    code = "import sys; from parallel import costs; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

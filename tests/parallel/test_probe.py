@@ -1,0 +1,82 @@
+"""What a message costs: fitted as it should be, and the same on all ranks."""
+
+import time
+
+import numpy
+import pytest
+import scipy.optimize
+import torch
+from torch import distributed
+
+from parallel import probe
+from parallel.costs import Link
+from tests import world
+
+SIZES = (8, 4096, 65536, 262144)
+
+
+@pytest.mark.parametrize("link", [Link(2e-4, 8e-9), Link(0.05, 1e-9), Link(3e-5, 4e-6)])
+def test_messages_of_one_link_give_that_link(link):
+    """Float64 with times in a range of 1 to 10,000: errors of 1e-16, some digits lost in the determinant."""
+    assert probe.fit(SIZES, [link.message(size) for size in SIZES]) == pytest.approx(link, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("base", [(2e-3, 1e-3, 2e-3), (1e-4, 3e-3, 2e-2), (1e-3, 1.5e-3, 3e-3)])
+def test_fit_of_disturbed_times_is_that_of_scipy(base, seed):
+    """The first would have a negative time per byte by plain least squares, the second a negative latency."""
+    sizes = numpy.array(SIZES[1:])
+    seconds = numpy.array(base) * numpy.random.default_rng(seed).uniform(0.7, 1.4, 3)
+    matrix = numpy.stack([1 / seconds, sizes / seconds], axis=1)
+    scale = numpy.array([1.0, 1e-6])
+    expected = scipy.optimize.nnls(matrix * scale, numpy.ones(3))[0] * scale
+    assert probe.fit(sizes, list(seconds)) == pytest.approx(tuple(expected), rel=1e-6, abs=1e-15)
+
+
+def test_one_time_is_all_latency():
+    assert probe.fit([8], [0.125]) == Link(0.125, 0.0)
+
+
+def measured(rank, size):
+    return probe.measure(None, torch.device("cpu"))
+
+
+def measured_slowly(rank, size, late, per_byte):
+    """Rank 1 is late, for which its neighbours wait, but not rank 3."""
+    send_all = distributed.batch_isend_irecv
+
+    def slow(operations):
+        if rank == 1:
+            time.sleep(late + operations[0].tensor.nbytes * per_byte)
+        return send_all(operations)
+
+    distributed.batch_isend_irecv = slow
+    start = time.perf_counter()
+    return probe.measure(None, torch.device("cpu")), time.perf_counter() - start
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_ranks_find_the_same_link(size):
+    links = world.run(size, measured)
+    assert len(set(links)) == 1
+    assert 0 < links[0].message(8) < 0.1
+    assert 0 <= links[0].seconds_per_byte < 1e-6
+
+
+@pytest.mark.multiprocess
+def test_one_rank_alone_has_no_link():
+    assert world.run(1, measured) == [Link(0.0, 0.0)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("late", [0.0005, 0.02])
+def test_the_slowest_rank_counts_and_a_slow_link_does_not_take_long(late):
+    """A loopback of a busy machine adds to a link of 1 MB/s, which decides what is found, and takes nothing off."""
+    results = world.run(4, measured_slowly, late, 1e-6)
+    links = [link for link, _ in results]
+    assert len(set(links)) == 1
+    assert links[0].message(65536) == pytest.approx(late + 0.0655, rel=0.3)
+    assert links[0].seconds_per_byte == pytest.approx(1e-6, rel=0.3)
+    # Eight messages of each size up to 65536 bytes, at most; one more size would be 2 s.
+    assert max(seconds for _, seconds in results) < 1.0 + 8 * 4 * late
