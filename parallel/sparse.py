@@ -123,9 +123,9 @@ class SparseSum:
             # Replicas whose numbers differ in lower bits only have the same part by now: the lowest answers for it.
             message = self._pack(part, keeps=self._rank % distance == 0)
             partner = self._rank ^ distance
-            pair = [self._unpack(message, own), self._unpack(self._swap(message, partner), own)]
-            lower, upper = pair if self._rank < partner else reversed(pair)
-            part = self._merge(lower, upper, keeps=self._rank % (2 * distance) == 0)
+            # Both get the same bits: the sum of two numbers does not depend on their order, nor a merge on the entries'.
+            ours, theirs = self._unpack(message, own), self._unpack(self._swap(message, partner), own)
+            part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
             distance *= 2
         if extra:  # what the others are sent may be rounded, and all are to have the same
             message = self._pack(part, keeps=self._rank == 0)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, List, Literal, Optional
 
 from pydantic import Field, model_validator
 
+from recipe.division import count
 from recipe.errors import ConfigError
 from recipe.section import Section
 
@@ -119,7 +120,7 @@ class Exchange(Section):
             parts += ["conserving" if self.conserve else "published residual rule"] if self.method == "gtopk" else []
             switches = ("momentum_correction", "factor_masking", "dense_1d")
             parts += [name.replace("_", " ") for name in switches if getattr(self, name)]
-        return ", ".join(parts + ([f"gradients {self.delay} steps late"] if self.delay else []))
+        return ", ".join(parts + ([f"gradients {count(self.delay, 'step')} late"] if self.delay else []))
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
         """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the first `dense_steps`."""

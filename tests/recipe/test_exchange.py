@@ -1,0 +1,90 @@
+"""The section `exchange`: which keys go together, and what a run with them is said to be."""
+
+import pytest
+
+from recipe.batch import describe, divide
+from recipe.errors import ConfigError
+from recipe.loading import load
+from tests.conftest import QUICKSTART
+
+
+def recipe(*overrides):
+    return load(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (("exchange.method=gtopk", "exchange.order=tree"), "use dense"),
+        (("exchange.density_warmup=[0.1]",), "density_warmup goes with method topk or gtopk, not dense"),
+        (("exchange.method=half", "exchange.dense_1d=true"), "dense_1d goes with method topk or gtopk, not half"),
+        (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),
+        (("exchange.method=half", "exchange.wire=float32"), "use dense"),
+        (("exchange.method=gtopk", "exchange.wire=bfloat16"), "give wire=float16"),
+        (("exchange.method=gtopk", "exchange.factor_masking=true"), "momentum_correction=true"),
+        (("exchange.method=gtopk", "exchange.density=0"), "exchange.density"),
+        (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
+        (("exchange.delay=-1",), "exchange.delay"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        recipe(*overrides)
+
+
+CORRECTED = ("exchange.method=gtopk", "exchange.momentum_correction=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ((*CORRECTED, "optimizer.name=rmsprop"), "optimizer.name is rmsprop"),
+        ((*CORRECTED, "optimizer.trust=momentum"), "lars with trust gradient"),
+        ((*CORRECTED, "optimizer.name=sgd", "optimizer.nesterov=true"), "without nesterov"),
+        (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
+        (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
+    ],
+)
+def test_what_other_sections_do_not_go_with_is_refused(overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        divide(recipe(*overrides))
+
+
+@pytest.mark.parametrize("overrides", [CORRECTED, (*CORRECTED, "optimizer.name=sgd"), ("exchange.delay=1",)])
+def test_what_goes_together_is_taken(overrides):
+    divide(recipe(*overrides))
+
+
+def test_densities_by_step():
+    """Dense first, then one density an epoch of 10 steps, then the recipe's."""
+    section = recipe("exchange.method=gtopk", "exchange.density_warmup=[0.25, 0.05]", "exchange.dense_steps=3").exchange
+    found = [section.density_at(step, 10) for step in (0, 2, 3, 9, 10, 19, 20, 1000)]
+    assert found == [1, 1, 0.25, 0.25, 0.05, 0.05, 0.001, 0.001]
+    assert recipe("exchange.method=topk").exchange.density_at(0, None) == 0.001  # an engine that does not train
+
+
+def test_what_travels():
+    assert recipe().exchange.sent == "float32"
+    assert recipe("exchange.method=half").exchange.sent == "float16"
+    assert recipe("exchange.method=half", "exchange.wire=bfloat16").exchange.sent == "bfloat16"
+    assert recipe("exchange.method=gtopk").exchange.sent == "float32"
+    assert recipe("exchange.method=topk", "exchange.wire=float16").exchange.sent == "float16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("exchange.method=half",), "exchange half (float16), order fast"),
+        (("exchange.order=tree", "exchange.delay=1"), "exchange dense, order tree, gradients 1 step late"),
+        (("exchange.method=topk", "exchange.wire=float16"), "exchange topk (float16), density 0.001"),
+        (
+            (*CORRECTED, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
+            "exchange gtopk (butterfly, float32), density 0.001, after 0.25, 0.06 in the first epochs, conserving, "
+            "momentum correction, dense 1d",
+        ),
+        (("exchange.method=gtopk", "exchange.conserve=false"), "density 0.001, published residual rule"),
+    ],
+)  # fmt: skip
+def test_the_plan_says_what_is_exchanged(overrides, text):
+    asked = recipe(*overrides)
+    assert text in describe(asked)
