@@ -31,8 +31,10 @@ _BURST = 1600  # bytes
 # What waits for a cable is not dropped: TCP would take hundreds of milliseconds to see that and to begin again.
 _QUEUE = 4 << 20  # bytes
 _CABLE = "cable"
+_PREFIX = "hosts"  # of a network's name, before the number of the process that made it
 _ADDRESS = "10.84.0.{}"
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PATIENCE = datetime.timedelta(seconds=300)
 
 
@@ -48,7 +50,7 @@ class Network:
 
     def __init__(self, hosts: int, rate: int):
         self.hosts, self.rate = hosts, rate
-        prefix = f"hosts{os.getpid()}"
+        prefix = f"{_PREFIX}{os.getpid()}"
         self._switch, self._names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(hosts)]
         self._stack = contextlib.ExitStack()
 
@@ -60,6 +62,7 @@ class Network:
                 if missing
                 else "emulated hosts need network namespaces, which root alone may make; run as root"
             )
+        _remove_leftovers()
         before = signal.signal(signal.SIGTERM, _exit)
         self._stack.callback(signal.signal, signal.SIGTERM, before)
         self._stack.callback(self._remove)
@@ -176,6 +179,7 @@ def _rank(
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # also one that is killed
     torch.set_num_threads(1)
     try:
         network.enter(rank)
@@ -198,6 +202,15 @@ def _rank(
     writer.send_bytes(pickle.dumps(message))  # by value: a tensor's memory would go with this process
     writer.close()
     os._exit(0)  # not what the parent would do at its end
+
+
+def _remove_leftovers() -> None:
+    """Networks of processes that were killed before they could remove them."""
+    for line in _call("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        owner = name[len(_PREFIX) :].partition("-")[0]
+        if name.startswith(_PREFIX) and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def _exit(number: int, _: object) -> None:

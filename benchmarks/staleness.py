@@ -27,10 +27,8 @@ MOMENTA = (0.0, 0.5, 0.9)  # of the theory
 # scales each gradient before momentum adds it up, some 2 (docs/results/lars_forms.md).
 SETTINGS = {
     "digits, LARS, momentum 0.9": DIGITS,
-    "digits, LARS, momentum 0.9, peak 0.5": (*DIGITS, "schedule.peak=0.5"),
     "digits, LARS, no momentum": (*DIGITS, "optimizer.momentum=0", "schedule.peak=4"),
     "digits, SGD, momentum 0.9": (*DIGITS, "optimizer.name=sgd", "schedule.peak=0.01"),
-    "digits, SGD, no momentum": (*DIGITS, "optimizer.name=sgd", "optimizer.momentum=0", "schedule.peak=0.1"),
     "glyphs, LARS, momentum 0.9": GLYPHS,
 }
 

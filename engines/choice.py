@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # An exchange that loses more of a gradient has to be so many times as fast as one that loses less: what is lost costs
 # accuracy or steps, and a prediction may be wrong by a fifth or so.
 _WORTH = 1.5
+# Seconds of a dense exchange that are no matter: few steps of large batches take less than some tenths.
+_NEGLIGIBLE = 0.01
 
 
 class Candidate(NamedTuple):
@@ -104,6 +106,8 @@ def predict(
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
     """The candidate to take, and why: one takes another's place if it is `_WORTH` times as fast."""
     taken, why = candidates[0], f"nothing else is {_WORTH} times as fast"
+    if taken.seconds < _NEGLIGIBLE:
+        return taken, f"below {1e3 * _NEGLIGIBLE:.0f} ms no other is worth a change"
     for candidate in candidates[1:]:
         if candidate.seconds * _WORTH <= taken.seconds:
             why = (

@@ -123,7 +123,7 @@ class SparseSum:
             # Replicas whose numbers differ in lower bits only have the same part by now: the lowest answers for it.
             message = self._pack(part, keeps=self._rank % distance == 0)
             partner = self._rank ^ distance
-            # Both get the same bits: the sum of two numbers does not depend on their order, nor a merge on the entries'.
+            # Both get the same bits: no sum of two depends on their order, nor a merge on that of the entries.
             ours, theirs = self._unpack(message, own), self._unpack(self._swap(message, partner), own)
             part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
             distance *= 2

@@ -97,7 +97,7 @@ class SparseExchange:
             self._exchange_all(buffer, finite)
             buffer.mul_(divisor)
         else:
-            whole = self._exchange_dense(finite)
+            whole = self._exchange_dense()
             total = self._exchange_largest(buffer, self._count(density), finite)
             for part in total.parts:
                 buffer.index_add_(0, part.indices, part.values * divisor)
@@ -133,13 +133,12 @@ class SparseExchange:
         _sum_dense(buffer, self._group)
         _zero_unless(~finite, self.residual)
 
-    def _exchange_dense(self, finite: torch.Tensor) -> Optional[torch.Tensor]:
+    def _exchange_dense(self) -> Optional[torch.Tensor]:
         """The sum over replicas of what is always sent whole, taken out of the residual."""
         if self._dense is None:
             return None
-        own = self.residual[self._dense]
-        # Not to be selected; where nothing is to change, what comes of it does not count either.
-        self.residual[self._dense] = torch.where(finite, 0.0, own)
+        own = self.residual[self._dense]  # of this step alone: zeros if that is not finite
+        self.residual[self._dense] = 0.0
         _sum_dense(own, self._group)
         return own
 

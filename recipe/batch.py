@@ -109,7 +109,7 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
 
     Raises:
         DataError: fewer images than one global batch.
-        ConfigError: a warm-up as long as the run.
+        ConfigError: a warm-up, or a delay of the gradients, as long as the run.
     """
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
@@ -129,6 +129,11 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         raise ConfigError(
             f"the warm-up of {warmup} steps is not shorter than the run of {total}; "
             f"lower schedule.warmup_epochs or lengthen run.epochs"
+        )
+    if recipe.exchange.delay >= total:
+        raise ConfigError(
+            f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}: no "
+            "gradient would ever be applied; lower it or lengthen the run"
         )
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 

@@ -135,9 +135,12 @@ def check(recipe: Recipe) -> None:
     exchange, optimizer = recipe.exchange, recipe.optimizer
     plain = optimizer.name == "sgd" and not optimizer.nesterov
     if exchange.momentum_correction and not plain and (optimizer.name, optimizer.trust) != ("lars", "gradient"):
+        trust = f" with trust {optimizer.trust}" if optimizer.name == "lars" else ""
+        nesterov = " with nesterov" if optimizer.nesterov else ""
         raise ConfigError(
-            "exchange.momentum_correction takes over the momentum of sgd (without nesterov) or of lars with trust "
-            f"gradient, but optimizer.name is {optimizer.name}; use one of these, or momentum_correction=false"
+            "exchange.momentum_correction takes over the momentum of sgd without nesterov or of lars with trust "
+            f"gradient, but the optimizer is {optimizer.name}{trust}{nesterov}; use one of these, or "
+            "exchange.momentum_correction=false"
         )
     if exchange.delay and recipe.model.norm == "batch":
         raise ConfigError(

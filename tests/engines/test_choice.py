@@ -67,7 +67,7 @@ def test_slow_links_ask_for_gtopk(resolved):
 def test_fast_links_ask_for_nothing_but_dense(resolved):
     section, said = resolved(FAST)
     assert section.method == "dense"
-    assert said[-1] == "  taken: dense; nothing else is 1.5 times as fast"
+    assert said[-1] == "  taken: dense; below 10 ms no other is worth a change"
 
 
 def test_predicted_seconds():
@@ -108,6 +108,12 @@ def test_what_biases_cost_beside_the_sparse_ones():
 def test_more_is_lost_only_for_half_as_much_speed_again(times, taken):
     names = seconds(4, SLOW)
     candidates = [choice.Candidate(name, network, 0.0) for name, network in zip(names, times)]
+    assert choice.pick(candidates)[0].name == taken
+
+
+@pytest.mark.parametrize(("dense", "taken"), [(0.009, "dense"), (0.011, "topk")])
+def test_milliseconds_are_not_worth_a_change(dense, taken):
+    candidates = [choice.Candidate("dense", dense, 0.0), choice.Candidate("topk", dense / 10, 0.0)]
     assert choice.pick(candidates)[0].name == taken
 
 

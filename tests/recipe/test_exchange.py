@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.batch import describe, divide
+from recipe.batch import describe, divide, lengths
 from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
@@ -38,9 +38,9 @@ CORRECTED = ("exchange.method=gtopk", "exchange.momentum_correction=true")
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ((*CORRECTED, "optimizer.name=rmsprop"), "optimizer.name is rmsprop"),
-        ((*CORRECTED, "optimizer.trust=momentum"), "lars with trust gradient"),
-        ((*CORRECTED, "optimizer.name=sgd", "optimizer.nesterov=true"), "without nesterov"),
+        ((*CORRECTED, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
+        ((*CORRECTED, "optimizer.trust=momentum"), "the optimizer is lars with trust momentum;"),
+        ((*CORRECTED, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
         (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
         (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
     ],
@@ -53,6 +53,13 @@ def test_what_other_sections_do_not_go_with_is_refused(overrides, complaint):
 @pytest.mark.parametrize("overrides", [CORRECTED, (*CORRECTED, "optimizer.name=sgd"), ("exchange.delay=1",)])
 def test_what_goes_together_is_taken(overrides):
     divide(recipe(*overrides))
+
+
+def test_a_run_that_would_end_before_its_first_gradient_is_applied_is_refused():
+    late = ("exchange.delay=8", "schedule.warmup_epochs=null", "schedule.warmup_steps=2")
+    with pytest.raises(ConfigError, match=r"exchange\.delay 8 is not shorter than the run of 8 steps"):
+        lengths(recipe(*late, "run.steps=8"), 1437)
+    assert lengths(recipe(*late, "run.steps=9"), 1437).total == 9
 
 
 def test_densities_by_step():
