@@ -188,9 +188,29 @@ class SparseSum:
     def _swap(self, message: torch.Tensor, replica: int) -> torch.Tensor:
         """Sends the message and receives the other's, at the same time."""
         theirs = torch.empty_like(message)
-        # The receive first: gloo says that it is there on the connection that a message would keep busy.
-        receiving = distributed.P2POp(distributed.irecv, theirs, group=self._group, group_peer=replica)
-        sending = distributed.P2POp(distributed.isend, message, group=self._group, group_peer=replica)
-        for work in distributed.batch_isend_irecv([receiving, sending]):
+        if message.device.type == "cpu":
+            self._swap_in_step(message, theirs, replica)
+            return theirs
+        pair = ((distributed.irecv, theirs), (distributed.isend, message))
+        operations = [distributed.P2POp(each, tensor, group=self._group, group_peer=replica) for each, tensor in pair]
+        for work in distributed.batch_isend_irecv(operations):
             work.wait()
         return theirs
+
+    def _swap_in_step(self, message: torch.Tensor, theirs: torch.Tensor, replica: int) -> None:
+        """As above, and returns when both messages have come.
+
+        Gloo sends when it has word that the receiver is ready. That word waits behind what the receiver still sends,
+        be it in this swap, so receives come first, or from the one before: a send ends long before the message has
+        left, and the next swap would run one way after the other. So each tells the other that its message is there.
+        """
+        word = message[:1].clone()
+        receiving = [
+            distributed.irecv(tensor, group=self._group, group_src=replica, tag=tag)
+            for tag, tensor in enumerate((theirs, torch.empty_like(word)))
+        ]
+        sending = [distributed.isend(message, group=self._group, group_dst=replica, tag=0)]
+        receiving[0].wait()
+        sending.append(distributed.isend(word, group=self._group, group_dst=replica, tag=1))
+        for work in (receiving[1], *sending):
+            work.wait()
