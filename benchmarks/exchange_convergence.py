@@ -51,8 +51,28 @@ SERIES: Dict[Tuple[str, float], Tuple[str, ...]] = {
 
 FINDINGS = """## What it shows
 
-TODO
+- All sparse exchanges lose accuracy in runs as short as these (264 and 320 updates), and the fewer values travel the
+  more: an entry of the gradient is sent every hundred or thousand steps on average, and a run has a few hundred.
+- Top-k loses less than gTop-k, as four replicas then send four times as many different values. At equal density that is
+  what gTop-k's speed is paid with.
+- To keep what merging leaves out is right by the books and did not help here: conserving gTop-k ends as the published
+  rule does, or slightly worse, within what seeds scatter. What it keeps comes late, and late gradients harm
+  ([staleness.md](staleness.md)). It is the default because it loses nothing whatever the gradients; `conserve: false`
+  is there for who finds the same.
+- Warm-up, momentum correction and masking together help at density 0.001. LARS's steps are shorter under momentum
+  correction, which these runs did not make up for by a higher rate.
+- SGD loses less than LARS. LARS makes each layer's step as long as its rate says, however little of the gradient has
+  come: the few entries that did move as far as all would have.
+- Published runs with density 0.001 are ten to a hundred times as long, start with warm-up, and still lose with large
+  batches: VGG-16 falls from 74.1 to 71.7 % at batch 8192 (deep gradient compression, its authors' table).
 """
+
+
+def series_of(setting: str) -> List[Tuple[str, float]]:
+    """Of SGD only what tells whether LARS is the reason of a finding."""
+    if "SGD" not in setting:
+        return list(SERIES)
+    return [DENSE, *((name, min(DENSITIES)) for name in SPARSE)]
 
 
 class Run(NamedTuple):
@@ -78,7 +98,11 @@ class Run(NamedTuple):
 
 def all_runs() -> List[Run]:
     """Seed by seed, so that what was cut off has something of all."""
-    return [Run(setting, series, seed) for seed, setting, series in itertools.product(SEEDS, SETTINGS, SERIES)]
+    return [
+        Run(setting, series, seed)
+        for seed, setting in itertools.product(SEEDS, SETTINGS)
+        for series in series_of(setting)
+    ]
 
 
 def folders(setting: str, series: Tuple[str, float]) -> List[Path]:
@@ -89,7 +113,8 @@ def summarise() -> List[dict]:
     """A row per setting and kind of exchange."""
     return [
         {"setting": setting, "exchange": name, "density": density, **experiments.ends(folders(setting, series))}
-        for setting, series in itertools.product(SETTINGS, SERIES)
+        for setting in SETTINGS
+        for series in series_of(setting)
         for name, density in [series]
     ]
 
@@ -99,6 +124,8 @@ def losses(rows: List[dict]) -> List[dict]:
     table = {(row["setting"], row["exchange"], row["density"]): row for row in rows}
     found = []
     for setting, density in itertools.product(SETTINGS, DENSITIES):
+        if ("gTop-k, conserving", density) not in series_of(setting):
+            continue
         conserving, published = (table[setting, f"gTop-k, {rule}", density] for rule in ("conserving", "published"))
         name = f"loss_of_conserving_{setting.replace(', ', '_').lower()}_{density:g}"
         found.append(claims.claim(name, [experiments.gap(conserving, published)], "standard errors", "<= 3"))
@@ -108,7 +135,8 @@ def losses(rows: List[dict]) -> List[dict]:
 def draw(path: Path) -> None:
     names = {series: "dense" if series == DENSE else f"{series[0]}, {series[1]:g}" for series in SERIES}
     experiments.draw(
-        {setting: {name: folders(setting, series) for series, name in names.items()} for setting in SETTINGS}, path
+        {setting: {names[series]: folders(setting, series) for series in series_of(setting)} for setting in SETTINGS},
+        path,
     )
 
 
