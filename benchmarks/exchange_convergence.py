@@ -11,6 +11,7 @@ docs/results/exchange_convergence.{md,csv,png}.
 from __future__ import annotations
 
 import itertools
+import statistics
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Tuple
 
@@ -55,14 +56,18 @@ FINDINGS = """## What it shows
   more: an entry of the gradient is sent every hundred or thousand steps on average, and a run has a few hundred.
 - Top-k loses less than gTop-k, as four replicas then send four times as many different values. At equal density that is
   what gTop-k's speed is paid with.
-- To keep what merging leaves out is right by the books and did not help here: conserving gTop-k ends as the published
-  rule does, or slightly worse, within what seeds scatter. What it keeps comes late, and late gradients harm
-  ([staleness.md](staleness.md)). It is the default because it loses nothing whatever the gradients; `conserve: false`
-  is there for who finds the same.
-- Warm-up, momentum correction and masking together help at density 0.001. LARS's steps are shorter under momentum
-  correction, which these runs did not make up for by a higher rate.
-- SGD loses less than LARS. LARS makes each layer's step as long as its rate says, however little of the gradient has
-  come: the few entries that did move as far as all would have.
+- To keep what merging leaves out is right by the books and did not help here. On the digits the conserving rule ends
+  with a higher training loss than the published one in all nine pairs of runs, by LARS and by SGD, and at density
+  0.001 by more than chance explains; on the glyphs the pairs point both ways. A likely reason, not tested: what is kept
+  comes late, and late gradients harm ([staleness.md](staleness.md)). Conserving is the default because it loses nothing
+  whatever the gradients; `conserve: false` is there for who finds the same.
+- Warm-up, momentum correction and masking together raised the digits' accuracy at density 0.001, which is that of the
+  first epochs with their higher densities: once 0.001 is reached, the curves are flat. The final training loss is no
+  lower, and the glyphs gain nothing. LARS's steps are shorter under momentum correction, which these runs did not
+  make up for by a higher rate. Which of the three does what was not tried.
+- SGD loses less than LARS: 4 to 6 points at density 0.001 where LARS loses 15 to 26. LARS makes each
+  layer's step as long as its rate says, however little of the gradient has come: the few entries that did move as far
+  as all would have.
 - Published runs with density 0.001 are ten to a hundred times as long, start with warm-up, and still lose with large
   batches: VGG-16 falls from 74.1 to 71.7 % at batch 8192 (deep gradient compression, its authors' table).
 """
@@ -119,16 +124,23 @@ def summarise() -> List[dict]:
     ]
 
 
-def losses(rows: List[dict]) -> List[dict]:
-    """Claims: a replica that keeps what it leaves out of a sum learns no less than by the published rule."""
-    table = {(row["setting"], row["exchange"], row["density"]): row for row in rows}
+def losses() -> List[dict]:
+    """Claims: a replica that keeps what it leaves out of a sum learns no less than by the published rule.
+
+    Runs of one seed begin with the same weights and see the same images: they are compared with each other.
+    """
     found = []
     for setting, density in itertools.product(SETTINGS, DENSITIES):
         if ("gTop-k, conserving", density) not in series_of(setting):
             continue
-        conserving, published = (table[setting, f"gTop-k, {rule}", density] for rule in ("conserving", "published"))
+        conserving, published = (
+            experiments.final_losses(folders(setting, (f"gTop-k, {rule}", density)))
+            for rule in ("conserving", "published")
+        )
+        more = [ours - theirs for ours, theirs in zip(conserving, published)]
+        error = statistics.stdev(more) / len(more) ** 0.5
         name = f"loss_of_conserving_{setting.replace(', ', '_').lower()}_{density:g}"
-        found.append(claims.claim(name, [experiments.gap(conserving, published)], "standard errors", "<= 3"))
+        found.append(claims.claim(name, [statistics.mean(more) / error], "standard errors", "<= 3"))
     return found
 
 
@@ -161,8 +173,9 @@ with momentum 0.9 and peak 0.01; float32. {len(SEEDS)} seeds, mean ± standard d
 
 ![training loss and validation accuracy over epochs]({NAME}.png)
 
-By how much the training loss of gTop-k that conserves what it leaves out is above that of the published rule, in
-standard errors of the difference of the two means:
+By how much the final training loss of gTop-k that conserves what it leaves out is above that of the published rule:
+mean over the seeds of the differences between runs of one seed, in standard errors of that mean. Where there is no
+difference, one in twenty exceeds 3 in three seeds.
 
 | claim | value | goal | |
 | --- | --- | --- | --- |
@@ -173,9 +186,9 @@ standard errors of the difference of the two means:
 
 def main() -> None:
     as_json = claims.wants_json(__doc__)
-    experiments.train_all([run.command for run in all_runs()], at_once=1)
+    experiments.train_all(all_runs(), at_once=1)
     rows = summarise()
-    found = losses(rows)
+    found = losses()
     experiments.write(NAME, rows, _page(rows, found))
     draw(experiments.RESULTS / f"{NAME}.png")
     claims.report(NAME, rows, found, as_json)

@@ -24,13 +24,13 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
-import train
 from benchmarks import claims, networks
 from benchmarks.networks import Network
 from models.efficientnet import build
 from recipe import loading
 from recipe.errors import WRONG_INPUT, UserError
 from tools.curves import read_events
+from training.run import run
 
 HOSTS = 8
 B4_PARAMETERS = 19_328_168  # of B4 G16 with 1,000 classes
@@ -77,7 +77,7 @@ def rank_trains(rank: int, meet: Callable[[], object], overrides: Tuple[str, ...
     meet()
     idle, ticks = networks.processors()
     with contextlib.redirect_stdout(io.StringIO()):
-        train.main(["--config", str(CONFIG), *RECIPE, *overrides, f"run.output={folder}"])
+        run(loading.load(CONFIG, [*RECIPE, *overrides, f"run.output={folder}"]))
     idle_after, ticks_after = networks.processors()
     meet()
     events = read_events(Path(folder))["train"]

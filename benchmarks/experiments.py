@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict, List, Mapping, Sequence
+from typing import Dict, List, Mapping, Protocol, Sequence
 
 from tools.curves import read_events
 
@@ -31,30 +31,46 @@ def command(folder: Path, overrides: Sequence[str], replicas: int = 1) -> List[s
     return [sys.executable, *start, *recipe]
 
 
-def train_all(commands: Sequence[List[str]], at_once: int) -> None:
-    """Runs each to its end, or not at all if it has ended before. One thread to a process."""
+class Run(Protocol):
+    """A training run of an experiment: its run folder, and the command that trains it."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def command(self) -> List[str]: ...
+
+
+def train_all(runs: Sequence[Run], at_once: int) -> None:
+    """Trains each run to its end that has not come to it before. One thread to a process."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
-        for number, _ in enumerate(pool.map(_train, commands), start=1):
-            print(f"{number} of {len(commands)} runs done", flush=True)
+        for number, _ in enumerate(pool.map(_train, runs), start=1):
+            print(f"{number} of {len(runs)} runs done", flush=True)
 
 
-def _train(arguments: List[str]) -> None:
+def _train(run: Run) -> None:
+    if (run.folder / "metrics.jsonl").exists() and "end" in read_events(run.folder):
+        return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(arguments, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(run.command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def ends(folders: Sequence[Path]) -> dict:
     """Final top-1 and training loss over runs that differ in the seed: mean and standard deviation."""
-    events = [read_events(folder) for folder in folders]
-    top1 = [event["end"][-1]["top1"] for event in events]
-    loss = [event["train"][-1]["loss"] for event in events]
+    top1 = [read_events(folder)["end"][-1]["top1"] for folder in folders]
+    loss = final_losses(folders)
     return {
-        "seeds": len(events),
+        "seeds": len(folders),
         "top1_mean": statistics.mean(top1),
         "top1_sd": statistics.stdev(top1),
         "train_loss_mean": statistics.mean(loss),
         "train_loss_sd": statistics.stdev(loss),
     }
+
+
+def final_losses(folders: Sequence[Path]) -> List[float]:
+    """The last training loss of each run."""
+    return [read_events(folder)["train"][-1]["loss"] for folder in folders]
 
 
 def gap(row: dict, reference: dict) -> float:
@@ -73,6 +89,8 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Path]]], path: Path) -> None
 
     figure = Figure(figsize=(min(5.5 * len(panels), 24), 7), layout="constrained")
     axes = figure.subplots(2, len(panels), squeeze=False)
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))  # a colour each in all panels
+    shown = {}
     for (row, (kind, key)), (column, (title, lines)) in itertools.product(
         enumerate((("train", "loss"), ("eval", "top1"))), enumerate(panels.items())
     ):
@@ -80,14 +98,15 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Path]]], path: Path) -> None
         axis.set(title=title, xlabel="epoch", ylabel="training loss" if key == "loss" else "validation top-1")
         if key == "loss":
             axis.set_yscale("log")
-        for number, (name, folders) in enumerate(lines.items()):
+        for name, folders in lines.items():
+            colour = f"C{names.index(name)}"
             events = [read_events(folder)[kind] for folder in folders]
             epochs, curves = [event["epoch"] for event in events[0]], [[event[key] for event in run] for run in events]
             for curve in curves:
-                axis.plot(epochs, curve, color=f"C{number}", lw=0.5, alpha=0.5)
-            axis.plot(epochs, [statistics.mean(values) for values in zip(*curves)], color=f"C{number}", label=name)
+                axis.plot(epochs, curve, color=colour, lw=0.5, alpha=0.5)
+            (shown[name],) = axis.plot(epochs, [statistics.mean(values) for values in zip(*curves)], color=colour)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    figure.legend([shown[name] for name in names], names, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 

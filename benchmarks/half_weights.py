@@ -104,7 +104,7 @@ Distance of the final training loss from float32's, in standard errors of the di
 def main() -> None:
     as_json = claims.wants_json(__doc__)
     runs = [Run(*choice) for choice in itertools.product(WEIGHTS, PEAKS, SEEDS)]
-    experiments.train_all([run.command for run in runs], at_once=2)
+    experiments.train_all(runs, at_once=2)
     rows = summarise()
     found = gaps(rows)
     experiments.write(NAME, rows, _page(rows, found))

@@ -306,8 +306,9 @@ class TorchEngine(Engine):
             for name, average in self._averages.items()
         }
         own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        delayed = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
-        return {**own, "buffers": self._by_name(self._averaged())["buffers"], "delayed": delayed}
+        late = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
+        own.update({"delayed": late} if late else {})
+        return {**own, "buffers": self._by_name(self._averaged())["buffers"]}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
