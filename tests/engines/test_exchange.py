@@ -24,7 +24,7 @@ def one_process(_one_thread):
     return alone(*FLOAT32)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_whole_gradients_are_those_of_a_dense_exchange(one_process, stages, replicas):
     """Density 1: they differ by the order of sums alone, as in tests/engines/test_distributed.py."""
     _, _, state = several(stages, replicas, *FLOAT32, "exchange.method=gtopk", "exchange.density=1.0")
@@ -104,7 +104,7 @@ DGC = (
 @pytest.mark.parametrize(
     ("stages", "replicas", "overrides"),
     [
-        (1, 2, GTOPK),
+        pytest.param(1, 2, GTOPK, marks=pytest.mark.slow),
         (2, 2, (*GTOPK, *DGC)),
         (1, 3, (*GTOPK, "exchange.pattern=butterfly", "exchange.delay=2", "exchange.wire=float16")),
         (1, 2, ("exchange.delay=3",)),
@@ -132,7 +132,15 @@ def test_what_replicas_keep_is_not_nothing():
         assert_bitwise_equal(goes_on(1, 2, GTOPK, 2, 1, saved, empty)[0], whole[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 4), (1, 2)), ((1, 2), (2, 2)), ((1, 2), (1, 3)), ((2, 2), (1, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 4), (1, 2)),
+        ((1, 2), (2, 2)),
+        pytest.param((1, 2), (1, 3), marks=pytest.mark.slow),
+        pytest.param((2, 2), (1, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_another_number_of_replicas_keeps_the_same_in_all(before, after):
     """The sum over replicas of what is kept stays, to float32 rounding of a few additions and thirds."""
     saved, states = goes_on(*before, GTOPK, 0, 2)
@@ -208,7 +216,7 @@ def test_late_gradients_are_those_of_earlier_steps(delay):
     assert_bitwise_equal(engine.weights.state_dict(), late(recipe_of(("exchange.order=tree",)), delay, 5))
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_late_gradients_do_not_depend_on_the_topology(stages, replicas):
     """In tree order to the bit: the exchange beside the next step's computation adds what it would have."""
     overrides = ("exchange.delay=1", "exchange.order=tree")

@@ -24,8 +24,17 @@ def replica_files(folder):
 
 @pytest.mark.parametrize(
     ("size", "overrides", "files"),
-    [(4, (*TWO_STAGES, *GTOPK), 2), (2, (*GTOPK, "exchange.delay=1", "exchange.pattern=butterfly"), 2), (2, LATE, 0)],
-    ids=["gtopk over two stages", "gtopk one step late", "dense two steps late"],
+    [
+        pytest.param(4, (*TWO_STAGES, *GTOPK), 2, id="gtopk over two stages"),
+        pytest.param(
+            2,
+            (*GTOPK, "exchange.delay=1", "exchange.pattern=butterfly"),
+            2,
+            id="gtopk one step late",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, LATE, 0, id="dense two steps late", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_ends_bit_for_bit_as_an_undisturbed_one(tmp_path, size, overrides, files):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
