@@ -9,9 +9,12 @@ import operator
 import os
 import platform
 import statistics
-from typing import Sequence
+import sys
+from typing import Callable, Sequence
 
 import torch
+
+from recipe.errors import WRONG_INPUT, UserError
 
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 
@@ -21,6 +24,15 @@ def wants_json(description: str | None) -> bool:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
     return parser.parse_args().json
+
+
+def run(main: Callable[[], None]) -> None:
+    """A benchmark that this machine may not be fit for: ends with one line then, and the code for wrong input."""
+    try:
+        main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(WRONG_INPUT)
 
 
 def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict:

@@ -30,7 +30,6 @@ from benchmarks.networks import FRAME, PAYLOAD, Network
 from parallel import costs
 from parallel.costs import Link
 from parallel.sparse import Sparse, SparseSum
-from recipe.errors import WRONG_INPUT, UserError
 
 ELEMENTS, ENTRIES = 625_000, 6_250
 RATES = {2: 16, 3: 16, 4: 16, 5: 16, 8: 4, 16: 2, 32: 1}  # Mbit/s, by ranks
@@ -262,8 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(WRONG_INPUT)
+    claims.run(main)

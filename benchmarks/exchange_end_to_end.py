@@ -28,7 +28,6 @@ from benchmarks import claims, networks
 from benchmarks.networks import Network
 from models.efficientnet import build
 from recipe import loading
-from recipe.errors import WRONG_INPUT, UserError
 from tools.curves import read_events
 from training.run import run
 
@@ -130,8 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(WRONG_INPUT)
+    claims.run(main)

@@ -23,6 +23,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 from torch import distributed
 
+from benchmarks import ranks
 from recipe.errors import ConfigError
 
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it
@@ -136,7 +137,7 @@ def run(network: Network, function: Callable, *args: Any, connect: bool = True) 
     """
     context = multiprocessing.get_context("fork")
     meeting = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
-    processes, waiting, results = [], {}, {}
+    processes, waiting = [], {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(network.hosts):
@@ -148,21 +149,11 @@ def run(network: Network, function: Callable, *args: Any, connect: bool = True) 
                 writer.close()
                 processes.append(process)
                 waiting[reader] = rank
-            while waiting:
-                for reader in connection.wait(list(waiting)):
-                    rank = waiting.pop(reader)
-                    try:
-                        done, value = pickle.loads(reader.recv_bytes())
-                    except EOFError:
-                        done, value = False, "died without a word"
-                    if not done:
-                        raise RuntimeError(f"rank {rank}: {value}")
-                    results[rank] = value
+            return ranks.collected(waiting)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-    return [results[rank] for rank in range(network.hosts)]
 
 
 def traffic() -> Tuple[int, int]:

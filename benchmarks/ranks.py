@@ -39,7 +39,7 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    processes, waiting, results = [], {}, {}
+    processes, waiting = [], {}
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
@@ -48,22 +48,36 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
             writer.close()
             processes.append(process)
             waiting[reader] = rank
-        while waiting:
-            for reader in connection.wait(list(waiting)):
-                rank = waiting.pop(reader)
-                try:
-                    done, value = reader.recv()
-                except EOFError:
-                    done, value = False, "died without a word"
-                if not done:
-                    raise RuntimeError(f"rank {rank}: {value}")
-                results[rank] = value
+        results = collected(waiting)
         for process in processes:
             process.join()
     finally:
         for process in processes:
             process.kill()
-    return [results[rank] for rank in range(size)]
+    return results
+
+
+def collected(waiting: Dict[connection.Connection, int]) -> List[Any]:
+    """What the ranks have sent, by rank: each (whether it is done, its result or what went wrong).
+
+    Args:
+        waiting: from what a rank's end can be read to its number; empty afterwards.
+
+    Raises:
+        RuntimeError: a rank failed or died.
+    """
+    results: Dict[int, Any] = {}
+    while waiting:
+        for reader in connection.wait(list(waiting)):
+            rank = waiting.pop(reader)
+            try:
+                done, value = reader.recv()
+            except EOFError:
+                done, value = False, "died without a word"
+            if not done:
+                raise RuntimeError(f"rank {rank}: {value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
 
 
 def _rank(rank: int, size: int, port: int, writer: connection.Connection, function: Callable, args: tuple) -> None:

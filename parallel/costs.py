@@ -75,7 +75,6 @@ def gtopk_butterfly(link: Link, replicas: int, message: int) -> float:
     return (whole + 2 * (replicas != 1 << whole)) * link.message(message)
 
 
-DENSE: Dict[str, Callable[[Link, int, int], float]] = {"dense": dense, "half": half}
 SPARSE: Dict[str, Callable[[Link, int, int], float]] = {
     "topk": topk,
     "gtopk butterfly": gtopk_butterfly,

@@ -11,7 +11,7 @@ from torch import distributed, nn
 METHODS, ORDERS = ("dense", "half", "none"), ("fast", "tree")
 
 # all_gather_single is new, and the older name warns where both exist.
-_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 class Exchange:
@@ -218,7 +218,7 @@ class _ShardedSum:
             rows = theirs.view(self._replicas, -1).float()
             share = theirs[: rows.shape[1]]
             torch.mul(_add_as_tree(rows), self._factors[1], out=share)
-            work = _all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
+            work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
             self._gathering = _Flight(bucket, memory, ours, theirs, work)
             self._adding = None
 

@@ -7,14 +7,12 @@ from typing import List, NamedTuple, Optional
 import torch
 from torch import distributed
 
+from parallel.reduce import all_gather
 from parallel.selection import ranked
 
 PATTERNS = ("gather", "tree", "butterfly")
 _LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
 _ABSENT = 1 << 31  # added to an index: such an entry comes after all others
-
-# all_gather_single is new, and the older name warns where both exist.
-_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 class Sparse(NamedTuple):
@@ -85,7 +83,7 @@ class SparseSum:
     def _gather(self, own: Sparse) -> List[Sparse]:
         message = self._pack(own, keeps=True)
         messages = message.new_empty(self._size * len(message))
-        _all_gather(messages, message, group=self._group)
+        all_gather(messages, message, group=self._group)
         return [self._unpack(each, own) for each in messages.view(self._size, -1)]
 
     def _tree(self, own: Sparse) -> List[Sparse]:
