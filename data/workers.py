@@ -1,12 +1,15 @@
 """Worker processes that load ahead: torch's loader, told to leave global state and signals alone."""
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
 from types import TracebackType
 from typing import Iterable, Iterator, Optional
 
@@ -34,6 +37,7 @@ class Loader(DataLoader):
             prefetch_factor=data.prefetch if data.workers else None,
             persistent_workers=persistent_workers,
             worker_init_fn=begin_work,
+            multiprocessing_context=_quiet_context() if data.workers else None,
             # Of its own, or else each iteration would take a number from torch's global generator.
             generator=torch.Generator(),
         )
@@ -44,6 +48,24 @@ class Loader(DataLoader):
 
     def check_worker_number_rationality(self) -> None:
         """Do not warn of more workers than cores: they are right where reading waits for a network."""
+
+
+def _quiet_context() -> BaseContext:
+    """The default context, but a queue whose reader was killed says nothing: torch tells of the worker that is gone.
+
+    Otherwise the thread that feeds the queue may print a traceback while the loader is shut down. There is no public
+    switch; concurrent.futures sets the same attribute.
+    """
+    context = copy.copy(multiprocessing.get_context())
+    make = context.Queue
+
+    def queue(maxsize: int = 0) -> Queue:
+        made = make(maxsize)
+        made._ignore_epipe = True
+        return made
+
+    context.Queue = queue
+    return context
 
 
 def _as_it_is(loaded: Loaded) -> Loaded:

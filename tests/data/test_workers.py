@@ -29,3 +29,13 @@ def test_a_worker_sees_no_gpu(monkeypatch):
     monkeypatch.setattr(workers, "obey_only_the_parent", lambda worker: None)
     workers.begin_work(0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_queue_to_a_killed_worker_tells_nothing(capfd):
+    """Nobody reads it any more; without this the thread that feeds it prints a traceback, if it is about to write."""
+    queue = workers._quiet_context().Queue()
+    queue._reader.close()
+    queue.put("for a worker that is gone")
+    queue.close()
+    queue.join_thread()
+    assert capfd.readouterr().err == ""
