@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from recipe.by_name import COMPOUND_SCALES, fill
 from recipe.distribution import Parallel
 from recipe.exchange import Exchange
-from recipe.hardware import Ipu
+from recipe.hardware import EngineSection, Ipu
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, exactly_one
 
@@ -297,6 +297,7 @@ class Recipe(Section):
     log: Log = Field(default_factory=Log)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    engine: EngineSection = Field(default_factory=EngineSection)
     ipu: Ipu = Field(default_factory=Ipu)
 
 

@@ -1,10 +1,30 @@
-"""The section of a recipe that says how IPUs compile and run the model. Other devices do not read it."""
+"""The sections of a recipe that say how devices compute the model: CPUs and GPUs, and IPUs. None changes what is learned."""
 
 from typing import List, Literal, Optional
 
 from pydantic import Field, field_validator
 
 from recipe.section import Section
+
+
+class EngineSection(Section):
+    """How CPUs and GPUs compute the model and its update; results differ in rounding only. IPUs do not read it."""
+
+    compile: bool = Field(
+        False,
+        description="torch.compile before the first step: the model's blocks on GPUs, the update on CPUs, where the "
+        "model gains nothing; where there is no compiler a line says so and nothing is compiled",
+    )
+    memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
+        "auto",
+        description="layout of activations on GPUs (CPUs: contiguous); auto measures both as a run begins and "
+        "keeps what it took in config.yaml; with run.deterministic it is contiguous",
+    )
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="group normalisation with SiLU, and group convolutions, on GPUs: torch's, or our own in Triton; "
+        "auto measures them with the layouts; with run.deterministic it is torch",
+    )
 
 
 class Ipu(Section):

@@ -1,5 +1,6 @@
 """Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each other."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 from recipe import loading
+
+# Triton reads this where a kernel is defined. Without a GPU its interpreter runs kernels on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
