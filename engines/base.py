@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from data.base import Source
 from data.batches import MicroBatch
-from optim.half_weights import Norms
+from optim.norms import Norms
 from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe.division import Batch

@@ -9,6 +9,7 @@ import torch
 from engines.devices import memory_of
 from engines.stage import blocks_to_recompute
 from models import costs
+from models.efficientnet import build
 from models.stages import BlockList, split_names
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -91,7 +92,9 @@ def _automatic(
     """The balanced cut. All ranks measure at once, as they will compute, and the median counts."""
     parallel, size = recipe.parallel, recipe.model.image_size
     if parallel.split == "counted":
-        found = costs.count(model, size, batch.micro)
+        with torch.device("meta"):  # where the kernels that the model may have do not run
+            plain = build(recipe.model, recipe.run.seed).to(next(model.parameters()).dtype)
+        found = costs.count(plain, size, batch.micro)
     else:
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)

@@ -14,8 +14,8 @@ from engines.base import Span, summable
 from engines.feed import Feed
 from models.stochastic import Draws
 from optim.gradients import Gradients
-from optim.half_weights import Elsewhere
 from optim.loss_scale import LossScale
+from optim.norms import Elsewhere
 from parallel.processes import Processes
 from parallel.topology import Topology
 from parallel.work import Work

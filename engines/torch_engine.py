@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, replication, state
+from engines import compilation, cuts, feed, replication, state, tuning
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.exchange import GradientExchange
@@ -23,10 +23,12 @@ from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory
 from optim.averaging import WeightAverage
-from optim.half_weights import Norms, WeightState
+from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
+from optim.norms import Norms
 from parallel.processes import Processes
 from parallel.work import Alone, Boundary
+from recipe.batch import training_image_sizes
 from recipe.config import Optimizer, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
@@ -42,6 +44,9 @@ class TorchEngine(Engine):
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
             set_determinism(recipe.run.deterministic)
+        self._trains = steps_per_epoch is not None
+        if self._trains:
+            tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)
         self._build()
         self._averages = {
@@ -63,11 +68,16 @@ class TorchEngine(Engine):
         )
         self._pipelines: dict = {}
         self._steps_made = 0
+        if recipe.engine.compile and self.device.type == "cuda":
+            sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
+            entering = [self._boundaries(self._images(size)) for size in sizes]
+            self.notes += compilation.prepare(self._stages, entering, self.device)
 
     def _build(self) -> None:
         """The model, this process's part of it, and its weights."""
         recipe = self._recipe
         whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
+        memory_format = tuning.apply(whole, recipe.engine, self.device)
         norms = norm_parameters(whole)
         self._shapes = state.shapes(whole)
         self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
@@ -80,7 +90,9 @@ class TorchEngine(Engine):
         if self.batch.stages > 1 and self.topology.stages == 1:
             self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)
         own = cuts.own_parts(self._parts, self.topology)
-        self._stages = {number: Stage(whole.part(names), whole.draws, recomputed) for number, names in own.items()}
+        self._stages = {
+            number: Stage(whole.part(names), whole.draws, recomputed, memory_format) for number, names in own.items()
+        }
         self._model = whole.part([name for names in own.values() for name in names])
         self._model.draws = whole.draws
         self._buffers = state.persistent_buffers(self._model)
@@ -96,7 +108,9 @@ class TorchEngine(Engine):
             model=[name for name, _ in whole.named_parameters()],
             tree=(self.batch.accumulation, together) if recipe.exchange.order == "tree" else None,
             elsewhere=self._elsewhere,
+            compile=recipe.engine.compile and self._trains,
         )
+        self.notes += self.weights.notes
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
 
     def _optimizer_section(self) -> Optimizer:
@@ -179,12 +193,15 @@ class TorchEngine(Engine):
         """Pixels a side of this step's images, which the first stage sees and the others are told."""
         if self.topology.stages == 1:
             return size
-        sizes = {pixels for _, pixels in self._recipe.data.image_sizes or [(0, self._recipe.model.image_size)]}
+        sizes = training_image_sizes(self._recipe)
         if len(sizes) == 1:
             return sizes.pop()
         message = torch.tensor([size])
         dist.broadcast(message, group=self._processes.host_stage_group, group_src=0)
         return int(message)
+
+    def _images(self, size: int) -> Boundary:
+        return Boundary((self.batch.micro, 3, size, size), self._feed.image_dtype)
 
     def _schedule(self, size: int):
         if self.topology.stages == 1:
@@ -194,7 +211,7 @@ class TorchEngine(Engine):
 
             self._pipelines[size] = Pipeline(
                 self._stages,
-                self._boundaries(Boundary((self.batch.micro, 3, size, size), self._feed.image_dtype)),
+                self._boundaries(self._images(size)),
                 schedule=self._recipe.parallel.schedule,
                 micro_batches=self.batch.accumulation,
                 group=self._processes.stage_group,

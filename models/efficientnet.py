@@ -58,7 +58,7 @@ def build(model: Model, seed: int) -> BlockList:
         ("preprocess", Preprocess(model.mean, model.std)),
         ("stem", _Stem(network)),
         *((f"blocks.{i}.{j}", block) for i, stage in enumerate(network.blocks) for j, block in enumerate(stage)),
-        ("head", _Head(network, Dropout(model.dropout, "head", draws))),
+        ("head", _Head(network, Dropout(model.dropout, "head", draws, network.num_features))),
     ]
     _draw_by_counter(blocks, draws)
     result = BlockList(blocks)

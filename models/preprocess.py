@@ -11,14 +11,15 @@ from torch import nn
 class Preprocess(nn.Module):
     """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
 
-    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W],
-    contiguous. Mean and standard deviation are of RGB in [0, 1]. They belong to the recipe, not to the weights, and so
-    are no part of the state dict.
+    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W] in
+    `memory_format`: contiguous, unless that is set to another. Mean and standard deviation are of RGB in [0, 1]. They
+    belong to the recipe, not to the weights, and so are no part of the state dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.dtype = torch.float32
+        self.memory_format = torch.contiguous_format
         scale = [1 / (255 * s) for s in std]
         shift = [-m / s for m, s in zip(mean, std)]
         self.register_buffer("scale", torch.tensor(scale).view(3, 1, 1), persistent=False)
@@ -34,6 +35,6 @@ class Preprocess(nn.Module):
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Loaders leave channels last in memory, as decoders do: planes are made in the same pass.
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
+        # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them.
+        images = images.to(torch.float32, memory_format=self.memory_format)
         return torch.addcmul(self.shift, images, self.scale).to(self.dtype)

@@ -5,6 +5,8 @@ So stages, recomputation and resume draw what one undisturbed process would draw
 
 from __future__ import annotations
 
+from typing import Optional
+
 import numpy as np
 import torch
 from torch import nn
@@ -32,25 +34,40 @@ class Draws:
 
 
 class _Dropping(nn.Module):
-    """A layer that drops a share `rate` of something while training; `name` tells its draws from other layers'."""
+    """A layer that drops a share `rate` of something while training; `name` tells its draws from other layers'.
 
-    def __init__(self, rate: float, name: str, draws: Draws):
+    For each of N rows it draws `per_row` numbers.
+    `mask` is what the next pass is to use, [N x per_row], where that is drawn ahead: compiled code would take the
+    numbers of step and micro batch for constants, and be compiled anew for each. None: the pass draws by itself.
+    """
+
+    def __init__(self, rate: float, name: str, draws: Draws, per_row: int = 1):
         super().__init__()
-        self.rate, self.name, self.draws = rate, name, draws
+        self.rate, self.name, self.draws, self.per_row = rate, name, draws, per_row
+        self.mask: Optional[torch.Tensor] = None
+
+    def draw(self, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask of a pass of so many rows, in `like`'s dtype and device."""
+        return self.draws.keep_mask(self.name, self.rate, rows * self.per_row, like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._drop(x) if self.training and self.rate else x
+        if self.mask is not None:  # asked first: compiled, layers of all rates are then one program
+            return self._drop(x, self.mask)
+        return self._drop(x, self.draw(len(x), x)) if self.training and self.rate else x
 
 
 class Dropout(_Dropping):
-    """Zeroes single activations. Input and output: [N, features]. Source: Srivastava et al., JMLR 15 (2014)."""
+    """Zeroes single activations. Input and output: [N, per_row]. Source: Srivastava et al., JMLR 15 (2014)."""
 
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.draws.keep_mask(self.name, self.rate, x.numel(), x).view_as(x)
+    def _drop(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask.view_as(x)
 
 
 class DropPath(_Dropping):
     """Zeroes a residual branch per image. Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382."""
 
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.draws.keep_mask(self.name, self.rate, x.shape[0], x).view(-1, 1, 1, 1)
+    def _drop(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask.view(-1, 1, 1, 1)
+
+
+RANDOM_LAYERS = (Dropout, DropPath)

@@ -13,7 +13,7 @@ from typing import Any, Iterable
 import timm.optim
 import torch
 
-from optim.half_weights import HasSlots, Slot
+from optim.slots import HasSlots, Slot
 
 
 class SGD(HasSlots, torch.optim.SGD):

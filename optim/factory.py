@@ -7,8 +7,8 @@ from typing import Dict, Iterable, Set
 from torch import nn
 
 from optim.controls import SGD, Lamb, RMSprop
-from optim.half_weights import HasSlots
 from optim.lars import LARS
+from optim.slots import HasSlots
 from recipe.config import Optimizer
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from optim.accumulation import TreeSum
+from optim.layout import Layout
 
 
 class Gradients:
@@ -20,27 +21,26 @@ class Gradients:
     def __init__(
         self,
         parameters: Dict[str, nn.Parameter],
-        layout: Dict[str, int],
-        length: int,
+        layout: Layout,
         accumulation: Optional[int],
         parts: Sequence[Sequence[str]],
     ):
         """
         Args:
             parameters: by name, all of one dtype and device.
-            layout: first element of each in the buffer of `length` elements.
+            layout: of the parameters in the buffer.
             accumulation: micro batches of a step, for the tree order; None adds as they come.
             parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
         """
         self._parameters = list(parameters.values())
         first = self._parameters[0]
         self._added_by_autograd = first.dtype == torch.float32
-        self.flat = torch.zeros(length, dtype=torch.float32, device=first.device)
-        self.views = _views(self.flat, self._parameters, [layout[name] for name in parameters])
+        self.flat = layout.zeros(torch.float32)
+        self.views = layout.views(self.flat)
         self._parts: List[_Part] = []
         self._trees: List[TreeSum] = []
         if accumulation is not None:
-            self._parts = _divided(parameters, layout, length, parts)
+            self._parts = _divided(parameters, layout, parts)
             self._trees = [TreeSum(part.end - part.start, accumulation, first.device) for part in self._parts]
             self._accumulation, self._done = accumulation, [0] * len(self._parts)
 
@@ -101,12 +101,10 @@ class _Part:
         self.views: List[torch.Tensor] = []
 
 
-def _divided(
-    parameters: Dict[str, nn.Parameter], layout: Dict[str, int], length: int, parts: Sequence[Sequence[str]]
-) -> List[_Part]:
-    edges = [layout[names[0]] for names in parts] + [length]
+def _divided(parameters: Dict[str, nn.Parameter], layout: Layout, parts: Sequence[Sequence[str]]) -> List[_Part]:
+    edges = [layout.starts[names[0]] for names in parts] + [layout.length]
     return [
-        _Part(start, end, [parameters[name] for name in names], [layout[name] - start for name in names])
+        _Part(start, end, [parameters[name] for name in names], [layout.starts[name] - start for name in names])
         for start, end, names in zip(edges, edges[1:], parts)
     ]
 

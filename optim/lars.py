@@ -7,7 +7,7 @@ from typing import Any, Iterable, List
 import torch
 from torch.optim import Optimizer
 
-from optim.half_weights import HasSlots, Slot
+from optim.slots import HasSlots, Slot
 
 
 class LARS(HasSlots, Optimizer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import Set
 
 from recipe import exchange, ipu, ipu_plan
 from recipe.config import Data, Recipe
@@ -183,6 +184,11 @@ def training_image_size(recipe: Recipe, epoch: int) -> int:
     """Pixels a side of the training images of an epoch, counted from 0."""
     sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
     return [pixels for first, pixels in sizes if first <= epoch][-1]
+
+
+def training_image_sizes(recipe: Recipe) -> Set[int]:
+    """Pixels a side of the training images of all epochs."""
+    return {pixels for _, pixels in recipe.data.image_sizes or [(0, recipe.model.image_size)]}
 
 
 def describe(recipe: Recipe) -> str:

@@ -10,6 +10,7 @@ from typing import Iterator, Mapping, NamedTuple, Optional, Tuple
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.hardware import EngineSection
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
@@ -206,6 +207,13 @@ def _machine(recipe: Recipe, batch: Batch) -> Iterator[_Rule]:
         "the next micro batch moves while this one is computed, and an update has only one",
         "use ipu.overlap_io=null, or a smaller batch.micro",
     )
+    for key, value in EngineSection():
+        yield (
+            getattr(recipe.engine, key) != value,
+            f"engine.{key} {getattr(recipe.engine, key)}",
+            "Poplar compiles the model, chooses its layouts and has kernels of its own",
+            f"use engine.{key}={str(value).lower()}",
+        )
     shares = ipu.available_memory_proportion
     yield (
         shares is not None and len(shares) not in (1, parallel.stages),

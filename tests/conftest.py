@@ -37,6 +37,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """What runs on GPUs measure is not kept among the user's files, nor taken from there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """small_disk("8m"): the folder of a real file system of that size; only root can make one, and not everywhere."""

@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> None:
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     say = print if place.is_main else _nothing
-    recipe = _with_a_method(recipe, batch, processes, say)
+    recipe = _with_choices(recipe, batch, processes, say)
     folder: Optional[RunFolder] = None
 
     def open_folder() -> Optional[dict]:
@@ -107,14 +107,25 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
     processes.from_main(complain)
 
 
-def _with_a_method(recipe: Recipe, batch: Batch, processes: Agreement, say: Callable[..., None]) -> Recipe:
-    """`recipe` with what exchange.method auto comes to here, or came to when the run in its folder began."""
-    if recipe.exchange.method != "auto":
-        return recipe
-    from engines import choice  # seldom needed
+def _with_choices(recipe: Recipe, batch: Batch, processes: Agreement, say: Callable[..., None]) -> Recipe:
+    """`recipe` with what its `auto` comes to here, or came to when the run in its folder began.
 
+    That of exchange.method, of engine.memory_format and of engine.kernels.
+    """
+    links = recipe.exchange.method == "auto"
+    device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
+    if not (links or device):
+        return recipe
     begun = processes.from_main(lambda: begun_recipe(recipe))
-    return choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
+    if links:
+        from engines import choice  # seldom needed
+
+        recipe = choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
+    if device:
+        from engines import tuning  # where there are IPUs, torch is too old for it
+
+        recipe = tuning.resolve(recipe, batch, processes, say, begun.engine if begun else None)
+    return recipe
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:

@@ -18,7 +18,7 @@ from recipe import loading
 from recipe.batch import output_folder
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
-from recipe.hardware import Ipu
+from recipe.hardware import EngineSection, Ipu
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
@@ -28,6 +28,7 @@ _FREE = {
     "data": {"root", "workers", "prefetch", "bad_images"},
     "log": {"tensorboard", "trace"},
     "checkpoint": {"keep_last", "keep_best"},
+    "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
 

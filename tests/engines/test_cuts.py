@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 def parts(tiny):
     """parts(stages, *overrides): of the first of `stages` processes, with what it says; no other process is needed."""
 
-    def divided(stages, *overrides):
+    def divided(stages, *overrides, change=lambda model: model):
         recipe = tiny(*overrides)
         processes = Processes(Topology(), CPU)
         processes.topology = Topology(1, stages)
-        model = build(recipe.model, 0)
+        model = change(build(recipe.model, 0))
         return model, *cuts.parts(model, recipe, divide(recipe), processes, CPU)
 
     return divided
@@ -46,6 +46,17 @@ def test_automatic_cuts_are_even_and_told(parts, split):
     assert [name for part in found for name in part] == model.names and len(found) == 2
     origin = "measured" if split == "auto" else "counted"
     assert note.startswith(f"split [{found[1][0]}] ({origin}): stages take ")
+
+
+def test_counting_asks_nothing_of_kernels_that_run_on_devices_only(parts):
+    def with_such(model):
+        model.block("head").register_forward_pre_hook(lambda *_: pytest.fail("was computed"))
+        return model.half()
+
+    split = ("parallel.stages=2", "parallel.split=counted")
+    _, found, note = parts(2, *split, change=with_such)
+    assert (found, note) == parts(2, *split, change=lambda model: model.half())[1:]
+    assert note != parts(2, *split)[2]  # half the bytes
 
 
 def test_a_counted_cut_is_always_the_same(parts):

@@ -71,6 +71,40 @@ def test_recomputation_keeps_the_inputs_of_blocks_only():
     assert recomputed < kept / 5
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_within_a_stage_activations_have_its_layout_and_between_stages_none(recomputed):
+    """In float64: sums over the pixels go another way. What two stages exchange, gradients too, is contiguous."""
+    plain = model_of().double()
+    images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
+    plain(images).square().sum().backward()
+
+    model = model_of().double()
+    model.block("preprocess").memory_format = torch.channels_last
+    layouts = {}
+    for name in model.names:
+        model.block(name).register_forward_pre_hook(lambda _, x, name=name: layouts.update({name: _layout(x[0])}))
+    names = frozenset(model.names if recomputed else ())
+    first, second = (
+        Stage(model.part(part), model.draws, names, torch.channels_last) for part in (model.names[:4], model.names[4:])
+    )
+    sent = first(images)
+    received = sent.detach().requires_grad_()
+    output = second(received)
+    output.square().sum().backward()
+    sent.backward(received.grad)
+    assert [_layout(each) for each in (sent, received, received.grad, output)] == ["contiguous"] * 3 + ["other"]
+    assert set(list(layouts.values())[1:]) == {"channels last"}
+    torch.testing.assert_close(output, plain(images), rtol=1e-9, atol=0)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def _layout(x):
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return "channels last"
+    return "contiguous" if x.dim() == 4 else "other"
+
+
 def _meta():
     with torch.device("meta"):
         return model_of()

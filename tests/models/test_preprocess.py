@@ -44,6 +44,20 @@ def test_mixed_images_come_as_float32(dtype):
     assert ((output.double() - expected).abs() <= 1e-6 + rounding * expected.abs()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last])
+def test_the_output_is_in_the_layout_asked_for_whatever_the_images_are_in(given, wanted, dtype):
+    images = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    block = Preprocess(MEAN, STD).half()
+    expected = block(images)
+    assert expected.is_contiguous()
+    block.memory_format = wanted
+    output = block(images.to(dtype).contiguous(memory_format=given))
+    assert output.is_contiguous(memory_format=wanted)
+    assert torch.equal(output, expected)
+
+
 def test_channels_are_red_green_blue():
     image = torch.zeros(1, 3, 1, 1, dtype=torch.uint8)
     expected = -torch.tensor(MEAN, dtype=torch.float64) / torch.tensor(STD, dtype=torch.float64)

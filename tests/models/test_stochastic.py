@@ -66,12 +66,12 @@ def test_rates_are_right_and_survivors_make_up_for_the_lost(rate):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_masks_have_the_activations_dtype(dtype):
     assert draws().keep_mask("head", 0.2, 10, torch.ones(1, dtype=dtype)).dtype == dtype
-    assert Dropout(0.2, "head", draws())(torch.ones(2, 5, dtype=dtype)).dtype == dtype
+    assert Dropout(0.2, "head", draws(), 5)(torch.ones(2, 5, dtype=dtype)).dtype == dtype
     assert DropPath(0.2, "head", draws())(torch.ones(2, 5, 1, 1, dtype=dtype)).dtype == dtype
 
 
 def test_dropout_strikes_single_activations():
-    output = Dropout(0.4, "head", draws())(ONES)
+    output = Dropout(0.4, "head", draws(), 1000)(ONES)
     assert torch.equal(output.flatten(), mask(0.4, count=ONES.numel()))
     assert output.unique().numel() == 2
     assert not torch.equal(output[0], output[1])
@@ -85,12 +85,25 @@ def test_drop_path_strikes_whole_images():
     torch.testing.assert_close(output, x * kept.view(64, 1, 1, 1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Dropout, DropPath])
-def test_evaluation_and_a_rate_of_zero_change_nothing(kind):
+@pytest.mark.parametrize(("kind", "per_row"), [(Dropout, 12), (DropPath, 1)])
+def test_evaluation_and_a_rate_of_zero_change_nothing(kind, per_row):
     x = torch.randn(4, 3, 2, 2)
-    assert kind(0.5, "head", draws()).eval()(x) is x
-    assert kind(0.0, "head", draws())(x) is x
-    assert not torch.equal(kind(0.5, "head", draws())(x), x)
+    assert kind(0.5, "head", draws(), per_row).eval()(x) is x
+    assert kind(0.0, "head", draws(), per_row)(x) is x
+    assert not torch.equal(kind(0.5, "head", draws(), per_row)(x), x)
+
+
+@pytest.mark.parametrize(("kind", "per_row"), [(Dropout, 12), (DropPath, 1)])
+def test_a_mask_that_is_drawn_ahead_is_the_one_that_the_pass_would_draw(kind, per_row):
+    """To the bit, and also where the numbers have moved on since."""
+    x = torch.randn(64, 3, 2, 2)
+    layer = kind(0.5, "head", draws(step=3), per_row)
+    expected = layer(x)
+    layer.mask = layer.draw(64, x)
+    layer.draws.step = 4
+    assert torch.equal(layer(x), expected)
+    layer.mask = None
+    assert not torch.equal(layer(x), expected)
 
 
 def stochastic(seed=0):

@@ -6,9 +6,9 @@ from torch import nn
 
 from optim.accumulation import TreeSum
 from optim.gradients import Gradients
+from optim.layout import Layout
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (7,), "b.weight": (2, 2), "b.bias": (33,)}
-LAYOUT, LENGTH = {"a.weight": 0, "a.bias": 16, "b.weight": 32, "b.bias": 48}, 96
 PARTS = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
 MICRO_BATCHES = 5
 
@@ -36,7 +36,7 @@ def summed(gradients, name):
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_running_sum_adds_micro_batches_as_they_come(dtype, step):
     parameters = parameters_of(dtype)
-    gradients = Gradients(parameters, LAYOUT, LENGTH, None, ())
+    gradients = Gradients(parameters, Layout(parameters), None, ())
     for _ in range(step + 1):  # the step before leaves nothing
         gradients.zero()
         for number in range(MICRO_BATCHES):
@@ -54,7 +54,7 @@ def test_a_running_sum_adds_micro_batches_as_they_come(dtype, step):
 def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
     """Under the interleaved schedule a part's backward passes come between those of another."""
     parameters = parameters_of(dtype)
-    gradients = Gradients(parameters, LAYOUT, LENGTH, MICRO_BATCHES, PARTS)
+    gradients = Gradients(parameters, Layout(parameters), MICRO_BATCHES, PARTS)
     for _ in range(2):
         gradients.zero()
         passes = [(number, part) for number in range(MICRO_BATCHES) for part in (1, 0)]
@@ -74,7 +74,7 @@ def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
 def test_one_gradient_may_be_taken_in_before_the_others():
     """What the exchange asks for while the backward pass still runs; the rest comes after, and nothing twice."""
     parameters = parameters_of(torch.bfloat16)
-    gradients = Gradients(parameters, LAYOUT, LENGTH, None, ())
+    gradients = Gradients(parameters, Layout(parameters), None, ())
     gradients.zero()
     backward(parameters, SHAPES, 0)
     gradients.collect(3)

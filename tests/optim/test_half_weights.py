@@ -1,6 +1,7 @@
 """Weights and momentum in float16 against float32 ones, bit for bit or in the mean; what is saved and loaded."""
 
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -74,8 +75,8 @@ def assert_same_bits(actual, expected):
         assert torch.equal(values, expected[key]), key
 
 
-def test_in_float32_throughout_it_is_plain_lars_bitwise():
-    """The same operations in the same order; the divisor is a power of two, so dividing by it is exact."""
+def test_in_float32_throughout_it_is_plain_lars():
+    """Five steps of five roundings each, of values not above 4, in either: 2 x 25 x 4 x 2**-24 = 1.2e-5 at most."""
     parameters, others = module_parameters(), module_parameters()
     state, optimizer = weight_state(parameters, SINGLE), lars(others)
     for step in range(5):
@@ -87,9 +88,10 @@ def test_in_float32_throughout_it_is_plain_lars_bitwise():
             group["lr"] = 1.0 + step
         optimizer.step()
         for name, parameter in others.items():
-            assert torch.equal(parameters[name], parameter)
+            assert parameter.abs().max() < 4
+            torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1.2e-5)
             momentum = optimizer.state[parameter]["momentum_buffer"]
-            assert torch.equal(state.state_dict()["momentum_buffer"][name], momentum)
+            torch.testing.assert_close(state.state_dict()["momentum_buffer"][name], momentum, rtol=0, atol=1.2e-5)
 
 
 def test_the_mean_of_the_stochastic_update_is_the_float32_update():
@@ -181,11 +183,11 @@ def test_the_weights_start_as_the_modules_rounded_to_the_state():
 
 @pytest.mark.parametrize("compute", [SINGLE, HALF, BRAIN], ids=str)
 def test_gradients_accumulate_in_float32(compute):
-    """3,000 ones: added up in float16 they stop at 2,048, in bfloat16 at 256. Sums of integers are exact, and the
+    """3,072 ones: added up in float16 they stop at 2,048, in bfloat16 at 256. Sums of integers are exact, and the
     norm of 4 threes is 6."""
     parameters = {"a": nn.Parameter(torch.ones(4, dtype=compute))}
     state = weight_state(parameters)
-    _, norms = take_step(state, parameters, 0, {"a": torch.ones(4)}, divisor=1000.0, micro_batches=3000)
+    _, norms = take_step(state, parameters, 0, {"a": torch.ones(4)}, divisor=1024.0, micro_batches=3072)
     assert norms.gradient.item() == 6
 
 
@@ -336,14 +338,20 @@ def test_what_belongs_to_others_in_a_state_is_let_be():
 
 @pytest.mark.parametrize(("dtype", "each"), [(HALF, 2), (SINGLE, 4)], ids=str)
 def test_a_weight_and_its_momentum_persist_in_four_bytes_with_float16(dtype, each):
-    """EfficientNet-B4 G16. Alignment adds at most 15 elements to each of its tensors: less than 0.1 %."""
+    state = weight_state(module_parameters(), dtype)
+    assert state.bytes_per_parameter == 2 * each
+    saved = [tensor for tensors in state.state_dict().values() for tensor in tensors.values()]
+    elements = sum(parameter.numel() for parameter in module_parameters().values())
+    assert sum(tensor.numel() * tensor.element_size() for tensor in saved) == 2 * each * elements
+
+
+def test_rows_that_are_not_full_take_little_memory():
+    """EfficientNet-B4 G16: fewer than one in 4,000 elements of a buffer is padding."""
     with torch.device("meta"):
         parameters = dict(build(Model(), 0).named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
     assert count == 19_328_168
-    found = weight_state(parameters, dtype).bytes_per_parameter
-    assert 2 * each <= found <= 2 * each * (1 + 15 * len(parameters) / count)
-    assert 15 * len(parameters) / count < 1e-3
+    assert count < len(weight_state(parameters).flat) < count * 1.00025
 
 
 @pytest.mark.parametrize(
@@ -408,8 +416,10 @@ def test_the_norms_are_those_of_gradient_weights_and_update(compute):
 
 @pytest.mark.parametrize("compute", [SINGLE, HALF], ids=str)
 @pytest.mark.parametrize(("dtype", "rounding"), KINDS, ids=str)
-def test_nothing_waits_for_the_device(dtype, rounding, compute):
-    """On tensors without values, as those that a device has not computed yet, reading one raises."""
+def test_nothing_waits_for_the_device(dtype, rounding, compute, monkeypatch):
+    """On tensors without values, as those that a device has not computed yet, reading one raises. Without Triton,
+    whose kernels need values."""
+    monkeypatch.setitem(sys.modules, "optim.kernels.lars", None)
     with FakeTensorMode():
         parameters = {
             name: nn.Parameter(torch.zeros(shape, dtype=compute, device="cuda")) for name, shape in SHAPES.items()

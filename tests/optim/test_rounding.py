@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optim import rounding
+from optim import rounding, rows
 from optim.rounding import RoundingBits, round_stochastically
-from recipe.randomness import MASK32, bits32, key
+from optim.rows import ROW
+from recipe.randomness import MASK32, bits32, key, mix32
 
 CPU = torch.device("cpu")
 KEEP, LEAVE = torch.tensor(True), torch.tensor(False)
@@ -24,19 +25,25 @@ VALUES = [
 VALUES = np.array([sign * value for value in VALUES for sign in (1, -1)], np.float32)
 
 
+def in_rows(values, fill=0.0):
+    """A tensor, filled up to whole rows."""
+    values = torch.as_tensor(values)
+    return torch.cat([values, torch.full((-len(values) % ROW,), fill, dtype=values.dtype)])
+
+
 def rounded(source, seed=0, step=0, slot="weight", name="stem.weight"):
-    source = torch.as_tensor(source)
+    count, source = len(source), in_rows(source)
     out = torch.full(source.shape, 7.0, dtype=torch.float16)
-    bits = RoundingBits({name: (0, len(source))}, len(source), seed, CPU)
+    bits = RoundingBits({name: (0, count)}, len(source), seed, CPU)
     round_stochastically(source, bits, step, slot, out=out, keep=KEEP)
-    return out.numpy()
+    return out.numpy()[:count]
 
 
 def random_bits(count=1 << 17, seed=0, step=0, slot="weight", name="stem.weight"):
     """uint32 [count]."""
-    bits, scratch = (torch.empty(count, dtype=torch.int32) for _ in range(2))
-    RoundingBits({name: (0, count)}, count, seed, CPU).fill(bits, scratch, 0, step, slot)
-    return bits.numpy().view(np.uint32)
+    bits = RoundingBits({name: (0, count)}, len(in_rows(torch.zeros(count))), seed, CPU)
+    words = rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, slot))
+    return words.flatten()[:count].numpy().view(np.uint32)
 
 
 def neighbours(source):
@@ -92,21 +99,9 @@ def test_a_larger_value_is_never_rounded_lower_by_the_same_bits():
     assert np.all(rounded(smaller) <= rounded(larger))
 
 
-class GivenBits:
-    """In place of RoundingBits."""
-
-    def __init__(self, words):
-        self._words = torch.from_numpy(np.asarray(words, np.uint32).view(np.int32))
-
-    def fill(self, bits, scratch, start, step, slot):
-        bits.copy_(self._words[start : start + len(bits)])
-
-
 def rounded_by(words, value):
-    source = torch.full((len(words),), value)
-    out = torch.empty(len(words), dtype=torch.float16)
-    round_stochastically(source, GivenBits(words), 0, "weight", out=out, keep=KEEP)
-    return out.double().numpy()
+    words = torch.from_numpy(np.asarray(words, np.uint32).view(np.int32))
+    return rounding.rounded(torch.full((len(words),), value), words).double().numpy()
 
 
 @pytest.mark.parametrize("value", VALUES.tolist())
@@ -119,16 +114,20 @@ def test_over_evenly_spread_bits_the_mean_is_the_value(value):
 
 @pytest.mark.parametrize("value", VALUES.tolist())
 def test_the_probability_is_exact_to_the_stated_bits(value):
-    """Up for as many of the 2**31 upper words as the exact distance from the lower neighbour says: to one word,
-    and from -2**-25 to 0 to 2**6 = 2**31 * 2**-25 words."""
+    """Up for as many of the 2**24 upper words as the exact distance from the lower neighbour says, to one word."""
     value = np.float32(value)
     below, above = neighbours(value)
-    share = (Fraction(float(value)) - Fraction(float(below))) / Fraction(float(spacing(value)))
-    words = 2**31 * share
-    slack = 2**6 if -(2.0**-25) < value < 0 else 1
-    lowest_down, highest_up = (min(2**31 - 1, int(words) + slack), max(0, int(words) - slack))
-    result = rounded_by(np.array([lowest_down, highest_up], np.uint32) << np.uint32(1), value)
+    words = 2**24 * (Fraction(float(value)) - Fraction(float(below))) / Fraction(float(spacing(value)))
+    lowest_down, highest_up = min(2**24 - 1, int(words) + 1), max(0, int(words) - 1)
+    result = rounded_by(np.array([lowest_down, highest_up], np.uint32) << np.uint32(8), value)
     assert result.tolist() == [below, above]
+
+
+@pytest.mark.parametrize("value", [each for each in VALUES.tolist() if abs(each) >= 2.0**-14])
+def test_the_probability_of_a_normal_value_is_exact(value):
+    """Its distance from a neighbour is a number of 13 bits: over all of their words the mean is the value itself."""
+    words = np.arange(2**13, dtype=np.uint32) << np.uint32(19)
+    assert rounded_by(words, np.float32(value)).mean() == np.float64(np.float32(value))
 
 
 def test_the_mean_over_random_bits_is_the_value():
@@ -158,23 +157,24 @@ def test_nan_stays_nan_and_spoils_no_other():
 def test_the_bits_are_those_of_the_documented_key():
     seed, step, slot, name = 2**62 + 5, 72799, "momentum_buffer", "blocks.3.0.conv_dw.weight"
     draw = key("rounding", seed, step, slot) & ~MASK32 | key("rounding", name) & MASK32
-    expected = bits32(draw, np.arange(10_000, dtype=np.uint64))
+    numbers = np.arange(10_000, dtype=np.uint64)
+    expected = mix32((bits32(draw, numbers // 64) + numbers % 64 * 0x9E3779B1) & MASK32)
     np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name), expected)
 
 
 def test_each_tensor_of_a_buffer_has_the_bits_it_would_have_alone():
     """And what lies between them is left at 0."""
-    layout = {"a": (16, 100), "b": (128, 50)}
-    source = torch.zeros(192)
+    places = {"a": (64, 100), "b": (256, 50)}
+    source = torch.zeros(320)
     values = np.random.RandomState(0).randn(100).astype(np.float32)
-    source[16:116] = torch.from_numpy(values)
-    source[128:178] = torch.from_numpy(values[:50])
-    out = torch.full((192,), 7.0, dtype=torch.float16)
-    round_stochastically(source, RoundingBits(layout, 192, 3, CPU), 4, "weight", out=out, keep=KEEP)
+    source[64:164] = torch.from_numpy(values)
+    source[256:306] = torch.from_numpy(values[:50])
+    out = torch.full((320,), 7.0, dtype=torch.float16)
+    round_stochastically(source, RoundingBits(places, 320, 3, CPU), 4, "weight", out=out, keep=KEEP)
     out = out.numpy()
-    np.testing.assert_array_equal(out[16:116], rounded(values, 3, 4, name="a"))
-    np.testing.assert_array_equal(out[128:178], rounded(values[:50], 3, 4, name="b"))
-    assert not np.delete(out, np.r_[16:116, 128:178]).any()
+    np.testing.assert_array_equal(out[64:164], rounded(values, 3, 4, name="a"))
+    np.testing.assert_array_equal(out[256:306], rounded(values[:50], 3, 4, name="b"))
+    assert not np.delete(out, np.r_[64:164, 256:306]).any()
 
 
 def test_the_same_draw_gives_the_same_bits():
@@ -207,7 +207,7 @@ def test_draws_of_another_seed_step_slot_or_name_are_independent(other):
     assert_independent(random_bits(), random_bits(**other))
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 16, 1024])
+@pytest.mark.parametrize("lag", [1, 2, 3, 16, 63, 64, 65, 1024])
 def test_neighbouring_elements_are_independent(lag):
     words = random_bits()
     assert_independent(words[:-lag], words[lag:])
@@ -218,13 +218,11 @@ def test_each_bit_is_set_half_the_time_whatever_the_number_of_the_element():
     assert_independent(random_bits(), np.arange(1 << 17, dtype=np.uint32))
 
 
-@pytest.mark.parametrize("chunk", [1, 1000, 5003, 1 << 20])
+@pytest.mark.parametrize("chunk", [64, 1024, 1 << 20])
 def test_the_size_of_the_chunks_changes_nothing(monkeypatch, chunk):
     source = np.random.RandomState(0).randn(5003).astype(np.float32)
-    if chunk == 1:
-        source = source[:50]
     expected = rounded(source)
-    monkeypatch.setattr(rounding, "_CHUNK", chunk)
+    monkeypatch.setattr(rows, "_CHUNK", chunk)
     np.testing.assert_array_equal(rounded(source), expected)
 
 
@@ -242,30 +240,28 @@ class OffCpu(torch.Tensor):
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
-def place(request, monkeypatch):
+def place(request):
     """Moves a source to the CPU, or to what the rounding takes for another device."""
     if request.param == "cpu":
         return lambda tensor: tensor
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
     return lambda tensor: tensor.as_subclass(OffCpu)
 
 
 def test_a_step_that_is_left_out_changes_no_bit(place):
     """Not even NaNs, or zeros' signs, in the state; nor does the source's NaN reach it."""
-    source = torch.tensor([1.0003, float("nan"), float("inf"), 0.1, -0.1, 0.7])
-    patterns = np.array([0x7E01, 0x8000, 0x0001, 0xFC00, 0x3C00, 0x1234], np.uint16)
+    source = in_rows(torch.tensor([1.0003, float("nan"), float("inf"), 0.1, -0.1, 0.7]), fill=1.0)
+    patterns = np.array([0x7E01, 0x8000, 0x0001, 0xFC00, 0x3C00, *range(0x1234, 0x1234 + 59)], np.uint16)
     out = torch.from_numpy(patterns.view(np.float16).copy())
-    bits = RoundingBits({"a": (0, 6)}, 6, 0, CPU)
+    bits = RoundingBits({"a": (0, ROW)}, ROW, 0, CPU)
     round_stochastically(place(source), bits, 0, "weight", out=out, keep=LEAVE)
     np.testing.assert_array_equal(out.numpy().view(np.uint16), patterns)
 
 
 def test_every_device_computes_the_same(place):
-    source = torch.from_numpy(floats_of_all_kinds()[:10_000])
+    source = torch.from_numpy(floats_of_all_kinds()[:9_984])
     expected = rounded(source.numpy(), step=3)
-    bits = RoundingBits({"stem.weight": (0, 10_000)}, 10_000, 0, CPU)
-    out = torch.full((10_000,), 7.0, dtype=torch.float16)
+    bits = RoundingBits({"stem.weight": (0, 9_984)}, 9_984, 0, CPU)
+    out = torch.full((9_984,), 7.0, dtype=torch.float16)
     round_stochastically(place(source), bits, 3, "weight", out=out, keep=KEEP)
     np.testing.assert_array_equal(out.numpy().view(np.uint16), expected.view(np.uint16))
 
@@ -274,9 +270,9 @@ def test_nothing_waits_for_another_device():
     """On tensors without values, as those that a device has not computed yet, reading one raises."""
     with FakeTensorMode():
         gpu = torch.device("cuda")
-        source, out = torch.zeros(50, device=gpu), torch.zeros(50, dtype=torch.float16, device=gpu)
+        source, out = torch.zeros(ROW, device=gpu), torch.zeros(ROW, dtype=torch.float16, device=gpu)
         keep = torch.ones((), dtype=torch.bool, device=gpu)
-        round_stochastically(source, RoundingBits({"a": (0, 50)}, 50, 0, gpu), 0, "weight", out=out, keep=keep)
+        round_stochastically(source, RoundingBits({"a": (0, 50)}, ROW, 0, gpu), 0, "weight", out=out, keep=keep)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(keep)
 
@@ -284,7 +280,7 @@ def test_nothing_waits_for_another_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_rounds_as_the_cpu_does():
-    source = floats_of_all_kinds()
+    source = in_rows(floats_of_all_kinds()).numpy()
     gpu, length = torch.device("cuda"), len(source)
     out = torch.full((length,), 7.0, dtype=torch.float16, device=gpu)
     bits = RoundingBits({"stem.weight": (0, length)}, length, 0, gpu)

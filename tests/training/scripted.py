@@ -6,7 +6,7 @@ import torch
 
 from data.batches import MicroBatch
 from engines.base import Counts, Engine, StepResult
-from optim.half_weights import Norms
+from optim.norms import Norms
 from parallel.topology import Topology
 from recipe.division import Batch
 

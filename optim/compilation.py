@@ -1,0 +1,46 @@
+"""The passes of an update, compiled by torch.compile: one loop over the memory each."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Callable, Optional, Sequence, Tuple
+
+import torch
+
+from optim.rows import Run, in_parts
+
+
+def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
+    """What runs passes compiled, after it has run them once; or as they are, where this machine cannot compile.
+
+    Args:
+        rehearse: calls all passes by what it is given, with tensors as they will come.
+
+    Returns:
+        What runs them, and a line to tell.
+    """
+    start = time.perf_counter()
+    try:
+        rehearse(_compiled)
+    except RuntimeError as error:  # as all of torch's compiler, for one without a C++ compiler
+        reason = str(error).partition("\n")[0]
+        return in_parts, f"engine.compile: the update runs uncompiled: {reason}"
+    return _compiled, f"the update was compiled in {time.perf_counter() - start:.0f} s"
+
+
+def _compiled(function: Callable, rows: Sequence[Optional[torch.Tensor]], constants: Sequence) -> object:
+    """Runs a pass. What changes from step to step must be a tensor: a number would be compiled in."""
+    constants = [
+        tuple(torch.tensor(each, dtype=torch.int32) if isinstance(each, int) else each for each in constant)
+        if isinstance(constant, tuple)
+        else constant
+        for constant in constants
+    ]
+    return _of_torch(function)(*rows, *constants)
+
+
+@functools.lru_cache(maxsize=None)
+def _of_torch(function: Callable) -> Callable:
+    # A long expression that is used twice would go through memory in between, and a pass become two.
+    return torch.compile(function, dynamic=False, options={"realize_opcount_threshold": 1000})

@@ -1,0 +1,187 @@
+"""LARS on CUDA, in Triton: one launch for each pass over the memory, and two small ones that merge sums.
+
+The same formulas as optim/lars_passes.py, and the same random bits and rounding as optim/rounding.py to the bit. A
+program takes a few rows of one parameter. What it adds up is merged by parameter in a fixed order, without atomics: a
+step repeats to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from optim.lars_update import LarsUpdate
+from optim.layout import Layout
+from optim.rows import ROW
+
+_ROWS = 32  # of a program: 2,048 elements
+_MERGED = 128  # programs whose sums are read at a time
+_SUMS = 4  # of g^2, w^2, u^2, and of what is not finite
+
+
+class TritonLarsUpdate(LarsUpdate):
+    """LarsUpdate with its passes as Triton kernels."""
+
+    def __init__(self, lars, parameters, layout, *arguments):
+        super().__init__(lars, parameters, layout, *arguments)
+        self._programs = Programs(layout)
+
+    def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
+        programs, buffers = self._programs, self._buffers
+        form = self._rules.trust == "momentum"
+        partial = torch.empty(_SUMS, programs.count, device=scale.device)
+        _add_squares[(programs.count,)](
+            *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"]),
+            *(self._rules.decay, scale, programs.owners, programs.rows, programs.ends, partial, programs.count),
+            *(self._rules.mu, form, _ROWS, ROW),
+        )
+        gradient, weight, direction, wrong = programs.merged(partial)
+        return [gradient, weight, wrong, direction] if form else [gradient, weight, wrong]
+
+    def _step(self, step: int, scale: torch.Tensor, rates: torch.Tensor, keep: Optional[torch.Tensor]) -> torch.Tensor:
+        programs, buffers, bits = self._programs, self._buffers, self._bits
+        if keep is None:
+            keep = torch.ones((), dtype=torch.bool, device=scale.device)
+        draws = (0, 0) if bits is None else (bits.draw(step, "weight"), bits.draw(step, "momentum_buffer"))
+        partial = torch.empty(1, programs.count, device=scale.device)
+        _step[(programs.count,)](
+            *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
+            *(rates, self._rules.decay, scale, keep, None if bits is None else bits.rows, *draws),
+            *(programs.owners, programs.rows, programs.ends, partial),
+            *(self._rules.mu, self._rules.trust == "momentum", bits is not None),
+            *(buffers.working is not buffers.weights, _ROWS, ROW),
+        )
+        return programs.merged(partial)[0]
+
+
+class Programs:
+    """Which rows each program takes: never of two parameters.
+
+    count: of programs. owners: number of each one's parameter. rows: its first row. ends: the row behind the
+    parameter's last. All int32 [count].
+    """
+
+    def __init__(self, layout: Layout):
+        edges = [start // ROW for start in layout.starts.values()] + [layout.length // ROW]
+        rows = [range(first, end, _ROWS) for first, end in zip(edges, edges[1:])]
+        self.count = sum(map(len, rows))
+
+        def table(values: List[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=layout.device)
+
+        self.owners = table([owner for owner, each in enumerate(rows) for _ in each])
+        self.rows = table([row for each in rows for row in each])
+        self.ends = table([end for each, end in zip(rows, edges[1:]) for _ in each])
+        self._firsts = torch.searchsorted(self.owners, torch.arange(len(rows) + 1, device=layout.device)).int()
+
+    def merged(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sums of what the programs added up, [sums, count], by parameter: float64 [sums, parameters]."""
+        sums, parameters = len(partial), len(self._firsts) - 1
+        out = torch.empty(sums, parameters, dtype=torch.float64, device=partial.device)
+        _merge[(sums * parameters,)](partial, self._firsts, out, self.count, parameters, _MERGED)
+        return out
+
+
+@triton.jit
+def _add_squares(
+    gradients, weights, momenta, decays, scale, owners, firsts, ends, partial, programs,
+    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows = tl.load(firsts + program) + tl.arange(0, ROWS)
+    mask = (rows < tl.load(ends + program))[:, None]
+    places = rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(partial + program, _total(g * g))
+    tl.store(partial + programs + program, _total(w * w))
+    if MOMENTUM_FORM:
+        m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU + g * (1 - MU)
+        u = m + tl.load(decays + tl.load(owners + program)) * w
+        tl.store(partial + 2 * programs + program, _total(u * u))
+    else:
+        tl.store(partial + 2 * programs + program, 0.0)
+    tl.store(partial + 3 * programs + program, _total(g - g))
+
+
+@triton.jit
+def _merge(partial, firsts, out, programs, parameters, BLOCK: tl.constexpr):
+    which, owner = tl.program_id(0) // parameters, tl.program_id(0) % parameters
+    first, end = tl.load(firsts + owner), tl.load(firsts + owner + 1)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(first, end, BLOCK):
+        each = start + tl.arange(0, BLOCK)
+        total += tl.load(partial + which * programs + each, mask=each < end, other=0.0).to(tl.float64)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["weight_draw", "momentum_draw"])  # they change in each step
+def _step(
+    gradients, weights, momenta, working, rates, decays, scale, keep, bit_rows, weight_draw, momentum_draw,
+    owners, firsts, ends, partial,
+    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, STOCHASTIC: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    rows = tl.load(firsts + program) + tl.arange(0, ROWS)
+    within = rows < tl.load(ends + program)
+    lanes = tl.arange(0, LANES)[None, :]
+    places, mask = rows.to(tl.int64)[:, None] * LANES + lanes, within[:, None]
+    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
+    rate, decay = tl.load(rates + owner), tl.load(decays + owner)
+    if MOMENTUM_FORM:
+        m += g * (1 - MU)
+        subtracted = (m + decay * w) * rate
+    else:
+        m += (g + decay * w) * rate
+        subtracted = m
+    tl.store(partial + program, _total(subtracted * subtracted))
+    written = mask & (tl.load(keep) != 0)
+    w = w - subtracted
+    if STOCHASTIC:
+        bits = tl.load(bit_rows + rows, mask=within, other=0)[:, None]
+        w = _rounded(w, _bits(bits, lanes, weight_draw))
+        m = _rounded(m, _bits(bits, lanes, momentum_draw))
+    stored = w.to(weights.dtype.element_ty)
+    tl.store(weights + places, stored, mask=written)
+    tl.store(momenta + places, m.to(momenta.dtype.element_ty), mask=written)
+    if COPIED:
+        tl.store(working + places, stored.to(tl.float32).to(working.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _total(values):
+    return tl.sum(tl.sum(values, 1), 0)
+
+
+@triton.jit
+def _bits(rows, lanes, draw):
+    """random_bits of optim/rounding.py: rows [ROWS, 1], lanes [1, LANES]."""
+    starts = _mix((rows + draw).to(tl.uint32, bitcast=True))
+    return _mix(starts + lanes.to(tl.uint32) * 0x9E3779B1)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded(source, bits):
+    """rounded of optim/rounding.py, still float32."""
+    value = tl.minimum(tl.maximum(source, -65504.0), 65504.0)
+    value = tl.where(source == source, value, source)  # NaN, which the two before may lose
+    exponent = tl.maximum(value.to(tl.uint32, bitcast=True) & 0x7F800000, 113 << 23)
+    value = value * ((264 << 23) - exponent).to(tl.float32, bitcast=True)
+    whole = tl.floor(value)
+    random = (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+    whole += tl.where(random < value - whole, 1.0, 0.0)
+    return whole * (exponent - (10 << 23)).to(tl.float32, bitcast=True)

@@ -1,0 +1,82 @@
+"""How the parameters of a model lie behind one another in one flat buffer, in rows of 64 elements."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, NamedTuple
+
+import torch
+
+from optim.rows import ROW
+
+
+class Layout:
+    """Places of named tensors in a flat buffer. Each begins with a row of ROW elements; zeros fill its last row.
+
+    So whatever belongs to a parameter, as its learning rate, is one number a row, and kernels need not know where a
+    parameter ends.
+
+    names: of the parameters, in order. starts: first element of each. length: elements of a buffer.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        """Args: parameters: by name, all on one device."""
+        self.names = list(parameters)
+        self.device = next(iter(parameters.values())).device
+        self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+        self._counts = [parameter.numel() for parameter in parameters.values()]
+        rows = [-(-count // ROW) for count in self._counts]
+        self.starts: Dict[str, int] = {}
+        self.length = 0
+        for name, count in zip(self.names, rows):
+            self.starts[name] = self.length
+            self.length += count * ROW
+        self._rows = torch.tensor(rows, device=self.device)
+        self._owners = torch.repeat_interleave(self._rows, output_size=sum(rows))
+
+    def zeros(self, dtype: torch.dtype, value: float = 0.0) -> torch.Tensor:
+        """A buffer with `value` everywhere."""
+        return torch.full((self.length,), value, dtype=dtype, device=self.device)
+
+    def views(self, flat: torch.Tensor) -> List[torch.Tensor]:
+        """The parameters' parts of a buffer, each in its shape."""
+        return [
+            flat[start : start + count].view(shape)
+            for start, count, shape in zip(self.starts.values(), self._counts, self._shapes)
+        ]
+
+    def places(self) -> Dict[str, tuple]:
+        """Name -> (first element, number of elements)."""
+        return {name: (start, count) for (name, start), count in zip(self.starts.items(), self._counts)}
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over the rows of each parameter: of [rows], float64 [parameters]. Each depends on its own rows alone."""
+        return torch.segment_reduce(values.double(), "sum", lengths=self._rows, unsafe=True)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """A value for each parameter at all of its rows: of [parameters], [rows, 1]."""
+        return values[self._owners][:, None]
+
+
+class Buffers(NamedTuple):
+    """Flat buffers of one layout.
+
+    gradients: float32. weights, slots: what persists. working: the module's parameters in the dtype that it computes
+    in; where that is the weights' dtype it is the same tensor.
+    """
+
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    working: torch.Tensor
+    slots: Dict[str, torch.Tensor]
+
+    def refresh(self) -> None:
+        """The module's parameters become the persistent weights."""
+        if self.working is not self.weights:
+            self.working.copy_(self.weights)
+
+    def blank(self) -> Buffers:
+        """As many zeros in other memory."""
+        weights = torch.zeros_like(self.weights)
+        working = weights if self.working is self.weights else torch.zeros_like(self.working)
+        slots = {name: torch.zeros_like(slot) for name, slot in self.slots.items()}
+        return Buffers(torch.zeros_like(self.gradients), weights, working, slots)

@@ -1,0 +1,65 @@
+"""Norms and trust ratios of a whole model of which this process may have a part."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Sequence
+
+import torch
+
+
+class Norms(NamedTuple):
+    """Euclidean norms over all parameters, float32 []; trust ratios by parameter, float32 []."""
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    update: torch.Tensor
+    trust: Dict[str, torch.Tensor]
+
+
+class Elsewhere:
+    """What the processes that compute other stages and replicas have to say. This one is of a process that is alone."""
+
+    def all_finite(self, finite: torch.Tensor) -> torch.Tensor:
+        """Whether `finite`, bool [], holds for all stages and replicas."""
+        return finite
+
+    def sum_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a float64 tensor over the stages of this replica."""
+        return values
+
+
+class WholeModel:
+    """Gathers what is known by parameter from the stages of a model. All stages must ask alike."""
+
+    def __init__(self, own: Sequence[str], model: Sequence[str], elsewhere: Elsewhere, device: torch.device):
+        """Args: own: names of this process's parameters; model: of all; device: of what is gathered."""
+        self._own, self._model, self.elsewhere, self._device = list(own), list(model), elsewhere, device
+        places = {name: place for place, name in enumerate(self._model)}
+        self._places: List[int] = [places[name] for name in self._own]
+
+    def norm(self, squares: torch.Tensor) -> torch.Tensor:
+        """Euclidean norm of the whole model's vector, float32 [].
+
+        Of squares by parameter, each of which is computed in one place: so the stages do not change a bit of it.
+
+        Args:
+            squares: sum of squares of each own parameter, float64.
+        """
+        return self._of_all(squares).sum().sqrt().float()
+
+    def ratios(self, own: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """Trust ratios of the whole model by name, float32 [], from those of own parameters that have one."""
+        if len(self._own) == len(self._model):
+            return own
+        absent = torch.full((), -1.0, device=self._device)  # a ratio is never negative
+        ratios = torch.stack([own.get(name, absent) for name in self._own])
+        shifted = self._of_all(ratios.double() + 1)  # what no stage has stays 0; NaN is not 0
+        return {name: (shifted[place] - 1).float() for place, name in enumerate(self._model) if shifted[place] != 0}
+
+    def _of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """A value for each own parameter, float64, at its place among those of all parameters of the model."""
+        if len(self._own) == len(self._model):
+            return values
+        whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
+        whole[self._places] = values
+        return self.elsewhere.sum_over_stages(whole)

@@ -1,0 +1,113 @@
+"""An update by any torch optimizer of float32 parameters: from the state to float32 scratch, a step, and back."""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Optional, Tuple
+
+import torch
+from torch import nn
+
+from optim.layout import Buffers, Layout
+from optim.norms import Norms, WholeModel
+from optim.rounding import RoundingBits, round_stochastically
+from optim.rows import Run, in_parts
+from optim.slots import HasSlots
+
+
+class OptimizerUpdate:
+    """Steps an optimizer in float32 scratch memory: slots, and weights, where the module's own are not float32.
+
+    Where the state is float32 on a CPU, it is its own scratch: a step that must not be made can be left out there,
+    because to ask costs nothing. Other devices make every step in scratch, and store it under a mask.
+    """
+
+    def __init__(
+        self,
+        parameters: Dict[str, nn.Parameter],
+        create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots],
+        gradients: list,
+        layout: Layout,
+        buffers: Buffers,
+        bits: Optional[RoundingBits],
+        clip_norm: Optional[float],
+        model: WholeModel,
+    ):
+        """
+        Args:
+            parameters: of the module, views of the working buffer.
+            gradients: views of theirs, in the same order.
+        """
+        self.run: Run = in_parts
+        self._layout, self._buffers, self._gradients, self._bits = layout, buffers, gradients, bits
+        self._clip_norm, self._model = clip_norm, model
+        self._in_place = layout.device.type == "cpu" and buffers.weights.dtype == torch.float32
+        own_working = buffers.working is not buffers.weights and buffers.working.dtype == torch.float32
+        if self._in_place or own_working:
+            self._weights, self._masters = buffers.working, parameters
+        else:
+            self._weights = layout.zeros(torch.float32)
+            views = layout.views(self._weights)
+            self._masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
+        self.optimizer = create_optimizer(self._masters)
+        self._slots = buffers.slots if self._in_place else {name: layout.zeros(torch.float32) for name in buffers.slots}
+        for slot, buffer in self._slots.items():
+            for master, view in zip(self._masters.values(), layout.views(buffer)):
+                self.optimizer.state[master][slot] = view
+
+    def __call__(
+        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
+    ) -> Tuple[torch.Tensor, Optional[Norms]]:
+        """As WeightState.update."""
+        flat = self._buffers.gradients.div_(divisor)
+        lowest, highest = torch.aminmax(flat)  # NaN is both; a norm takes twenty times as long on a CPU
+        finite = self._model.elsewhere.all_finite(torch.isfinite(lowest) & torch.isfinite(highest))
+        before = self._buffers.weights.to(torch.float32, copy=True) if measure else None
+        # Before the step: some optimizers write into the gradients.
+        gradient = self._norm(flat) if measure or self._clip_norm else None
+        if self._clip_norm:
+            flat.mul_((self._clip_norm / gradient).clamp(max=1.0))  # infinite for a norm of 0, and so 1
+        if not self._in_place or finite:
+            self._step(step, lr)
+        norms = self._norms(gradient, before) if measure else None
+        if not self._in_place:
+            self._store(self._buffers.weights, self._weights, step, "weight", finite)
+            for slot, buffer in self._buffers.slots.items():
+                self._store(buffer, self._slots[slot], step, slot, finite)
+            self._buffers.refresh()
+        return finite, norms
+
+    def rehearse(self, run: Run) -> None:
+        """Rounds zeros."""
+        if self._bits is not None:
+            zeros, out = self._layout.zeros(torch.float32), self._layout.zeros(torch.float16)
+            keep = torch.ones((), dtype=torch.bool, device=self._layout.device)
+            round_stochastically(zeros, self._bits, 0, "weight", out=out, keep=keep, run=run)
+
+    def _step(self, step: int, lr: float) -> None:
+        """The optimizer's step, from the state into scratch."""
+        if not self._in_place:
+            self._weights.copy_(self._buffers.weights)
+            for slot, buffer in self._buffers.slots.items():
+                self._slots[slot].copy_(buffer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for master, view in zip(self._masters.values(), self._gradients):
+            master.grad = view
+        self.optimizer.at_step(step)
+        self.optimizer.step()
+
+    def _store(self, state: torch.Tensor, source: torch.Tensor, step: int, slot: str, finite: torch.Tensor) -> None:
+        if self._bits is not None and state.dtype == torch.float16:
+            round_stochastically(source, self._bits, step, slot, out=state, keep=finite, run=self.run)
+        else:
+            state.copy_(torch.where(finite, source.to(state.dtype), state))
+
+    def _norms(self, gradient: torch.Tensor, before: torch.Tensor) -> Norms:
+        """After the step and before it is stored: the difference to `before` is what the optimizer subtracted."""
+        names = {id(master): name for name, master in self._masters.items()}
+        own = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
+        update = self._norm(self._weights - before)
+        return Norms(gradient, self._norm(before), update, self._model.ratios(own))
+
+    def _norm(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._model.norm(torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square())

@@ -1,0 +1,340 @@
+"""engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what a device refuses."""
+
+import json
+
+import pytest
+import torch
+
+from engines import factory, tuning
+from engines.tuning import Candidate, Outcome
+from models.kernels import adoption
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe import loading
+from recipe.batch import divide
+from recipe.errors import ConfigError
+from tests import ranks, world
+from tests.conftest import QUICKSTART, TINY
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+PLAIN, FASTEST = ("contiguous", "torch"), ("channels_last", "triton")
+TIMES = {PLAIN: 0.09, ("contiguous", "triton"): 0.06, ("channels_last", "torch"): 0.1, FASTEST: 0.05}
+
+
+def pretend(times=TIMES, measured=None, triton=True):
+    """As if the CPU had a choice, with or without Triton, and candidates took these times; a text is a fault."""
+
+    def seconds(recipe, part, device, candidate):
+        if measured is not None:
+            measured.append(candidate)
+        if isinstance(times[candidate], str):
+            raise torch.cuda.OutOfMemoryError(times[candidate])
+        return times[candidate]
+
+    tuning._has_choice = lambda device: True
+    tuning._seconds = seconds
+    adoption.available = lambda: triton
+
+
+@pytest.fixture
+def resolved(tiny, monkeypatch, tmp_path):
+    """resolved(*overrides, times=..., begun=...): the section that auto becomes, what is said, what was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module, name in ((tuning, "_has_choice"), (tuning, "_seconds"), (adoption, "available")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+    def resolve(*overrides, times=TIMES, begun=None, triton=True):
+        lines, measured = [], []
+        pretend(times, measured, triton)
+        recipe = tiny("run.device=cpu", *overrides)
+        result = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun)
+        assert loading.loads(loading.dump(result), "what was written") == result
+        return (result.engine.memory_format, result.engine.kernels), lines, measured
+
+    return resolve
+
+
+def test_the_fastest_is_taken_and_all_are_told(resolved):
+    taken, said, measured = resolved()
+    assert taken == FASTEST and len(measured) == 4
+    assert said == [
+        "engine auto: 12 x 16 x 16 in float32 on cpu, measured",
+        "  contiguous torch      90 ms",
+        "  contiguous triton     60 ms",
+        "  channels_last torch   100 ms",
+        "  channels_last triton  50 ms",
+        "  taken: channels_last triton",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "taken"),
+    [
+        ("engine.memory_format=contiguous", ("contiguous", "triton")),
+        ("engine.memory_format=channels_last", FASTEST),
+        ("engine.kernels=torch", PLAIN),
+    ],
+)
+def test_what_the_recipe_says_is_not_open(resolved, override, taken):
+    found, _, measured = resolved(override)
+    assert found == taken and len(measured) == 2
+
+
+def test_a_recipe_without_auto_is_left_alone(resolved):
+    assert resolved("engine.memory_format=channels_last", "engine.kernels=torch") == (
+        ("channels_last", "torch"),
+        [],
+        [],
+    )
+
+
+def test_candidates_that_fail_are_left_out_and_why_is_said(resolved):
+    taken, said, _ = resolved(times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"})
+    assert taken == ("contiguous", "triton")
+    assert (
+        "  channels_last triton  left out: CUDA out of memory." in said
+        and "  contiguous torch      left out: no" in said
+    )
+
+
+def test_where_all_fail_the_plain_way_is_taken(resolved):
+    assert resolved(times=dict.fromkeys(TIMES, "no"))[0] == PLAIN
+
+
+def test_without_triton_its_kernels_are_no_candidates(resolved):
+    assert set(resolved(triton=False)[2]) == {PLAIN, ("channels_last", "torch")}
+
+
+def test_determinism_leaves_no_choice(resolved):
+    taken, said, measured = resolved("run.deterministic=true")
+    assert (taken, measured) == (PLAIN, [])
+    assert said == ["engine auto: contiguous torch, as run.deterministic asks"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "ipu"])
+def test_cpus_and_ipus_leave_the_choice_open(tiny, device):
+    """So a run that begins there has not chosen for a GPU on which it may go on."""
+    recipe, batch = tiny(f"run.device={device}"), divide(tiny("run.device=cpu"))
+    begun = tiny("engine.memory_format=channels_last", "engine.kernels=triton").engine
+    assert tuning.resolve(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
+
+
+def test_a_run_that_goes_on_keeps_its_choice(resolved, tiny):
+    begun = tiny("engine.memory_format=channels_last", "engine.kernels=torch").engine
+    taken, said, measured = resolved(begun=begun)
+    assert (taken, measured) == (("channels_last", "torch"), [])
+    assert said == ["engine auto: channels_last torch, as the run began"]
+    assert resolved("engine.kernels=triton", begun=begun)[0] == FASTEST
+
+
+def test_a_run_that_goes_on_without_a_choice_or_without_its_kernels_measures(resolved, tiny):
+    """It began on a CPU, or where there was Triton."""
+    assert len(resolved(begun=tiny().engine)[2]) == 4
+    begun = tiny("engine.memory_format=contiguous", "engine.kernels=triton").engine
+    assert len(resolved(begun=begun, triton=False)[2]) == 2
+
+
+# What was measured before -----------------------------------------------------------------------------------------
+
+
+def cached(tmp_path):
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    return file
+
+
+def test_a_machine_measures_once(resolved, tmp_path):
+    first, _, _ = resolved()
+    taken, said, measured = resolved("run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not asked"))
+    assert (taken, measured) == (first, [])
+    assert said[0] == f"engine auto: 12 x 16 x 16 in float32 on cpu, measured before ({cached(tmp_path)})"
+    assert said[-1] == "  taken: channels_last triton"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "batch.micro=6",
+        "model.width=0.5",
+        "model.image_size=24",
+        "precision.compute=bfloat16",
+        "parallel.recompute=true",
+    ],
+)
+def test_what_the_times_depend_on_is_measured_anew(resolved, override):
+    resolved()
+    assert len(resolved(override)[2]) == 4
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'])
+def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, text):
+    resolved()
+    whole = cached(tmp_path).read_text()
+    cached(tmp_path).write_text(text)
+    assert len(resolved()[2]) == 4
+    assert cached(tmp_path).read_text() == whole
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1, 0, "fast", None])
+def test_times_that_are_none_are_not_believed(resolved, tmp_path, seconds):
+    resolved()
+    content = json.loads(cached(tmp_path).read_text())
+    content["seconds"]["contiguous torch"] = seconds
+    cached(tmp_path).write_text(json.dumps(content))
+    assert len(resolved()[2]) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_no_matter(resolved, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    assert resolved()[0] == FASTEST
+    assert len(resolved()[2]) == 4
+
+
+def test_a_failure_is_not_remembered(resolved, tmp_path):
+    resolved(times={**TIMES, FASTEST: "out of memory"})
+    assert resolved()[0] == FASTEST
+
+
+# What is measured, and what a model becomes -----------------------------------------------------------------------
+
+
+def test_a_measurement_is_of_training_and_really_made(tiny):
+    recipe = tiny("run.device=cpu", "parallel.recompute=true")
+    part = tuning._largest_part(recipe, divide(recipe), CPU)
+    assert part.names[0] == "preprocess" and part.names[-1] == "head"
+    outcome = tuning._measured(recipe, part, CPU, Candidate(*PLAIN))
+    assert 0 < outcome.seconds < 10
+
+
+def test_of_several_stages_the_largest_is_measured(tiny):
+    recipe = tiny("run.device=cpu", "parallel.stages=2", "parallel.split=[blocks.1.0]")
+    part = tuning._largest_part(recipe, divide(recipe), CPU)
+    assert part.names[0] == "blocks.1.0" and part.entering.shape == (12, 8, 8, 8)
+    assert tuning._measured(recipe, part, CPU, Candidate(*PLAIN)).seconds > 0
+    assert tuning._what(recipe, part, CPU) == "blocks.1.0 to head, 12 x 8 x 8 in float32 on cpu"
+
+
+def test_the_largest_images_count(tiny):
+    recipe = tiny("run.device=cpu", "data.image_sizes=[[0, 24], [1, 16]]")
+    assert tuning._largest_part(recipe, divide(recipe), CPU).entering.shape == (12, 3, 24, 24)
+
+
+def test_what_fails_is_an_outcome(tiny, monkeypatch):
+    def no_kernel(recipe, part, device, candidate):
+        raise RuntimeError
+
+    monkeypatch.setattr(tuning, "_seconds", no_kernel)
+    assert tuning._measured(tiny(), None, CPU, Candidate(*PLAIN)) == Outcome(None, "RuntimeError")
+
+
+@pytest.mark.parametrize("memory_format", ["auto", "contiguous", "channels_last"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "triton"])
+def test_models_on_gpus_get_what_the_section_says(tiny, monkeypatch, memory_format, kernels):
+    """The device is only a word here: nothing is computed."""
+    from models.efficientnet import build
+
+    recipe = tiny(f"engine.memory_format={memory_format}", f"engine.kernels={kernels}")
+    adopted = []
+    monkeypatch.setattr(adoption, "available", lambda: True)
+    monkeypatch.setattr(adoption, "adopt", adopted.append)
+    model = build(recipe.model, 0)
+    expected = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
+    assert tuning.apply(model, recipe.engine, GPU) == expected
+    assert model.block("preprocess").memory_format == expected
+    assert adopted == ([model] if kernels == "triton" else [])
+    model = build(recipe.model, 0)
+    assert tuning.apply(model, recipe.engine, CPU) == torch.contiguous_format
+    assert model.block("preprocess").memory_format == torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("engine.memory_format=channels_last", r"engine.memory_format channels_last: .*engine.memory_format=auto"),
+        ("engine.kernels=triton", r"engine.kernels triton: .*need a CUDA device; use engine.kernels=auto"),
+    ],
+)
+def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, override, line):
+    recipe = tiny("run.device=cpu", override)
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        factory.create(recipe, divide(recipe), steps_per_epoch=2)
+    factory.create(recipe, divide(recipe)).close()
+
+
+def test_triton_that_is_missing_is_said_before_training(tiny, monkeypatch):
+    section = tiny("engine.kernels=triton").engine
+    tuning.check(section, GPU)
+    monkeypatch.setattr(adoption, "available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^engine.kernels triton: Triton is not installed; use engine.kernels=auto$"):
+        tuning.check(section, GPU)
+
+
+# Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def choose(rank, size, folder):
+    """Each rank is slow at something else, and only the first has measured before."""
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
+    torch.set_num_threads(1)
+    recipe = loading.load(QUICKSTART, [*TINY, "run.device=cpu", "batch.micro=6"])
+    processes = Processes(Topology(size, 1, rank, rank), CPU)
+    slow = (FASTEST, ("contiguous", "triton"))[rank]
+    lines, measured = [], []
+    pretend({**TIMES, slow: 0.2}, measured)
+    if rank == 0:
+        part = tuning._largest_part(recipe, divide(recipe, size), CPU)
+        candidates = [Candidate(*pair) for pair in TIMES]
+        tuning._write(tuning._key(recipe, part, candidates, CPU), {each: Outcome(0.01) for each in candidates})
+    section = tuning.resolve(recipe, divide(recipe, size), processes, lines.append).engine
+    processes.part()
+    return (section.memory_format, section.kernels), lines[1:], len(measured)
+
+
+@pytest.mark.multiprocess
+def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(tmp_path):
+    found = world.run(2, choose, str(tmp_path), connect=False)
+    assert found[0] == found[1]
+    assert found[0][0] == PLAIN and found[0][2] == 4
+    assert [line.split()[2:] for line in found[0][1][:4]] == [["90", "ms"], ["200", "ms"], ["100", "ms"], ["200", "ms"]]
+
+
+def begin(folder, cache, times, *overrides):
+    steps = ("run.steps=4", "run.epochs=null", "exchange.order=fast")
+    keys = (*steps, f"run.output={folder}", *overrides)
+    return ranks.train(1, *keys, sabotage=None if times is None else Fake(times), XDG_CACHE_HOME=str(cache))
+
+
+class Fake:
+    """What a rank pretends before the command; the model itself stays as it is, for the CPU computes it."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, rank):
+        pretend(self.times)
+        tuning.check = lambda section, device: None
+
+
+@pytest.mark.multiprocess
+def test_a_run_stores_its_choice_keeps_it_and_goes_on_where_there_is_none(tmp_path):
+    folder = tmp_path / "run"
+    (ended,) = begin(folder, tmp_path / "first", TIMES)
+    assert (ended.code, ended.errors) == (0, [])
+    assert ended.out[5] == "  taken: channels_last triton"
+    stored = loading.load(folder / "config.yaml").engine
+    assert (stored.memory_format, stored.kernels) == FASTEST
+    (ended,) = begin(folder, tmp_path / "second", {**TIMES, PLAIN: 0.001})
+    assert ended.code == 0 and ended.out[0] == "engine auto: channels_last triton, as the run began"
+    (ended,) = begin(folder, tmp_path / "third", None)
+    assert ended.code == 0 and "this run is finished" in ended.out[0]
+    (ended,) = begin(folder, tmp_path / "third", None, "engine.memory_format=contiguous")
+    assert ended.code == 0 and "this run is finished" in ended.out[0]
+
+
+@pytest.mark.multiprocess
+def test_what_a_cpu_cannot_do_is_one_line(tmp_path):
+    (ended,) = begin(tmp_path / "run", tmp_path, None, "engine.kernels=triton")
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert "engine.kernels triton: Triton's kernels need a CUDA device" in line

@@ -1,0 +1,101 @@
+"""Fused layers in the place of others: which, and that nobody who holds their parameters or names can tell."""
+
+import pytest
+import torch
+from torch import nn
+
+from models import costs
+from models.efficientnet import build
+from models.kernels import adoption
+from models.kernels.adoption import adopt
+from models.normalization import GroupNormAct, norm_parameters
+from recipe.config import Model
+
+SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "image_size": 16, "classes": 10}
+
+
+class FusedNorm(GroupNormAct):
+    """What a kernel's layer is to a model: of the replaced one's class, with its Parameters."""
+
+
+class FusedConv(nn.Conv2d):
+    pass
+
+
+def share(kind, module):
+    fused = kind.__new__(kind)
+    fused.__dict__.update(module.__dict__)
+    return fused
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Without Triton; their arithmetic is that of what they replace."""
+    kernels = {
+        "group_norm": adoption.Kernel(
+            lambda module: type(module) is GroupNormAct, lambda module: share(FusedNorm, module)
+        ),
+        "group_conv": adoption.Kernel(
+            lambda module: type(module) is nn.Conv2d and module.groups > 1, lambda module: share(FusedConv, module)
+        ),
+    }
+    monkeypatch.setattr(adoption, "_load", kernels.__getitem__)
+
+
+def model_of(**keys):
+    return build(Model(**{**SMALL, **keys}), seed=0)
+
+
+def kinds(model, kind):
+    return [name for name, module in model.named_modules() if type(module) is kind]
+
+
+def test_layers_are_replaced_by_name_of_kernel_and_said(stand_ins):
+    model = model_of()
+    norms = kinds(model, GroupNormAct)
+    assert adopt(model, ["group_norm"]) == norms
+    assert kinds(model, FusedNorm) == norms and not kinds(model, FusedConv)
+    assert model.block("stem").bn1 is model.get_submodule("stem.bn1")
+    convolutions = adopt(model)
+    assert convolutions and kinds(model, FusedConv) == convolutions
+    assert adopt(model) == []
+
+
+def test_parameters_are_the_same_objects_under_the_same_names(stand_ins):
+    model = model_of()
+    before, state = dict(model.named_parameters()), list(model.state_dict())
+    norms, work = norm_parameters(model), costs.multiply_adds(model, 16)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    expected = model(images)
+    assert adopt(model)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert list(model.state_dict()) == state
+    assert norm_parameters(model) == norms
+    assert costs.multiply_adds(model, 16) == work
+    assert torch.equal(model(images), expected)
+
+
+def test_a_model_without_such_layers_is_left_alone(stand_ins):
+    model = model_of(norm="batch", group_size=1, padding="same")
+    before = dict(model.named_modules())
+    replaced = adopt(model, ["group_norm"])
+    assert replaced == [] and dict(model.named_modules()) == before
+
+
+def test_our_kernels_are_adopted_likewise():
+    """With the real ones, all normalisations and the group convolutions; float32 sums in another order."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, plain = model_of().to(device), model_of().to(device)
+    names = set(adopt(model))
+    grouped = [name for name, module in plain.named_modules() if getattr(module, "groups", 1) > 1]
+    assert names == {*kinds(plain, GroupNormAct), *(name for name in grouped if "conv_dw" in name)} - {
+        "blocks.0.0.conv_dw"  # of 8 channels, in a single group of 8
+    }
+    assert norm_parameters(model) == norm_parameters(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, device=device)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        torch.testing.assert_close(model(images), plain(images), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,374 @@
+"""Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from timm.layers import Conv2dSame, create_conv2d
+from torch import nn
+
+from models.efficientnet import build
+
+pytest.importorskip("triton")
+
+from models.kernels import group_conv
+from models.kernels.group_conv import FusedGroupConv2d, replaces
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+every_kernel = pytest.mark.parametrize("kernel", [3, 5])
+every_stride = pytest.mark.parametrize("stride", [1, 2])
+every_padding = pytest.mark.parametrize("padding", ["same", "torch"])
+every_format = pytest.mark.parametrize("form", FORMATS)
+
+
+@pytest.fixture(autouse=True)
+def _products_of_bfloat16(monkeypatch):
+    """Triton's interpreter holds bfloat16 as uint16, and its product multiplies these integers."""
+    if DEVICE == "cuda":
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *others: product(self, widened(a), widened(b), *others),
+    )
+
+
+def convolution(kernel=3, stride=1, padding="torch", channels=32, group=16, dtype=torch.float32, seed=0):
+    """As timm builds a block's: a Conv2d, or for "same" with stride 2 a Conv2dSame."""
+    pad = "same" if padding == "same" else ""
+    conv = create_conv2d(channels, channels, kernel, stride=stride, padding=pad, groups=channels // group)
+    with torch.no_grad():
+        conv.weight.copy_(torch.randn(conv.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return conv.to(DEVICE, dtype)
+
+
+def images(shape, form="contiguous", dtype=torch.float32, seed=1):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(DEVICE, dtype).contiguous(memory_format=FORMATS[form])
+
+
+def results(conv, x, upstream=None):
+    """Output, gradient of x, gradient of the weights."""
+    x = x.detach().clone().requires_grad_()
+    conv.weight.grad = None
+    y = conv(x)
+    y.backward(torch.ones_like(y) if upstream is None else upstream.to(y))
+    return y.detach(), x.grad, conv.weight.grad
+
+
+def exact(conv, x, upstream):
+    """The same in float64 by torch and timm."""
+    copy = create_conv2d(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size[0],
+        stride=conv.stride[0],
+        padding="same" if isinstance(conv, Conv2dSame) else "",
+        groups=conv.groups,
+    )
+    with torch.no_grad():
+        copy.double().weight.copy_(conv.weight)
+    return results(copy, x.cpu().double(), upstream.cpu().double())
+
+
+def check(conv, x):
+    """Relative to each tensor's largest value.
+
+    In half precision one rounding, of eps / 2, is all that shows; Triton's interpreter cuts bfloat16 off instead, by up
+    to eps. In float32, sums of up to 400 products of either sign are rounded at every addition, which goes as a random
+    walk: 4 eps. TF32 would be off by 1,000 of these.
+    """
+    upstream = images(conv(x).shape, dtype=x.dtype, seed=2)
+    found = results(FusedGroupConv2d.of(conv), x, upstream)
+    roundings = {torch.float32: 4, torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE == "cuda" else 1.01}
+    tolerance = torch.finfo(x.dtype).eps * roundings[x.dtype]
+    for name, actual, expected in zip(("output", "input", "weight"), found, exact(conv, x, upstream)):
+        assert actual.dtype == x.dtype and actual.shape == expected.shape
+        difference = (actual.cpu().double() - expected).abs().max() / expected.abs().max()
+        assert difference <= tolerance, f"{name}: {difference / torch.finfo(x.dtype).eps:.3g} eps"
+    return found
+
+
+@every_format
+@every_padding
+@every_stride
+@every_kernel
+def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form):
+    """TensorFlow's padding differs between the odd and the even side."""
+    check(convolution(kernel, stride, padding), images((1, 32, 7, 10), form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_format
+def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
+    """Also where the weights' gradient is added up in parts: it is the exact one rounded once.
+
+    But for the few elements that float32's own rounding takes across a boundary, one in a thousand or so; parts in half
+    precision would change every third.
+    """
+    monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
+    monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
+    conv, x = convolution(3, 2, "same", dtype=dtype), images((2, 32, 9, 8), form, dtype)
+    y, dx, dw = check(conv, x)
+    expected = exact(conv, x, images(y.shape, dtype=dtype, seed=2))[2].to(dtype)
+    assert (dw.cpu() == expected).double().mean() > 0.98
+    assert y.dtype == dx.dtype == dw.dtype == dtype
+    assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(memory_format=FORMATS[form])
+
+
+@every_format
+@every_padding
+@every_stride
+def test_images_may_be_smaller_than_the_kernel(stride, padding, form):
+    check(convolution(5, stride, padding), images((1, 32, 1, 3), form))
+
+
+@every_format
+@pytest.mark.parametrize(("channels", "group"), [(48, 16), (64, 32)])
+def test_groups_do_not_mix(channels, group, form):
+    """Three groups: their number is no power of two."""
+    check(convolution(3, 2, "same", channels, group), images((1, channels, 6, 5), form))
+
+
+@pytest.mark.parametrize("programs", [4, 8])
+@every_format
+@every_stride
+def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
+    """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
+
+    With stride 1, the weights' gradient has 5 tiles a group: 3 and 2 in two parts, or 2, 2, 1 and none in four.
+    """
+    monkeypatch.setattr(group_conv, "_PIXELS", dict.fromkeys(FORMATS.values(), 16))
+    monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
+    monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
+    monkeypatch.setattr(group_conv, "_PROGRAMS", programs)
+    check(convolution(3, stride), images((2, 32, 7, 5), form))
+
+
+@every_format
+def test_results_repeat_to_the_bit(form):
+    conv = FusedGroupConv2d.of(convolution(3, 2, "same", dtype=torch.float16))
+    x = images((2, 32, 9, 8), form, torch.float16)
+    for once, again in zip(results(conv, x), results(conv, x)):
+        assert torch.equal(once, again)
+
+
+def test_other_memory_layouts_are_taken():
+    """x in neither format, weights channels last, and a gradient that comes in the other format than x."""
+    conv = convolution()
+    check(conv, images((1, 64, 4, 5))[:, ::2])
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    check(conv, images((1, 32, 4, 5)).transpose(2, 3))
+    fused, x = FusedGroupConv2d.of(conv), images((2, 32, 4, 5), "channels_last")
+    upstream = images((2, 32, 4, 5), seed=2)
+    # `results` casts by `to`, which leaves the layout alone.
+    for actual, expected in zip(results(fused, x, upstream), exact(conv, x, upstream)):
+        assert (actual.cpu() - expected).abs().max() / expected.abs().max() < 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "none"])
+def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
+    """Images want none: the kernel for it does not run; a frozen weight keeps no input."""
+    conv, x = convolution(), images((1, 32, 4, 4))
+    expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x)[1:]))
+    conv.weight.grad = None
+    conv.weight.requires_grad_(wanted == "weight")
+    x.requires_grad_(wanted == "input")
+    computed = []
+    for name in ("input", "weight"):
+        launch = getattr(group_conv._Launches, f"{name}_gradient")
+        noted = lambda *arguments, name=name, launch=launch: computed.append(name) or launch(*arguments)  # noqa: E731
+        monkeypatch.setattr(group_conv._Launches, f"{name}_gradient", noted)
+    y = FusedGroupConv2d.of(conv)(x)
+    if wanted == "none":
+        assert not y.requires_grad
+        return
+    y.sum().backward()
+    assert computed == [wanted]
+    assert torch.equal({"input": x, "weight": conv.weight}[wanted].grad, expected[wanted])
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted():
+    with torch.no_grad():
+        assert FusedGroupConv2d.of(convolution())(images((1, 32, 4, 4)).requires_grad_()).grad_fn is None
+
+
+def test_a_second_derivative_is_refused():
+    x = images((1, 32, 4, 4)).requires_grad_()
+    (gradient,) = torch.autograd.grad(FusedGroupConv2d.of(convolution())(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(AssertionError, match=r"input torch\.float32, weights torch\.float16"):
+        FusedGroupConv2d.of(convolution(dtype=torch.float16))(images((1, 32, 4, 4)))
+
+
+@every_stride
+def test_the_parameter_is_shared(stride):
+    """An optimizer that was made for the original moves the weights of both, and a checkpoint fits both."""
+    conv = convolution(stride=stride, padding="same").eval()
+    fused, x = FusedGroupConv2d.of(conv), images((1, 32, 4, 4))
+    before = fused(x)
+    assert fused.weight is conv.weight and not fused.training
+    assert list(fused.state_dict()) == list(conv.state_dict()) == ["weight"]
+    assert isinstance(fused, nn.Conv2d) and not replaces(fused)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
+    before.sum().backward()
+    optimizer.step()
+    after = fused(x)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, conv(x), rtol=1e-5, atol=1e-4)
+
+
+def test_what_the_kernels_take():
+    for padding in ("same", "torch"):
+        for kernel in (3, 5):
+            for stride in (1, 2):
+                assert replaces(convolution(kernel, stride, padding))
+    assert replaces(convolution(channels=64, group=32))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"groups": 32},
+        {"groups": 4},
+        {"groups": 1},
+        {"bias": True},
+        {"dilation": 2, "padding": 2},
+        {"kernel_size": 1, "padding": 0},
+        {"kernel_size": 7, "padding": 3},
+        {"kernel_size": (3, 5)},
+        {"kernel_size": 5},
+        {"padding": 0},
+        {"padding": (1, 0)},
+        {"padding": "same"},
+        {"padding_mode": "reflect"},
+        {"stride": 3},
+        {"stride": (1, 2)},
+        {"out_channels": 64},
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_take(other):
+    """Depthwise, groups of 8, dense, ..."""
+    taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
+    assert replaces(nn.Conv2d(**taken))
+    assert not replaces(nn.Conv2d(**{**taken, **other}))
+
+
+def test_other_modules_are_not_taken():
+    class Other(nn.Conv2d):
+        """It may compute anything."""
+
+    assert not replaces(Other(32, 32, 3, padding=1, groups=2, bias=False))
+    assert not replaces(nn.ConvTranspose2d(32, 32, 3, padding=1, groups=2, bias=False))
+    assert not replaces(Conv2dSame(32, 32, 3, dilation=2, groups=2, bias=False))
+
+
+@every_padding
+def test_all_grouped_convolutions_of_a_model_are_taken(padding, tiny):
+    recipe = tiny(f"model.padding={padding}", "model.group_size=16", "model.expansion=4", "model.width=1")
+    with torch.device("meta"):
+        model = build(recipe.model, recipe.run.seed)
+    grouped = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups > 1]
+    assert len(grouped) >= 5
+    assert {type(module) for module in grouped} == ({nn.Conv2d, Conv2dSame} if padding == "same" else {nn.Conv2d})
+    for module in grouped:
+        assert replaces(module), module
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device with 20 GB")
+@every_format
+def test_more_elements_than_32_bits_can_count(form):
+    """The last image lies past the first 2^31 elements, and gives what it gives alone."""
+    conv = FusedGroupConv2d.of(convolution(dtype=torch.float16))
+    last = images((1, 32, 1450, 1450), form, torch.float16)
+    x = torch.zeros(33, *last.shape[1:], dtype=torch.float16, device=DEVICE).contiguous(memory_format=FORMATS[form])
+    x[-1:] = last
+    assert x.numel() > 2**31
+    with torch.no_grad():
+        assert torch.equal(conv(x)[-1:], conv(last))
+
+
+_COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from models.kernels import group_conv
+
+class Stop(Exception): pass
+
+def compiled(launch, kernel):
+    # What the launch would pass, but compiled for a GPU that is not here.
+    taken = {}
+    class Taken:
+        def __getitem__(self, grid):
+            return lambda *values, **named: taken.update(values=values, named=named)
+    original, name = kernel, kernel.fn.__name__
+    setattr(group_conv, name, Taken())
+    launch()
+    setattr(group_conv, name, original)
+    options = {key: taken["named"].pop(key) for key in ("num_warps", "num_stages")}
+    values = {**dict(zip(kernel.arg_names, taken["values"])), **taken["named"]}
+    types = {torch.float16: "*fp16", torch.float32: "*fp32"}
+    signature, constants, attributes = {}, {}, {}
+    for number, key in enumerate(kernel.arg_names):
+        if key in taken["named"]:
+            signature[key], constants[(number,)] = "constexpr", values[key]
+        elif isinstance(values[key], torch.Tensor):
+            signature[key], attributes[(number,)] = types[values[key].dtype], [["tt.divisibility", 16]]
+        else:
+            signature[key] = "i32"
+            if key == "channels":
+                attributes[(number,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+for form, kernel, stride in ((torch.contiguous_format, 3, 2), (torch.channels_last, 5, 1)):
+    x = torch.zeros(2, 32, 8, 6, dtype=torch.float16).contiguous(memory_format=form)
+    weight = torch.zeros(32, 16, kernel, kernel, dtype=torch.float16)
+    launches = group_conv._Launches(x, weight, stride, True)
+    dy = x[:, :, ::stride, ::stride].contiguous(memory_format=form)
+    for made, launch in (
+        (group_conv._output, lambda: launches.output(x, weight)),
+        (group_conv._input_gradient, lambda: launches.input_gradient(dy, weight)),
+        (group_conv._weight_gradient, lambda: launches.weight_gradient(x, dy)),
+    ):
+        ptx = compiled(launch, made)
+        wide = "ld.global.v4.b32" in ptx
+        print("mma" in ptx and "atom" not in ptx and wide == (form is torch.channels_last))
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels")
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter runs what the compiler refuses.
+
+    They use tensor cores and no atomics, and where channels lie together they load 16 bytes at a time.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    root = Path(__file__).resolve().parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", _COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["True"] * 6

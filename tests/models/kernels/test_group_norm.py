@@ -1,0 +1,289 @@
+"""The fused group normalisation against its formula in float64; without a GPU, in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct, norm_parameters
+
+pytest.importorskip("triton")
+
+from models.kernels import group_norm
+from models.kernels.group_norm import FusedGroupNormAct, replaces
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = [torch.contiguous_format, torch.channels_last]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = [(True, True), (True, False), (False, True), (False, False)]
+EPS = 1e-3
+
+# Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for each group.
+SHAPES = [(2, 12, 7, 5), (1, 8, 8, 8), (3, 16, 1, 1), (2, 4, 13, 5)]
+FLOAT32 = torch.finfo(torch.float32).eps
+
+# NumPy, of which the interpreter is made, warns where a GPU is silent: exp of more than 88 is infinite, 1 over that 0.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+@pytest.fixture(params=["whole", "divided"])
+def tiles(request, monkeypatch):
+    """Tiles as they are hold an image of these tests whole; those of 64 elements divide channels and pixels."""
+    if request.param == "divided":
+        monkeypatch.setattr(group_norm, "_TILE", 64)
+        monkeypatch.setattr(group_norm, "_ROW", 8)
+        monkeypatch.setattr(group_norm, "_MERGED", 4)
+
+
+def layer(channels, apply_act=True, shift=True, dtype=torch.float32):
+    norm = GroupNormAct(channels, 4, EPS, apply_act, shift)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
+        if shift:
+            norm.bias.copy_(torch.randn(channels, generator=generator))
+    return norm.to(DEVICE, dtype)
+
+
+def drawn(shape, dtype=torch.float32, layout=torch.contiguous_format, seed=1, mean=0.0):
+    """Each image and channel has a mean and a scale of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    means, scales = torch.rand(2, *shape[:2], 1, 1, generator=generator, dtype=torch.float64)
+    return (mean + means + (scales + 0.5) * x).to(DEVICE, dtype).contiguous(memory_format=layout)
+
+
+def results(norm, x, dy):
+    """Output, and the gradients of x and of the layer's parameters."""
+    x = x.detach().requires_grad_()
+    parameters = list(norm.parameters())
+    y = norm(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], dy)]
+
+
+def exact(norm, x, dy):
+    """The same in float64, by torch's operators, from what the inputs are after rounding to their dtype."""
+    x, dy = (tensor.double().cpu().contiguous() for tensor in (x, dy))
+    return results(copy.deepcopy(norm).double().cpu(), x, dy)
+
+
+def assert_close(actual, expected, tolerance):
+    """Relative to the largest of each tensor."""
+    for number, (one, other) in enumerate(zip(actual, expected)):
+        difference = (one.double().cpu() - other).abs().max() / other.abs().max()
+        assert difference <= tolerance, f"{number}: {difference / tolerance:.2g} of the tolerance"
+
+
+@pytest.mark.parametrize(
+    ("shape", "apply_act", "shift"),
+    [*((SHAPES[0], *kind) for kind in KINDS), *((shape, *KINDS[0]) for shape in SHAPES[1:])],
+)
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift, shape, tiles):
+    """Sums of up to a hundred float32 terms, each rounded some ten times on the way: 16 eps of the largest."""
+    norm = layer(shape[1], apply_act, shift)
+    x, dy = drawn(shape, layout=layout), drawn(shape, layout=layout, seed=2)
+    actual = results(FusedGroupNormAct.of(norm), x, dy)
+    assert_close(actual, exact(norm, x, dy), 16 * FLOAT32)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 91, 91), (1, 80, 13, 11)], ids=str)
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_images_of_more_than_one_real_tile(layout, shape):
+    """The first divides pixels in both formats, the second channels and pixels where channels are last.
+
+    Sums of 8,281 terms of either sign for each channel: 32 eps of the largest.
+    """
+    norm = layer(shape[1])
+    x, dy = drawn(shape, layout=layout), drawn(shape, layout=layout, seed=2)
+    assert_close(results(FusedGroupNormAct.of(norm), x, dy), exact(norm, x, dy), 32 * FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("apply_act", "shift"), [KINDS[0], KINDS[3]], ids=["silu", "plain, no bias"])
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_half_precision_is_rounded_once(layout, apply_act, shift, dtype, tiles):
+    """All arithmetic is float32, so each result is off by half an eps, or by a hair more where float32 tips it over.
+
+    The interpreter does not round to bfloat16 but cuts off: there it is a whole eps.
+    """
+    cut = dtype == torch.bfloat16 and DEVICE == "cpu"
+    norm = layer(SHAPES[3][1], apply_act, shift, dtype)
+    x, dy = (drawn(SHAPES[3], dtype, layout, seed) for seed in (1, 2))
+    actual = results(FusedGroupNormAct.of(norm), x, dy)
+    assert all(tensor.dtype == dtype for tensor in actual)
+    assert_close(actual, exact(norm, x, dy), (1.01 if cut else 0.51) * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
+    """Against torch's own float32 on contiguous input, which merges means and squares too.
+
+    A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
+    """
+    norm = layer(8)
+    x, dy = drawn((1, 8, 12, 11), layout=layout, mean=1000.0), drawn((1, 8, 12, 11), layout=layout, seed=2)
+    expected = exact(norm, x, dy)
+    torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
+    for actual, other, correct in zip(results(FusedGroupNormAct.of(norm), x, dy), torchs, expected):
+        worst = (other.double() - correct).abs().max() + 16 * FLOAT32 * correct.abs().max()
+        assert (actual.double().cpu() - correct).abs().max() < 2 * worst
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_variance_between_tiles_counts(layout, tiles):
+    """Channels and rows that differ much more than their neighbours do: nearly all variance is between tiles.
+
+    The deviation is half as far off as the variance, in which ten roundings of eps / 2 meet.
+    """
+    rows = torch.arange(8.0).view(-1, 1) * torch.tensor([100.0, -30.0] * 4).view(-1, 1, 1)
+    x = (rows.to(DEVICE) + drawn((1, 8, 8, 8))).contiguous(memory_format=layout)
+    mean, scale = group_norm._statistics(x, group_norm._Tiles.of(x), 4, EPS)
+    grouped = x.double().reshape(1, 4, -1)
+    expected = (grouped.var(2, unbiased=False) + EPS).rsqrt()
+    torch.testing.assert_close(scale.double(), expected, rtol=5 * FLOAT32, atol=0)
+    assert (mean - grouped.mean(2)).abs().max() < 4 * FLOAT32 * grouped.abs().max()
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles):
+    norm = FusedGroupNormAct.of(layer(4))
+    x, dy = drawn(SHAPES[3], layout=layout), drawn(SHAPES[3], layout=layout, seed=2)
+    first, again = results(norm, x, dy), results(norm, x, dy)
+    assert all(torch.equal(one, other) for one, other in zip(first, again))
+    alone = results(norm, x[1:], dy[1:])
+    assert torch.equal(alone[0], first[0][1:]) and torch.equal(alone[1], first[1][1:])
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_memory_format_is_kept(shape, layout):
+    x = drawn(shape, layout=layout)
+    y, dx = results(FusedGroupNormAct.of(layer(shape[1])), x, drawn(shape))[:2]
+    assert y.stride() == x.stride() and dx.stride() == x.stride()
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_gradients_may_come_in_any_layout(layout):
+    """In the other format, and, as from a mean over pixels, as one number that stands for many."""
+    norm = FusedGroupNormAct.of(layer(12))
+    x = drawn(SHAPES[0], layout=layout)
+    for dy in (drawn(SHAPES[0], layout=FORMATS[layout == FORMATS[0]]), drawn((2, 12, 1, 1)).expand(SHAPES[0])):
+        expected = results(norm, x, dy.contiguous(memory_format=layout))
+        assert all(torch.equal(one, other) for one, other in zip(results(norm, x, dy), expected))
+
+
+def test_input_in_neither_format_becomes_contiguous():
+    norm = FusedGroupNormAct.of(layer(12))
+    x = drawn((2, 12, 7, 10))[..., ::2]
+    y, dx, *_ = results(norm, x, drawn(x.shape))
+    expected = results(norm, x.contiguous(), drawn(x.shape))
+    assert torch.equal(y, expected[0]) and y.is_contiguous() and torch.equal(dx, expected[1])
+
+
+def test_images_need_no_gradient():
+    norm = layer(12)
+    x, dy = drawn(SHAPES[0]), drawn(SHAPES[0], seed=2)
+    fused = FusedGroupNormAct.of(norm)
+    gradients = torch.autograd.grad(fused(x), [norm.weight, norm.bias], dy)
+    assert_close(gradients, exact(norm, x, dy)[2:], 16 * FLOAT32)
+    expected = fused(x)
+    with torch.no_grad():
+        assert torch.equal(fused(x), expected)
+
+
+def test_far_from_zero_silu_is_flat_or_straight():
+    """exp overflows there in float32, which leaves 0 and no NaN."""
+    norm = layer(8)
+    with torch.no_grad():
+        norm.weight.fill_(300)
+    x, dy = drawn((1, 8, 8, 8)), drawn((1, 8, 8, 8), seed=2)
+    actual = results(FusedGroupNormAct.of(norm), x, dy)
+    assert_close(actual, exact(norm, x, dy), 16 * FLOAT32)
+
+
+def test_only_the_input_is_kept_for_the_backward_pass():
+    """Beside it: the parameters, and two numbers for each image and group."""
+    norm = layer(12)
+    x = drawn(SHAPES[0]).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        FusedGroupNormAct.of(norm)(x)
+    known = {tensor.data_ptr() for tensor in (x, norm.weight, norm.bias)}
+    assert {tensor.data_ptr() for tensor in kept} >= known
+    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 2 * 4
+
+
+def test_gradients_of_gradients_are_refused():
+    norm = FusedGroupNormAct.of(layer(8))
+    x = drawn((1, 8, 2, 2)).requires_grad_()
+    (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_parameters_are_those_of_the_original():
+    norm = layer(8).eval()
+    fused = FusedGroupNormAct.of(norm)
+    assert isinstance(fused, FusedGroupNormAct) and not fused.training
+    assert [*fused.named_parameters()] == [*norm.named_parameters()]
+    assert fused.weight is norm.weight and fused.bias is norm.bias
+    assert list(fused.state_dict()) == ["weight", "bias"]
+    assert norm_parameters(nn.Sequential(fused)) == norm_parameters(nn.Sequential(norm))
+    x = drawn((1, 8, 3, 3))
+    before = fused(x)
+    before.sum().backward()
+    torch.optim.SGD(norm.parameters(), lr=1.0).step()
+    assert not torch.equal(fused(x), before)
+    torch.testing.assert_close(fused(x), norm(x))
+
+
+def test_a_layer_without_bias_has_none():
+    fused = FusedGroupNormAct.of(layer(8, shift=False))
+    assert fused.bias is None and list(fused.state_dict()) == ["weight"]
+
+
+def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
+    """The proxy's arithmetic is torch's, float32 as well: two more roundings."""
+    norm = ProxyNormAct(12, 4, EPS, 0.03).to(DEVICE)
+    with torch.no_grad():
+        for number, parameter in enumerate(norm.parameters()):
+            parameter.add_(0.3 * torch.randn(12, generator=torch.Generator().manual_seed(number)).to(DEVICE))
+    x, dy = drawn(SHAPES[0], layout=FORMATS[1]), drawn(SHAPES[0], seed=2)
+    fused = FusedGroupNormAct.of(norm)
+    expected = exact(norm, x, dy)
+    monkeypatch.setattr(F, "group_norm", None)
+    actual = results(fused, x, dy)
+    assert isinstance(fused, ProxyNormAct) and list(fused.state_dict()) == list(norm.state_dict())
+    assert actual[0].stride() == x.stride()
+    assert_close(actual, expected, 32 * FLOAT32)
+
+
+def test_layers_without_kernels_are_not_replaced():
+    assert replaces(GroupNormAct(8, 4, EPS)) and replaces(ProxyNormAct(8, 4, EPS, 0.03))
+    others = [BatchNormAct(8, EPS, 0.1), nn.GroupNorm(4, 8), FusedGroupNormAct.of(GroupNormAct(8, 4, EPS))]
+    assert not any(replaces(other) for other in others)
+    with pytest.raises(AssertionError, match="BatchNormAct"):
+        FusedGroupNormAct.of(others[0])
+
+
+def test_float64_is_not_rounded_in_silence():
+    with pytest.raises(AssertionError, match="float64"):
+        FusedGroupNormAct.of(layer(8).double())(drawn((1, 8, 2, 2), torch.float64))
+
+
+@pytest.mark.gpu
+def test_tensors_longer_than_an_int32_reaches():
+    """The last image of a batch of 2^31 + 2^22 elements, beside the same image alone; 9 GiB of memory."""
+    if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs a CUDA device with 12 GiB")
+    norm = FusedGroupNormAct.of(layer(4, dtype=torch.float16))
+    last = drawn((1, 4, 1024, 1024), torch.float16)
+    for layout in FORMATS:
+        x = torch.zeros((513, 4, 1024, 1024), dtype=torch.float16, device=DEVICE).contiguous(memory_format=layout)
+        x[-1:] = last
+        with torch.no_grad():
+            assert torch.equal(norm(x)[-1:], norm(last.contiguous(memory_format=layout)))
+        del x

@@ -1,0 +1,276 @@
+"""LARS in two passes against its formulas in float64, and its backends against each other."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from optim import half_weights, rows
+from optim.half_weights import WeightState
+from optim.lars import LARS
+from optim.lars_update import LarsUpdate
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+# One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
+SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
+EXEMPT = ("conv.bias", "norm.weight")
+MU, DECAY, COEFFICIENT, EPS, LR_SCALE = 0.9, 1e-3, 0.02, 1e-4, 2.0
+FORMS = ["gradient", "momentum"]
+
+
+def parameters_of(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def create_lars(trust):
+    def create(parameters):
+        groups = [
+            {"params": [parameter for name, parameter in parameters.items() if name not in EXEMPT]},
+            {"params": [parameters[name] for name in EXEMPT], "adapt": False, "lr_scale": LR_SCALE},
+        ]
+        options = {"momentum": MU, "weight_decay": DECAY, "trust_coefficient": COEFFICIENT, "eps": EPS}
+        return LARS(groups, lr=0.0, trust=trust, **options)
+
+    return create
+
+
+def state_of(trust="gradient", compute=SINGLE, dtype=SINGLE, rounding="stochastic", **options):
+    parameters = parameters_of(compute)
+    state = WeightState(parameters.items(), create_lars(trust), dtype=dtype, rounding=rounding, seed=3, **options)
+    return state, parameters
+
+
+def fill(state, seed, factor=1.0):
+    """Gradients of each parameter, in the buffer; returns them in float64."""
+    generator, gradients = torch.Generator().manual_seed(seed), {}
+    for name, view in zip(SHAPES, state.gradients.views):
+        view.copy_(torch.randn(view.shape, generator=generator) * factor)
+        gradients[name] = view.double().numpy()
+    return gradients
+
+
+def updated(state, steps=3, **options):
+    """The state and norms after some updates, and the parameters."""
+    for step in range(steps):
+        fill(state, 1 + step, 8.0)
+        finite, norms = state.update(step, 0.5, torch.tensor(8.0), True)
+        assert finite
+    return state.state_dict(), norms
+
+
+def reference(trust, weights, momenta, gradients, lr, clip=1.0):
+    """A step by the formulas of LARS's docstring, in float64. Returns weights, momenta, trust ratios."""
+    ratios = {}
+    for name, w in weights.items():
+        g, m = gradients[name] * clip, momenta[name]
+        exempt = name in EXEMPT
+        rate, decay = lr * (LR_SCALE if exempt else 1.0), 0.0 if exempt else DECAY
+        if trust == "gradient":
+            ratio = COEFFICIENT * norm(w) / (norm(g) + decay * norm(w) + EPS)
+            m = MU * m + rate * (1.0 if exempt else ratio) * (g + decay * w)
+            weights[name] = w - m
+        else:
+            m = MU * m + (1 - MU) * g
+            u = m + decay * w
+            ratio = COEFFICIENT * norm(w) / (norm(u) + EPS)
+            weights[name] = w - rate * (1 / (1 - MU) if exempt else ratio) * u
+        momenta[name] = m
+        if not exempt:
+            ratios[name] = ratio
+    return ratios
+
+
+def norm(values):
+    return math.sqrt((values**2).sum())
+
+
+@pytest.mark.parametrize("clip_norm", [None, 20.0])
+@pytest.mark.parametrize("trust", FORMS)
+def test_updates_are_those_of_the_formulas(trust, clip_norm):
+    """Float32 state: five steps of about five roundings each, of numbers as large as the largest weight."""
+    largest = 1.0
+    state, parameters = state_of(trust, clip_norm=clip_norm)
+    weights = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
+    momenta = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(5):
+        before = dict(weights)
+        gradients = {name: each / 256 for name, each in fill(state, step, 256.0).items()}
+        length = norm(np.concatenate([each.ravel() for each in gradients.values()]))
+        assert length > 20  # it is clipped
+        lr, clip = 0.1 + 0.1 * step, 1.0 if clip_norm is None else 20 / length
+        _, norms = state.update(step, lr, torch.tensor(256.0), True)
+        ratios = reference(trust, weights, momenta, gradients, lr, clip)
+        for name, parameter in parameters.items():
+            largest = max(largest, np.abs(weights[name]).max())
+            np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=0, atol=25 * 2.0**-24 * largest)
+        assert norms.gradient.item() == pytest.approx(length, rel=1e-6)
+        flat = np.concatenate([each.ravel() for each in before.values()])
+        difference = np.concatenate([(before[name] - weights[name]).ravel() for name in weights])
+        assert norms.weight.item() == pytest.approx(norm(flat), rel=1e-6)
+        assert norms.update.item() == pytest.approx(norm(difference), rel=1e-5)
+        assert norms.trust.keys() == ratios.keys()
+        for name, ratio in ratios.items():
+            assert norms.trust[name].item() == pytest.approx(ratio, rel=1e-6)
+    for name, momentum in state.state_dict()["momentum_buffer"].items():
+        np.testing.assert_allclose(momentum.numpy(), momenta[name], rtol=0, atol=25 * 2.0**-24 * largest)
+
+
+@pytest.mark.parametrize("trust", FORMS)
+@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)], ids=str)
+def test_the_size_of_the_parts_changes_nothing(monkeypatch, trust, compute, dtype):
+    expected, norms = updated(state_of(trust, compute, dtype)[0])
+    monkeypatch.setattr(rows, "_CHUNK", 3 * rows.ROW)
+    found, other_norms = updated(state_of(trust, compute, dtype)[0])
+    assert_same(found, expected)
+    assert norms[:3] == other_norms[:3]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(compute, dtype, wrong, asks):
+    state, parameters = state_of(compute=compute, dtype=dtype)
+    state._update.asks = asks
+    updated(state, 1)
+    before, weights = state.state_dict(), {name: each.detach().clone() for name, each in parameters.items()}
+    fill(state, 2)
+    state.gradients.views[2][3, 4] = wrong
+    finite, _ = state.update(1, 0.5, torch.ones(()), False)
+    assert not finite
+    assert_same(state.state_dict(), before)
+    assert all(torch.equal(parameters[name], weights[name]) for name in weights)
+
+
+def test_large_finite_gradients_are_no_fault():
+    """Their squares are infinite in float32: the ratio is 0 then, and the step no more than momentum."""
+    state, _ = state_of()
+    fill(state, 0)
+    state.gradients.views[0].fill_(1e25)
+    finite, _ = state.update(0, 0.5, torch.ones(()), False)
+    assert finite
+
+
+@pytest.mark.parametrize("compute", [SINGLE, HALF], ids=str)
+def test_the_module_has_the_stored_weights_after_an_update(compute):
+    state, parameters = state_of(compute=compute, dtype=HALF)
+    saved, _ = updated(state)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, saved["weights"][name].to(compute))
+
+
+def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
+    """No copy of them: float16 weights, momentum and float32 gradients are all that a model needs, 8 bytes each."""
+    state, parameters = state_of(compute=HALF, dtype=HALF)
+    assert next(iter(parameters.values())).data_ptr() == state.flat.data_ptr()
+
+
+# Backends.
+
+
+def assert_close(found, expected, dtype):
+    """Rounding may differ in a float32 bit, and then, in float16, once in 2**13 elements by a spacing."""
+    for key in expected:
+        for name, tensor in expected[key].items():
+            difference = (found[key][name].double() - tensor.double()).abs()
+            if dtype == SINGLE:
+                assert difference.max() <= 4 * 2.0**-23 * max(1, tensor.abs().max().item())
+            else:
+                assert (difference > 0).double().mean() <= 2.0**-8
+                assert difference.max() <= 2.0**-9 * max(2.0**-14, tensor.abs().max().item())
+
+
+def assert_same(found, expected):
+    for key in expected:
+        for name, tensor in expected[key].items():
+            assert torch.equal(found[key][name], tensor), f"{key} of {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("trust", FORMS)
+@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
+def test_compiled_it_steps_alike(trust, compute, dtype):
+    expected, norms = updated(state_of(trust, compute, dtype)[0])
+    state, _ = state_of(trust, compute, dtype, compile=True)
+    assert "was compiled" in state.notes[0]
+    found, other_norms = updated(state)
+    assert_close(found, expected, dtype)
+    for one, other in zip(norms[:3], other_norms[:3]):
+        assert one.item() == pytest.approx(other.item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_without_a_compiler_a_line_says_so_and_it_steps_uncompiled(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    state, _ = state_of(compile=True)
+    assert "runs uncompiled" in state.notes[0] and "compiler" in state.notes[0]
+    assert_same(updated(state)[0], updated(state_of()[0])[0])
+
+
+@pytest.fixture
+def triton_update(monkeypatch):
+    """Triton's kernels: on the CPU by its interpreter."""
+    pytest.importorskip("triton")
+    from optim.kernels.lars import TritonLarsUpdate
+
+    monkeypatch.setattr(half_weights, "_lars_update", lambda device: TritonLarsUpdate)
+    return TritonLarsUpdate
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("trust", FORMS)
+@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)], ids=str)
+def test_triton_steps_alike(request, trust, compute, dtype, rounding):
+    expected, norms = updated(state_of(trust, compute, dtype, rounding, clip_norm=3.0)[0])
+    triton_update = request.getfixturevalue("triton_update")
+    state, parameters = state_of(trust, compute, dtype, rounding, clip_norm=3.0)
+    assert isinstance(state._update, triton_update)
+    found, other_norms = updated(state)
+    assert_close(found, expected, dtype)
+    # Triton's interpreter cuts off where it should round to bfloat16, which has 8 bits.
+    tolerance = 2.0**-7 if compute == BRAIN else 0.0
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.float(), found["weights"][name].float(), rtol=tolerance, atol=0)
+    for one, other in zip(norms[:3], other_norms[:3]):
+        assert one.item() == pytest.approx(other.item(), rel=1e-6)
+    assert norms.trust.keys() == other_norms.trust.keys()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, in the interpreter
+def test_triton_leaves_out_what_is_not_finite(triton_update):
+    state, _ = state_of(compute=HALF, dtype=HALF)
+    state._update.asks = False
+    updated(state, 1)
+    before = state.state_dict()
+    fill(state, 2)
+    state.gradients.views[3][5] = float("inf")
+    finite, _ = state.update(1, 0.5, torch.ones(()), False)
+    assert not finite
+    assert_same(state.state_dict(), before)
+
+
+def test_triton_rounds_the_same_values_to_the_same_bits(triton_update):
+    """Without decay, momentum and ratios, and with gradients that are 0, nothing is computed before the rounding: the
+    float32 gradients of the second step are what is rounded."""
+    results = []
+    for kind in (LarsUpdate, triton_update):
+        half_weights._lars_update = lambda device, kind=kind: kind
+        parameters = {"a": nn.Parameter(torch.zeros(5000, dtype=HALF))}
+        state = WeightState(
+            parameters.items(),
+            lambda named: LARS([{"params": list(named.values()), "adapt": False}], lr=0.0, momentum=0.0),
+            dtype=HALF, rounding="stochastic", seed=5,
+        )  # fmt: skip
+        values = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-9, 6, 5000)
+        state.gradients.flat[:5000] = values
+        state.update(7, 1.0, torch.ones(()), False)
+        results.append(state.state_dict())
+    assert_same(results[1], results[0])
+    assert len(results[0]["weights"]["a"].unique()) > 2000
