@@ -8,6 +8,7 @@ from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 
+from optim import lars_passes
 from optim.rows import Run, in_parts
 
 
@@ -42,5 +43,9 @@ def _compiled(function: Callable, rows: Sequence[Optional[torch.Tensor]], consta
 
 @functools.lru_cache(maxsize=None)
 def _of_torch(function: Callable) -> Callable:
-    # A long expression that is used twice would go through memory in between, and a pass become two.
-    return torch.compile(function, dynamic=False, options={"realize_opcount_threshold": 1000})
+    # LARS's new weights are stored twice where the module has others than the state: what is used twice would by
+    # itself go through memory in between, and the pass become two. Rounding by itself needs to be let alone: as one
+    # expression it would get vectors as wide as float16's, for which the compiler has no bit casts.
+    steps = (lars_passes.gradient_step, lars_passes.momentum_step)
+    options = {"realize_opcount_threshold": 1000} if function in steps else None
+    return torch.compile(function, dynamic=False, options=options)

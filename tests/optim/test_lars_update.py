@@ -11,6 +11,7 @@ from optim import half_weights, rows
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate
+from tests import gpu_compiler
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 # One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
@@ -274,3 +275,27 @@ def test_triton_rounds_the_same_values_to_the_same_bits(triton_update):
         results.append(state.state_dict())
     assert_same(results[1], results[0])
     assert len(results[0]["weights"]["a"].unique()) > 2000
+
+
+_COMPILE = """
+import torch
+from optim import half_weights
+from optim.kernels import lars
+from tests.gpu_compiler import assembly
+from tests.optim.test_lars_update import SINGLE, HALF, state_of, fill
+
+half_weights._lars_update = lambda device: lars.TritonLarsUpdate
+for trust in ("gradient", "momentum"):
+    for compute, dtype in ((HALF, HALF), (torch.bfloat16, HALF), (SINGLE, SINGLE)):
+        state, _ = state_of(trust, compute, dtype)
+        state._update.asks = False
+        made = assembly(lars, lambda: state.update(0, 0.5, torch.ones(()), True))
+        print(sorted(made) == ["_add_squares", "_merge", "_step"], *("atom" not in each for each in made.values()))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels")
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """Without atomics, which add in any order."""
+    pytest.importorskip("triton")
+    assert gpu_compiler.run(_COMPILE, tmp_path).split() == ["True"] * 4 * 6

@@ -1,10 +1,5 @@
 """Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from timm.layers import Conv2dSame, create_conv2d
@@ -16,6 +11,7 @@ pytest.importorskip("triton")
 
 from models.kernels import group_conv
 from models.kernels.group_conv import FusedGroupConv2d, replaces
+from tests import gpu_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -311,51 +307,24 @@ def test_more_elements_than_32_bits_can_count(form):
 
 
 _COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
+import torch
 from models.kernels import group_conv
-
-class Stop(Exception): pass
-
-def compiled(launch, kernel):
-    # What the launch would pass, but compiled for a GPU that is not here.
-    taken = {}
-    class Taken:
-        def __getitem__(self, grid):
-            return lambda *values, **named: taken.update(values=values, named=named)
-    original, name = kernel, kernel.fn.__name__
-    setattr(group_conv, name, Taken())
-    launch()
-    setattr(group_conv, name, original)
-    options = {key: taken["named"].pop(key) for key in ("num_warps", "num_stages")}
-    values = {**dict(zip(kernel.arg_names, taken["values"])), **taken["named"]}
-    types = {torch.float16: "*fp16", torch.float32: "*fp32"}
-    signature, constants, attributes = {}, {}, {}
-    for number, key in enumerate(kernel.arg_names):
-        if key in taken["named"]:
-            signature[key], constants[(number,)] = "constexpr", values[key]
-        elif isinstance(values[key], torch.Tensor):
-            signature[key], attributes[(number,)] = types[values[key].dtype], [["tt.divisibility", 16]]
-        else:
-            signature[key] = "i32"
-            if key == "channels":
-                attributes[(number,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+from tests.gpu_compiler import assembly
 
 for form, kernel, stride in ((torch.contiguous_format, 3, 2), (torch.channels_last, 5, 1)):
     x = torch.zeros(2, 32, 8, 6, dtype=torch.float16).contiguous(memory_format=form)
     weight = torch.zeros(32, 16, kernel, kernel, dtype=torch.float16)
     launches = group_conv._Launches(x, weight, stride, True)
     dy = x[:, :, ::stride, ::stride].contiguous(memory_format=form)
-    for made, launch in (
-        (group_conv._output, lambda: launches.output(x, weight)),
-        (group_conv._input_gradient, lambda: launches.input_gradient(dy, weight)),
-        (group_conv._weight_gradient, lambda: launches.weight_gradient(x, dy)),
-    ):
-        ptx = compiled(launch, made)
-        wide = "ld.global.v4.b32" in ptx
-        print("mma" in ptx and "atom" not in ptx and wide == (form is torch.channels_last))
+
+    def work():
+        launches.output(x, weight)
+        launches.input_gradient(dy, weight)
+        launches.weight_gradient(x, dy)
+
+    for made in assembly(group_conv, work).values():
+        wide = "ld.global.v4.b32" in made
+        print("mma" in made and "atom" not in made and wide == (form is torch.channels_last))
 """
 
 
@@ -365,10 +334,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
 
     They use tensor cores and no atomics, and where channels lie together they load 16 bytes at a time.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    root = Path(__file__).resolve().parents[3]
-    ended = subprocess.run(
-        [sys.executable, "-c", _COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["True"] * 6
+    assert gpu_compiler.run(_COMPILE, tmp_path).split() == ["True"] * 6

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from models.kernels import group_norm
 from models.kernels.group_norm import FusedGroupNormAct, replaces
+from tests import gpu_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -287,3 +288,24 @@ def test_tensors_longer_than_an_int32_reaches():
         with torch.no_grad():
             assert torch.equal(norm(x)[-1:], norm(last.contiguous(memory_format=layout)))
         del x
+
+
+_COMPILE = """
+import torch
+from models.kernels import group_norm
+from models.kernels.group_norm import FusedGroupNormAct
+from models.normalization import GroupNormAct
+from tests.gpu_compiler import assembly
+
+for form in (torch.contiguous_format, torch.channels_last):
+    norm = FusedGroupNormAct.of(GroupNormAct(64, 4, 1e-3)).half()
+    x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
+    made = assembly(group_norm, lambda: norm(x).sum().backward())
+    print(len(made) == 5, *("atom" not in each for each in made.values()))
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels")
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """Without atomics, which add in any order."""
+    assert gpu_compiler.run(_COMPILE, tmp_path).split() == ["True"] * 6 * 2

@@ -1,0 +1,213 @@
+"""Whether kernels compute what they should on this GPU: fresh random inputs against float64, torch, and a stable sort.
+
+An error is that of the worst element of an output. The bound of the layers' kernels is twice the error of torch's own
+in the same dtype, or the spacing of the dtype's numbers at the largest one, whichever is more: which of two roundings
+is met by chance is no fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Callable, Dict, Iterator, List, Tuple
+from unittest import mock
+
+import torch
+from timm.layers import Conv2dSame
+from torch import nn
+
+from benchmarks.gpu_measure import Row, Session
+from models.normalization import GroupNormAct
+from optim import half_weights
+from optim.half_weights import WeightState
+from optim.lars import LARS
+from optim.lars_update import LarsUpdate
+from parallel.selection import largest
+
+_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+# Many rows of 64 elements, a part of one, exactly one.
+_SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
+_STEPS = 3
+
+Layer = Callable[[], nn.Module]
+
+
+def checks(session: Session) -> Iterator[Row]:
+    """A row for each check; limit: the bound; note: what was worst, and the seed."""
+    seed = torch.seed() % 2**31
+    for what, check in all_checks(session).items():
+        if not session.is_done(what):
+            torch.manual_seed(seed)
+            yield session.attempt(what, functools.partial(_row, session, what, check, seed))
+
+
+Check = Callable[[], Tuple[float, float, str]]
+
+
+def _row(session: Session, what: str, check: Check, seed: int) -> Row:
+    error, bound, name = check()
+    verdict = "passed" if error <= bound else "FAILED"  # also where the error is NaN
+    return session.row(what, [error], "", limit=bound, note=f"{verdict}: {name}, seed {seed}")
+
+
+def all_checks(session: Session) -> Dict[str, Check]:
+    """By name: each gives the error, its bound, and which of several outputs it is of."""
+    plan, device = session.plan, session.device
+    halves = [getattr(torch, name) for name in plan.halves]
+    found: Dict[str, Check] = {}
+    for dtype in halves:
+        for name in _FORMATS:
+            found[f"group norm, {_named(dtype)}, {name}"] = functools.partial(
+                _group_norm, plan.norm, device, dtype, name
+            )
+    for kernel, stride in plan.convolutions:
+        for dtype in halves:
+            for name in _FORMATS:
+                found[f"group conv {kernel} x {kernel} / {stride}, {_named(dtype)}, {name}"] = functools.partial(
+                    _group_conv, plan.conv, kernel, stride, device, dtype, name
+                )
+    for trust in ("gradient", "momentum"):
+        found[f"LARS ({trust}), float32 state"] = functools.partial(_lars, trust, device)
+    found["LARS, bits rounded to float16"] = functools.partial(_rounding, device)
+    found["largest"] = functools.partial(_largest, plan.values, device)
+    return found
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def _group_norm(shape, device: torch.device, dtype: torch.dtype, name: str) -> Tuple[float, float, str]:
+    from models.kernels.group_norm import FusedGroupNormAct
+
+    norm = GroupNormAct(shape[1], 4, 1e-3).to(device, dtype)
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3)
+        norm.bias.normal_(0.0, 0.3)
+    return compared(norm, FusedGroupNormAct.of(norm), shape, dtype, _FORMATS[name])
+
+
+def _group_conv(shape, kernel: int, stride: int, device, dtype: torch.dtype, name: str) -> Tuple[float, float, str]:
+    from models.kernels.group_conv import FusedGroupConv2d
+
+    kind = Conv2dSame if stride == 2 else functools.partial(nn.Conv2d, padding=kernel // 2)
+    channels = shape[1]
+    conv = kind(channels, channels, kernel, stride=stride, groups=channels // 16, bias=False).to(device, dtype)
+    return compared(conv, FusedGroupConv2d.of(conv), shape, dtype, _FORMATS[name])
+
+
+def compared(
+    layer: nn.Module, fused: nn.Module, shape, dtype: torch.dtype, memory_format: torch.memory_format
+) -> Tuple[float, float, str]:
+    """Error and bound of that output or gradient of `fused` that is nearest to its bound, or beyond it.
+
+    Args:
+        layer: of torch, in `dtype` on a device, with the parameters that `fused` has.
+        shape: of the input, [N, C, H, W].
+    """
+    device = next(layer.parameters()).device
+    x = (torch.randn(shape, device=device) + 0.5).to(dtype).contiguous(memory_format=memory_format)
+    dy = torch.randn_like(layer(x).detach()).contiguous(memory_format=memory_format)
+    exact = _results(_doubled(layer), x.double(), dy.double())
+    found, torchs = (_results(each, x, dy) for each in (fused, layer))
+    worst: List[Tuple[float, float, float, str]] = []
+    for name, reference in exact.items():
+        error, others = ((each[name].double() - reference).abs().max().item() for each in (found, torchs))
+        bound = max(2 * others, torch.finfo(dtype).eps * reference.abs().max().item())
+        worst.append((error / bound if error == error else float("inf"), error, bound, name))
+    _, error, bound, name = max(worst)
+    return error, bound, name
+
+
+def _doubled(layer: nn.Module) -> nn.Module:
+    return copy.deepcopy(layer).double()
+
+
+def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, torch.Tensor]:
+    """Output, and gradients of the input and the parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    named = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(y, [x, *named.values()], dy)
+    return {
+        "output": y.detach(),
+        **dict(zip(["input's gradient", *(f"{name}'s gradient" for name in named)], gradients)),
+    }
+
+
+# Optimizer ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def update_by(kind: type) -> Iterator[None]:
+    """Within it a WeightState takes this LarsUpdate, whatever its device."""
+    with mock.patch.object(half_weights, "_lars_update", lambda device: kind):
+        yield
+
+
+def _lars(trust: str, device: torch.device) -> Tuple[float, float, str]:
+    """Each number of the state is a few roundings of numbers up to the largest weight away."""
+    from optim.kernels.lars import TritonLarsUpdate
+
+    weights = {name: torch.randn(shape, device=device) for name, shape in _SHAPES.items()}
+    gradients = [[torch.randn(shape, device=device) * 8 for shape in _SHAPES.values()] for _ in range(_STEPS)]
+    states = []
+    for kind in (LarsUpdate, TritonLarsUpdate):
+        state = _weight_state(kind, weights, torch.float32, trust=trust, momentum=0.9, weight_decay=1e-3)
+        for step, values in enumerate(gradients):
+            for view, own in zip(state.gradients.views, values):
+                view.copy_(own)
+            state.update(step, 0.5, torch.tensor(8.0, device=device), True)
+        states.append(state.state_dict())
+    errors = {
+        f"{key} of {name}": (states[1][key][name] - expected).abs().max().item()
+        for key in states[0]
+        for name, expected in states[0][key].items()
+    }
+    name = max(errors, key=lambda each: errors[each])
+    largest_weight = max(1.0, *(each.abs().max().item() for each in states[0]["weights"].values()))
+    return errors[name], 8 * torch.finfo(torch.float32).eps * largest_weight, name
+
+
+def _rounding(device: torch.device) -> Tuple[float, float, str]:
+    """Elements of float16 state that differ. Without momentum, decay and trust ratios, and from weights of 0, the
+    gradients are what is rounded: nothing is computed before."""
+    from optim.kernels.lars import TritonLarsUpdate
+
+    values = torch.randn(5000, device=device) * 10.0 ** torch.linspace(-9, 6, 5000, device=device)
+    states = []
+    for kind in (LarsUpdate, TritonLarsUpdate):
+        state = _weight_state(kind, {"a": torch.zeros(5000, device=device).half()}, torch.float16, adapt=False)
+        state.gradients.flat[:5000] = values
+        state.update(7, 1.0, torch.ones((), device=device), False)
+        states.append(state.state_dict())
+    differing = sum(int((states[0][key]["a"] != states[1][key]["a"]).sum()) for key in states[0])
+    assert len(states[0]["weights"]["a"].unique()) > 1000, "the values were not rounded"
+    return float(differing), 0.0, "elements that differ"
+
+
+def _weight_state(
+    kind: type, weights: Dict[str, torch.Tensor], dtype: torch.dtype, adapt=True, **options
+) -> WeightState:
+    own = {name: nn.Parameter(values.clone()) for name, values in weights.items()}
+
+    def create(named: Dict[str, nn.Parameter]) -> LARS:
+        return LARS([{"params": list(named.values()), "adapt": adapt}], lr=0.0, **{"momentum": 0.0, **options})
+
+    with update_by(kind):
+        return WeightState(own.items(), create, dtype=dtype, rounding="stochastic", seed=3)
+
+
+# Selection ------------------------------------------------------------------------------------------------------------
+
+
+def _largest(count: int, device: torch.device) -> Tuple[float, float, str]:
+    """Of values among which many are equal."""
+    values = (torch.randn(count, device=device) * 64).round() / 64
+    k = count // 100
+    expected = values.abs().sort(descending=True, stable=True).indices[:k].sort().values
+    return float((largest(values, k) != expected).sum().item()), 0.0, "indices that differ"
