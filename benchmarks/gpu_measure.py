@@ -24,55 +24,46 @@ _SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of everything that is measured.
-
-    total: seconds until the last section is ended by force. seconds: factor of the sections' own budgets. recipe:
-    overrides of every recipe. small, large: names of the models. micro: images of a micro batch of each; size: pixels a
-    side, None for the models' own. turns, steps: of training, and steps of a turn. queued: updates between two looks at
-    the device's clock; tensors: of the model that they update, None for all. copied: bytes. matrix: columns of matrices. values: of a selection. norm, conv: [N, C, H, W] of
-    the kernels' inputs. convolutions: kernel and stride of those that are checked. halves: names of dtypes. feed_size: pixels a side of loaded images; loaded: micro
-    batches of a turn. kernels: of which memory is measured. most_images: of the largest micro batch that is tried.
-    """
+    """Sizes of everything that is measured."""
 
     device: str
-    total: float
-    seconds: float
-    recipe: Tuple[str, ...]
-    small: str
+    total: float  # seconds, after which what still runs is ended
+    overrides: Tuple[str, ...]  # of every recipe
+    small: str  # names of models
     large: str
-    micro: Dict[str, int]
-    size: Optional[int]
+    micro: Dict[str, int]  # images of a micro batch of each
+    size: Optional[int]  # pixels a side; None: the models' own
     turns: int
-    steps: int
-    queued: int
-    tensors: Optional[int]
-    copied: int
-    matrix: int
-    values: int
-    norm: Tuple[int, int, int, int]
+    steps: int  # of training in a turn
+    queued: int  # updates in a turn
+    tensors: Optional[int]  # of the model that they update; None: all
+    copied: int  # bytes
+    matrix: int  # rows and columns
+    values: int  # of a selection
+    norm: Tuple[int, int, int, int]  # [N, C, H, W] of what the kernels are checked on
     conv: Tuple[int, int, int, int]
-    convolutions: Tuple[Tuple[int, int], ...]
-    halves: Tuple[str, ...]
-    feed_size: int
-    loaded: int
+    convolutions: Tuple[Tuple[int, int], ...]  # (kernel, stride)
+    halves: Tuple[str, ...]  # dtypes of the checks
+    fed_size: int  # pixels a side of images from the loader
+    fed: int  # micro batches of them in a turn
     workers: int
-    kernels: Tuple[str, ...]
-    most_images: int
+    kernels: Tuple[str, ...]  # of which memory is measured
+    most_images: int  # of the largest micro batch that is tried
 
 
 REAL = Plan(
-    device="cuda", total=460, seconds=1, recipe=(), small="efficientnet_b0", large="efficientnet_b4",
-    micro={"efficientnet_b0": 256, "efficientnet_b4": 64}, size=None, turns=9, steps=3, queued=50, tensors=None, copied=1 << 30,
-    matrix=8192, values=19_328_168, norm=(8, 96, 45, 45), conv=(4, 96, 45, 45),
-    convolutions=((3, 1), (3, 2), (5, 1), (5, 2)), halves=("float16", "bfloat16"), feed_size=128, loaded=12, workers=12, kernels=("torch", "triton"),
-    most_images=1024,
+    device="cuda", total=460, overrides=(), small="efficientnet_b0", large="efficientnet_b4",
+    micro={"efficientnet_b0": 256, "efficientnet_b4": 64}, size=None, turns=9, steps=3, queued=50, tensors=None,
+    copied=1 << 30, matrix=8192, values=19_328_168, norm=(8, 96, 45, 45), conv=(4, 96, 45, 45),
+    convolutions=((3, 1), (3, 2), (5, 1), (5, 2)), halves=("float16", "bfloat16"), fed_size=128, fed=12, workers=12,
+    kernels=("triton", "torch"), most_images=1024,
 )  # fmt: skip
-# Everything runs, on a CPU, and nothing is worth knowing.
+# Everything runs, on a CPU, and no figure is worth knowing. Triton's interpreter cannot multiply bfloat16.
 REHEARSAL = Plan(
-    device="cpu", total=60, seconds=0.01, recipe=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
-    small="efficientnet_b0", large="efficientnet_b0", micro={"efficientnet_b0": 2}, size=32, turns=2, steps=1, queued=2, tensors=4,
-    copied=1 << 12, matrix=16, values=4000, norm=(2, 16, 5, 5), conv=(1, 32, 5, 5), convolutions=((3, 2),), halves=("float16",),
-    feed_size=32, loaded=2, workers=0, kernels=("torch",), most_images=4,
+    device="cpu", total=60, overrides=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
+    small="efficientnet_b0", large="efficientnet_b0", micro={"efficientnet_b0": 2}, size=32, turns=2, steps=1, queued=1,
+    tensors=4, copied=1 << 12, matrix=16, values=4000, norm=(2, 16, 5, 5), conv=(1, 32, 5, 5), convolutions=((3, 2),),
+    halves=("float16",), fed_size=32, fed=2, workers=0, kernels=("torch",), most_images=8,
 )  # fmt: skip
 
 
@@ -285,7 +276,7 @@ def model_overrides(plan: Plan, name: str, micro: int) -> List[str]:
     return [
         f"run.device={plan.device}", f"model.name={name}", *size, f"batch.micro={micro}", f"batch.global={micro}",
         "data.mixup=0", "data.cutmix=null", "average.epoch_decay=null", "data.train_images=null",
-        "data.validation_images=null", *plan.recipe,
+        "data.validation_images=null", *plan.overrides,
     ]  # fmt: skip
 
 

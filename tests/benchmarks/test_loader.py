@@ -38,7 +38,9 @@ def test_parts_are_measured_on_the_images_and_boxes_that_the_reader_shows(folder
         assert torch.equal(torch.stack([framed(each.image, each.frame) for each in images]), batch.images)
 
 
-def test_the_work_of_threads_counts_for_the_side_that_they_work_for():
+def test_the_work_of_threads_counts_for_the_side_that_they_work_for(monkeypatch):
+    monkeypatch.setattr(loader, "_STILL", 1.0)  # so long a busy machine does not keep a thread waiting
+
     def work(_):
         threading.Thread(target=busy, args=(0.1,)).start()
 
