@@ -164,9 +164,7 @@ def _ours(recipe: Recipe, compiled: bool, stack: contextlib.ExitStack) -> Side:
 # timm's ---------------------------------------------------------------------------------------------------------------
 
 
-def _timms(
-    recipe: Recipe, setting: Setting, session: Session, memory_format: str, stack: contextlib.ExitStack
-) -> Side:
+def _timms(recipe: Recipe, setting: Setting, session: Session, memory_format: str, stack: contextlib.ExitStack) -> Side:
     """The body of the loop in timm's train.py: one update from the same images each time."""
     from timm.optim import create_optimizer_v2
     from timm.utils import AverageMeter, NativeScaler

@@ -48,17 +48,18 @@ class LarsUpdate:
         """As WeightState.update."""
         scale = divisor.reciprocal()
         gradient, weight, wrong, *directions = self._sums(scale)
-        finite = self._model.elsewhere.all_finite(torch.isfinite(wrong.sum()))
+        finite = self._model.elsewhere.all_finite(self._finite(wrong))
         gradient_norm = self._model.norm(gradient) if measure or self._clip_norm else None
         if self._clip_norm:
             clip = (self._clip_norm / gradient_norm).clamp(max=1.0)  # infinite for a norm of 0, and so 1
             scale, gradient = scale * clip, gradient * clip.double().square()
             if directions:
                 directions = self._sums(scale)[3:]
-        ratio = self._rules.ratios(weight, directions[0] if directions else gradient)
+        ratio = self._ratios(weight, directions[0] if directions else gradient)
         subtracted = torch.full_like(weight, float("nan"))
         if not self.asks or finite:
-            subtracted = self._step(step, scale, self._rules.rates(lr, ratio), None if self.asks else finite)
+            found = self._step(step, scale, lr, ratio, None if self.asks else finite)
+            subtracted = self._by_parameter(found) if measure else subtracted
         if not measure:
             return finite, None
         norm = self._model.norm
@@ -68,12 +69,12 @@ class LarsUpdate:
     def rehearse(self, run: Run) -> None:
         """Makes both passes over zeros."""
         one = torch.ones((), device=self._layout.device)
-        zeros = torch.zeros(len(self._layout.names), device=self._layout.device)
+        ratios = torch.ones(len(self._layout.names), device=self._layout.device)
         buffers, own = self._buffers, self.run
         self._buffers, self.run = buffers.blank(), run
         try:
             self._sums(one)
-            self._step(0, one, zeros, None)
+            self._step(0, one, 0.0, ratios, None)
         finally:
             self._buffers, self.run = buffers, own
 
@@ -87,11 +88,21 @@ class LarsUpdate:
             sums = self.run(lars_passes.momentum_sums, rows, (scale, self._rules.mu))
         return [self._layout.sums(each) for each in sums]
 
-    def _step(self, step: int, scale: torch.Tensor, rates: torch.Tensor, keep: Optional[torch.Tensor]) -> torch.Tensor:
-        """The second pass. Returns sums of squares of what was subtracted, by parameter, float64.
+    def _finite(self, wrong: torch.Tensor) -> torch.Tensor:
+        """Bool []: whether no parameter's sum is NaN."""
+        return torch.isfinite(wrong.sum())
+
+    def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+        """As Rules.ratios."""
+        return self._rules.ratios(weight, direction)
+
+    def _step(
+        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        """The second pass. Returns sums of squares of what was subtracted, for `_by_parameter`.
 
         Args:
-            rates: by parameter, float32.
+            ratios: by parameter, float32.
             keep: bool [], where False nothing changes; None: True.
         """
         function = lars_passes.gradient_step if self._rules.trust == "gradient" else lars_passes.momentum_step
@@ -99,8 +110,13 @@ class LarsUpdate:
         if self._bits is not None:
             bit_rows = self._bits.rows
             draws = (self._bits.lanes, self._bits.draw(step, "weight"), self._bits.draw(step, "momentum_buffer"))
-        rows = (*self._rows(), self._layout.spread(rates), self._decay, bit_rows)
-        return self._layout.sums(self.run(function, rows, (scale, self._rules.mu, draws, keep)))
+        rate = self._layout.spread((lr * self._rules.lr_scale * ratios).float())
+        rows = (*self._rows(), rate, self._decay, bit_rows)
+        return self.run(function, rows, (scale, self._rules.mu, draws, keep))
+
+    def _by_parameter(self, sums: torch.Tensor) -> torch.Tensor:
+        """What `_step` gave, by parameter, float64."""
+        return self._layout.sums(sums)
 
     def _rows(self) -> Tuple[Optional[torch.Tensor], ...]:
         """Gradient, weights, momentum, and the module's parameters where they are not the weights."""
@@ -111,9 +127,10 @@ class LarsUpdate:
 
 
 class Rules:
-    """The hyperparameters of a LARS by parameter, float64 [parameters] each, and what follows from them.
+    """The hyperparameters of a LARS by parameter, and the trust ratios that follow from them.
 
-    trust, mu: of the LARS. decay: weight decay, float32. adapted: whether each parameter has a trust ratio.
+    trust, mu: of the LARS. adapted: whether each parameter has a trust ratio, also as a tensor `adapt`. decay, float32,
+    coefficient, eps, lr_scale, float64: [parameters]; directions are multiplied by learning rate x lr_scale x ratio.
     """
 
     def __init__(self, lars: LARS, parameters: Dict[str, torch.Tensor], device: torch.device):
@@ -127,12 +144,12 @@ class Rules:
 
         self.adapted = [group["adapt"] for group in groups]
         self.decay = column(group["weight_decay"] * group["adapt"] for group in groups).float()
-        self._adapt = torch.tensor(self.adapted, device=device)
-        self._coefficient = column(group["trust_coefficient"] for group in groups)
-        self._eps = column(group["eps"] for group in groups)
+        self.adapt = torch.tensor(self.adapted, device=device)
+        self.coefficient = column(group["trust_coefficient"] for group in groups)
+        self.eps = column(group["eps"] for group in groups)
         # The momentum of the second form is an average: plain momentum, which is a sum, is so many times as long.
         plain = 1.0 if self.trust == "gradient" else 1 / (1 - self.mu)
-        self._lr_scale = column(group["lr_scale"] * (1.0 if group["adapt"] else plain) for group in groups)
+        self.lr_scale = column(group["lr_scale"] * (1.0 if group["adapt"] else plain) for group in groups)
 
     def ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         """Trust ratios, float32 [parameters], 1 where there is none.
@@ -143,12 +160,8 @@ class Rules:
         """
         weight, direction = weight.sqrt(), direction.sqrt()
         if self.trust == "gradient":
-            ratio, otherwise = self._coefficient * weight / (direction + self.decay * weight + self._eps), 1.0
+            ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
         else:
-            ratio, otherwise = self._coefficient * weight / (direction + self._eps), self._coefficient
+            ratio, otherwise = self.coefficient * weight / (direction + self.eps), self.coefficient
         ratio = torch.where((weight > 0) & (direction > 0), ratio, otherwise)
-        return torch.where(self._adapt, ratio, 1.0).float()
-
-    def rates(self, lr: float, ratios: torch.Tensor) -> torch.Tensor:
-        """What directions are multiplied by: learning rate times trust ratio, float32 [parameters]."""
-        return (lr * self._lr_scale * ratios).float()
+        return torch.where(self.adapt, ratio, 1.0).float()

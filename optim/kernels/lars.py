@@ -1,4 +1,4 @@
-"""LARS on CUDA, in Triton: one launch for each pass over the memory, and two small ones that merge sums.
+"""LARS on CUDA, in Triton: one launch for each pass over the memory, and small ones between them for sums and ratios.
 
 The same formulas as optim/lars_passes.py, and the same random bits and rounding as optim/rounding.py to the bit. A
 program takes a few rows of one parameter. What it adds up is merged by parameter in a fixed order, without atomics: a
@@ -41,7 +41,22 @@ class TritonLarsUpdate(LarsUpdate):
         gradient, weight, direction, wrong = programs.merged(partial)
         return [gradient, weight, wrong, direction] if form else [gradient, weight, wrong]
 
-    def _step(self, step: int, scale: torch.Tensor, rates: torch.Tensor, keep: Optional[torch.Tensor]) -> torch.Tensor:
+    def _finite(self, wrong: torch.Tensor) -> torch.Tensor:
+        finite = torch.empty((), dtype=torch.bool, device=wrong.device)
+        _none_wrong[(1,)](wrong, finite, len(wrong), triton.next_power_of_2(len(wrong)))
+        return finite
+
+    def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+        rules, ratios = self._rules, torch.empty(len(weight), device=weight.device)
+        _trust_ratios[(triton.cdiv(len(weight), _MERGED),)](
+            *(weight, direction, rules.adapt, rules.coefficient, rules.eps, rules.decay, ratios, len(weight)),
+            *(rules.trust == "momentum", _MERGED),
+        )
+        return ratios
+
+    def _step(
+        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor]
+    ) -> torch.Tensor:
         programs, buffers, bits = self._programs, self._buffers, self._bits
         if keep is None:
             keep = torch.ones((), dtype=torch.bool, device=scale.device)
@@ -49,12 +64,24 @@ class TritonLarsUpdate(LarsUpdate):
         partial = torch.empty(1, programs.count, device=scale.device)
         _step[(programs.count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
-            *(rates, self._rules.decay, scale, keep, None if bits is None else bits.rows, *draws),
+            *(
+                ratios,
+                lr,
+                self._rules.lr_scale,
+                self._rules.decay,
+                scale,
+                keep,
+                None if bits is None else bits.rows,
+                *draws,
+            ),
             *(programs.owners, programs.rows, programs.ends, partial),
             *(self._rules.mu, self._rules.trust == "momentum", bits is not None),
             *(buffers.working is not buffers.weights, _ROWS, ROW),
         )
-        return programs.merged(partial)[0]
+        return partial
+
+    def _by_parameter(self, sums: torch.Tensor) -> torch.Tensor:
+        return self._programs.merged(sums)[0]
 
 
 class Programs:
@@ -118,10 +145,40 @@ def _merge(partial, firsts, out, programs, parameters, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["weight_draw", "momentum_draw"])  # they change in each step
+@triton.jit
+def _none_wrong(wrong, finite, parameters, BLOCK: tl.constexpr):
+    each = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(wrong + each, mask=each < parameters, other=0.0), 0)
+    tl.store(finite, total == total)
+
+
+@triton.jit
+def _trust_ratios(
+    weights, directions, adapted, coefficients, eps, decays, ratios, parameters,
+    MOMENTUM_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rules.ratios, of sums of squares."""
+    each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = each < parameters
+    weight = tl.sqrt(tl.load(weights + each, mask=mask, other=1.0))
+    direction = tl.sqrt(tl.load(directions + each, mask=mask, other=1.0))
+    coefficient = tl.load(coefficients + each, mask=mask, other=1.0)
+    below = direction + tl.load(eps + each, mask=mask, other=1.0)
+    if MOMENTUM_FORM:
+        otherwise = coefficient
+    else:
+        below += tl.load(decays + each, mask=mask, other=0.0) * weight
+        otherwise = tl.full((BLOCK,), 1.0, tl.float64)
+    positive = (weight > 0) & (direction > 0)
+    ratio = tl.where(positive, coefficient * weight / tl.where(positive, below, 1.0), otherwise)
+    adapt = tl.load(adapted + each, mask=mask, other=0) != 0
+    tl.store(ratios + each, tl.where(adapt, ratio, 1.0).to(tl.float32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["lr", "weight_draw", "momentum_draw"])  # they change from step to step
 def _step(
-    gradients, weights, momenta, working, rates, decays, scale, keep, bit_rows, weight_draw, momentum_draw,
-    owners, firsts, ends, partial,
+    gradients, weights, momenta, working, ratios, lr, lr_scales, decays, scale, keep,
+    bit_rows, weight_draw, momentum_draw, owners, firsts, ends, partial,
     MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, STOCHASTIC: tl.constexpr, COPIED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +191,8 @@ def _step(
     g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
-    rate, decay = tl.load(rates + owner), tl.load(decays + owner)
+    rate = (lr * tl.load(lr_scales + owner) * tl.load(ratios + owner)).to(tl.float32)
+    decay = tl.load(decays + owner)
     if MOMENTUM_FORM:
         m += g * (1 - MU)
         subtracted = (m + decay * w) * rate
