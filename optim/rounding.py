@@ -74,7 +74,7 @@ def rounded(source: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     whole = value.floor()
     # Up where 24 random bits, as a fraction, are below the value's: the sign of the difference is exact, as it always
     # is with floating point, so rounding upwards makes it 1 or 0. (A comparison takes three times as long.)
-    random = (bits >> 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    random = torch.bitwise_right_shift(bits, 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
     whole.add_(value.sub_(whole).sub_(random).ceil_())
     return whole.mul_(exponent.sub_(10 << 23).view(torch.float32)).to(torch.float16)
 
@@ -119,8 +119,8 @@ def _round_rows(
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """`mix32` of recipe/randomness.py in place on int32."""
     for shift, multiplier in zip((16, 15), MULTIPLIERS):
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+        x.bitwise_xor_(torch.bitwise_right_shift(x, shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF))
 
 
 def _signed(word: int) -> int:
