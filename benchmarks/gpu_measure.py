@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -77,17 +78,22 @@ class Row(NamedTuple):
     limit: Optional[float] = None
     note: str = ""
 
+    @classmethod
+    def missing(cls, section: str, what: str, why: str) -> Row:
+        return cls(section, what, (), note=NOT_MEASURED + why)
+
     @property
     def value(self) -> Optional[float]:
         return statistics.median(self.repetitions) if self.repetitions else None
 
     def columns(self) -> dict:
-        """As in the tables and in JSON."""
-        low, high = (min(self.repetitions), max(self.repetitions)) if self.repetitions else (None, None)
+        """As in the tables and in JSON, which knows no NaN and no infinity: there a failed check has no error."""
+        finite = self.repetitions and all(map(math.isfinite, self.repetitions))
+        low, high = (min(self.repetitions), max(self.repetitions)) if finite else (None, None)
         return {
             "section": self.section,
             "what": self.what,
-            "value": self.value,
+            "value": self.value if finite else None,
             "unit": self.unit,
             "lowest": low,
             "highest": high,
@@ -149,7 +155,7 @@ class Session:
         return Row(self.section, what, tuple(repetitions), unit, **more)
 
     def missing(self, what: str, why: str) -> Row:
-        return Row(self.section, what, (), note=NOT_MEASURED + why)
+        return Row.missing(self.section, what, why)
 
     def attempt(self, what: str, measure: Callable[[], Row]) -> Row:
         """The row, or one that says why there is none. Raises DeviceLost."""
@@ -221,10 +227,8 @@ class Session:
     def _look_after(self, what: str, why: str) -> None:
         """The device after a failure."""
         free(self.device)
-        try:
-            synchronize(self.device)
-        except Exception:
-            raise DeviceLost(what, why) from None
+        if is_lost(self.device):
+            raise DeviceLost(what, why)
 
 
 def reason(error: BaseException) -> str:
@@ -233,6 +237,20 @@ def reason(error: BaseException) -> str:
         return "out of memory"
     cause = getattr(error, "inner_exception", error)  # Dynamo packs up what a backend raises
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:160]
+
+
+def shown(value: Optional[float]) -> str:
+    """Of a number that may be missing."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether CUDA has met an error that it does not recover from."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def synchronize(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import List, Optional, Sequence
 import torch
 
 from benchmarks import claims
-from benchmarks.gpu_measure import ROOT, Row
+from benchmarks.gpu_measure import ROOT, Row, shown
 from benchmarks.gpu_parts import OPTIMIZER, UPDATE, UPDATE_IN_GRAPH
 from benchmarks.gpu_training import CLAIMED, OURS, TIMM
 
@@ -21,7 +21,7 @@ CHECKS, PUBLISHED = "checks", "published, not measured here"
 
 # Of plain EfficientNet-B4 (depthwise, batch normalisation) where nothing else is said, in training.
 PUBLISHED_ROWS = [
-    Row(PUBLISHED, "A100 80GB, PyTorch, AMP", (331.0,), "images/s", note="batch 128, NHWC; NVIDIA DeepLearningExamples"),
+    Row(PUBLISHED, "A100 80GB, PyTorch, AMP", (331.0,), "images/s", note="batch 128; NVIDIA DeepLearningExamples"),
     Row(PUBLISHED, "A100 80GB, TensorFlow 2 with XLA, AMP", (470.0,), "images/s", note="NVIDIA DeepLearningExamples"),
     Row(
         PUBLISHED, "IPU of a Bow Pod16, TensorFlow 1, 16.16", (9000 / 16,), "images/s",
@@ -132,7 +132,12 @@ def markdown(rows: Sequence[Row], machine: dict) -> str:
         _HOW,
     ]
     for section in dict.fromkeys(row.section for row in rows):
-        lines += [f"## {section[0].upper()}{section[1:]}", "", *_table([row for row in rows if row.section == section]), ""]
+        lines += [
+            f"## {section[0].upper()}{section[1:]}",
+            "",
+            *_table([row for row in rows if row.section == section]),
+            "",
+        ]
     lines += ["## Claims", "", "| claim | median | lowest to highest | goal | |", "| --- | --- | --- | --- | --- |"]
     for claim in made_claims(rows):
         low, high = claim["spread"]
@@ -157,8 +162,3 @@ def _table(rows: Sequence[Row]) -> List[str]:
         cells = [row.what, value, *([low_to_high] * spread), *([shown(row.limit)] * limited), note]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def shown(value: Optional[float]) -> str:
-    """Of a number that may be missing."""
-    return "-" if value is None else f"{value:.4g}"

@@ -194,7 +194,6 @@ def _largest_micro(session: Session, what: str, kernels: str, recompute: bool) -
     plan, faults = session.plan, {}
 
     def fits(micro: int) -> bool:
-        session.tell(f"{what}: {micro}")
         try:
             _two_steps(session, micro, kernels, recompute)
             return True

@@ -3,9 +3,10 @@
     python -m benchmarks.gpu_suite [--json]
 
 In this order: checks of the kernels on fresh random inputs; what the device copies and multiplies at best; training
-beside timm's loop, eager; the optimizer's update; the selection of the largest values; the loader beside the computation;
-the cost of repeating bit for bit; memory; and at last, for as long as time is left, training compiled. Each section has
-a time of its own. Tables are printed, and written to docs/results/gpu/DEVICE.md and .json after every section.
+beside timm's loop, eager; the optimizer's update; the selection of the largest values; the loader beside the
+computation; the cost of repeating bit for bit; memory; and at last, for as long as time is left, training compiled.
+Each section has a time of its own. Tables are printed, and written to docs/results/gpu/DEVICE.md and .json after every
+section.
 
 Sections run in a process of their own: a kernel that reads where it must not, or a compiler that does not end, costs
 one figure. What was computed then says so, the next process goes on behind it.
@@ -15,34 +16,25 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Callable, Iterator, List, NamedTuple, Sequence
+from typing import List, Sequence, Tuple
 
 import torch
 
 from benchmarks import claims, gpu_report
 from benchmarks.gpu_checks import checks
-from benchmarks.gpu_measure import REAL, ROOT, Clock, DeviceLost, Plan, Row, Session, is_lost, reason
+from benchmarks.gpu_measure import REAL, ROOT, Plan, Row
 from benchmarks.gpu_parts import CEILINGS, OPTIMIZER, SELECTION, ceilings, optimizer, selection
+from benchmarks.gpu_process import Process, Section
 from benchmarks.gpu_runs import DETERMINISM, FEED, MEMORY, determinism, feed, memory
 from benchmarks.gpu_training import SETTINGS, training
 from recipe.errors import ConfigError
 
-_GRACE = 40.0  # seconds that a section may take beyond its time, in which it only looks at the clock between turns
+_GRACE = 40.0  # seconds that a section may take beyond its time, which it only looks at between two turns
+_RESERVE = 20.0  # seconds before the end of all, in which the last section may take its turns
 _RESTARTS = 3  # of a section whose process was lost
-_START = 60.0  # seconds for a process to begin
-
-
-class Section(NamedTuple):
-    """A part of the suite: `measure` gives its rows within about so many seconds."""
-
-    name: str
-    seconds: float
-    measure: Callable[[Session], Iterator[Row]]
 
 
 def _training(number: int, seconds: float) -> Section:
@@ -72,42 +64,42 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("benchmarks.gpu_suite: PyTorch finds no CUDA device here; run it where there is one")
     rows, machine = measured(REAL, SECTIONS, ROOT / "docs" / "results" / "gpu")
-    shown = [
-        {key: "-" if value is None else value for key, value in row.columns().items()} for row in rows
-    ]
+    shown = [{key: "-" if value is None else value for key, value in row.columns().items()} for row in rows]
     claims.report("gpu_suite", shown, gpu_report.made_claims(rows), as_json=False)
-    print(", ".join(f"{name} {machine[name]}" for name in ("device", "memory_gib", "cuda", "cudnn", "triton", "revision")))
+    print(
+        ", ".join(f"{name} {machine[name]}" for name in ("device", "memory_gib", "cuda", "cudnn", "triton", "revision"))
+    )
     if as_json:
         print(json.dumps(gpu_report.result(rows, machine), allow_nan=False))
 
 
-def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> tuple:
-    """Rows of all sections, and what machine they are of; written to `folder` section by section."""
+def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[List[Row], dict]:
+    """Rows of all sections, and the machine they are of; the files in `folder` are renewed after every section."""
     end = time.monotonic() + plan.total
     rows: List[Row] = []
     process = Process(plan)
+    machine = process.machine
     try:
-        machine = process.machine
         for section in sections:
             print(f"{section.name}: {end - time.monotonic():.0f} s are left", file=sys.stderr, flush=True)
+            section_end = min(end, time.monotonic() + section.seconds + _GRACE)
             for _ in range(1 + _RESTARTS):
-                left = end - time.monotonic()
-                if left <= 1:
-                    rows.append(_missing(section, "all", "no time was left"))
+                left = section_end - time.monotonic()
+                if left < 1:
+                    rows.append(Row.missing(section.name, "the rest", "no time was left"))
                     break
-                found, alive, finished = process.run(section, min(section.seconds, left), min(section.seconds + _GRACE, left), rows)
-                rows += found
-                if not alive:
-                    process.end()
-                    process = Process(plan)
-                if finished:
+                process = process if process.alive else Process(plan)
+                seconds = min(section.seconds, left - min(_RESERVE, left / 2))
+                outcome = process.run(section._replace(seconds=seconds), rows, left)
+                rows += outcome.rows
+                if outcome.finished:
                     break
-            for file in gpu_report.write([*rows, *gpu_report.PUBLISHED_ROWS], machine, folder):
-                print(f"  {file}", file=sys.stderr, flush=True)
+            files = gpu_report.write([*rows, *gpu_report.PUBLISHED_ROWS], machine, folder)
     finally:
         process.end()
+    print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
     return [*rows, *gpu_report.PUBLISHED_ROWS], machine
 
 
-def _missing(section: Section, what: str, why: str) -> Row:
-    return Session(section.name, REAL, Clock(0)).missing(what, why)
+if __name__ == "__main__":
+    claims.run(main)

@@ -58,6 +58,7 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
     """Images a second of each side; the micro batch is halved until all have the memory for it."""
     name = getattr(session.plan, setting.model)
     micro = session.plan.micro[name]
+    size = of_gpu_recipe(model_overrides(session.plan, name, micro)).model.image_size
     while True:
         sides = _sides(session, setting, micro)
         try:
@@ -71,7 +72,7 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
         free(session.device)  # not within the handler, whose error holds what did not fit
         micro //= 2
     for what, seconds in times.items():
-        yield session.row(what, [micro / each for each in seconds], "images/s", note=f"micro batch {micro}")
+        yield session.row(what, [micro / each for each in seconds], "images/s", note=f"{size} px, micro batch {micro}")
     for what, error in faults.items():
         yield session.missing(what, reason(error))
 

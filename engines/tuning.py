@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from parallel.agreement import Agreement
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+# engine.kernels -> layers that get our own.
+_KERNELS = {"torch": (), "group_norm": ("group_norm",), "group_conv": ("group_conv",), "triton": adoption.KERNELS}
 _PLAIN = {"memory_format": "contiguous", "kernels": "torch"}  # what `auto` is where nothing is measured
 _WARM_UP, _TIMED = 3, 7  # micro batches; in the first ones cuDNN searches, and Triton compiles
 
@@ -66,10 +68,14 @@ def check(section: EngineSection, device: torch.device) -> None:
             "engine.memory_format channels_last: on a CPU group normalisation loses digits in it; "
             "use engine.memory_format=auto"
         )
-    if device.type != "cuda" and section.kernels == "triton":
-        raise ConfigError("engine.kernels triton: Triton's kernels need a CUDA device; use engine.kernels=auto")
-    if section.kernels == "triton" and not adoption.available():
-        raise ConfigError("engine.kernels triton: Triton is not installed; use engine.kernels=auto")
+    if section.kernels in ("auto", "torch"):
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"engine.kernels {section.kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto"
+        )
+    if not adoption.available():
+        raise ConfigError(f"engine.kernels {section.kernels}: Triton is not installed; use engine.kernels=auto")
 
 
 def apply(model: BlockList, section: EngineSection, device: torch.device) -> torch.memory_format:
@@ -81,8 +87,8 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     """
     if device.type != "cuda":
         return torch.contiguous_format
-    if section.kernels == "triton" and adoption.available():
-        adoption.adopt(model)
+    if adoption.available():
+        adoption.adopt(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)
     model.block("preprocess").memory_format = memory_format
     return memory_format
@@ -137,7 +143,7 @@ def resolve(
     say(f"engine auto: {_what(recipe, part, device)}, {before}")
     for candidate, outcome in outcomes.items():
         found = f"left out: {outcome.fault}" if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-        say(f"  {candidate!s:20}  {found}")
+        say(f"  {candidate!s:24}  {found}")
     say(f"  taken: {taken}")
     return _resolved(recipe, taken)
 
@@ -151,7 +157,7 @@ def _candidates(section: EngineSection) -> List[Candidate]:
     formats = list(_FORMATS) if section.memory_format == "auto" else [section.memory_format]
     kernels = [section.kernels]
     if section.kernels == "auto":
-        kernels = ["torch", "triton"] if adoption.available() else ["torch"]
+        kernels = list(_KERNELS) if adoption.available() else ["torch"]
     return [Candidate(*pair) for pair in itertools.product(formats, kernels)]
 
 

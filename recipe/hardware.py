@@ -20,10 +20,10 @@ class EngineSection(Section):
         description="layout of activations on GPUs (CPUs: contiguous); auto measures both as a run begins and "
         "keeps what it took in config.yaml; with run.deterministic it is contiguous",
     )
-    kernels: Literal["auto", "torch", "triton"] = Field(
+    kernels: Literal["auto", "torch", "group_norm", "group_conv", "triton"] = Field(
         "auto",
-        description="group normalisation with SiLU, and group convolutions, on GPUs: torch's, or our own in Triton; "
-        "auto measures them with the layouts; with run.deterministic it is torch",
+        description="on GPUs, which of group normalisation with SiLU and group convolutions are our own in Triton: "
+        "none (torch), one of them, or both (triton); auto measures them with the layouts; with run.deterministic none",
     )
 
 

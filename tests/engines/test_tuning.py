@@ -1,5 +1,6 @@
 """engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what a device refuses."""
 
+import itertools
 import json
 
 import pytest
@@ -18,7 +19,9 @@ from tests.conftest import QUICKSTART, TINY
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 PLAIN, FASTEST = ("contiguous", "torch"), ("channels_last", "triton")
-TIMES = {PLAIN: 0.09, ("contiguous", "triton"): 0.06, ("channels_last", "torch"): 0.1, FASTEST: 0.05}
+SECONDS = (0.09, 0.07, 0.08, 0.06, 0.1, 0.055, 0.09, 0.05)
+KERNELS = ("torch", "group_norm", "group_conv", "triton")
+TIMES = dict(zip(itertools.product(("contiguous", "channels_last"), KERNELS), SECONDS))
 
 
 def pretend(times=TIMES, measured=None, triton=True):
@@ -56,13 +59,17 @@ def resolved(tiny, monkeypatch, tmp_path):
 
 def test_the_fastest_is_taken_and_all_are_told(resolved):
     taken, said, measured = resolved()
-    assert taken == FASTEST and len(measured) == 4
+    assert taken == FASTEST and len(measured) == 8
     assert said == [
         "engine auto: 12 x 16 x 16 in float32 on cpu, measured",
-        "  contiguous torch      90 ms",
-        "  contiguous triton     60 ms",
-        "  channels_last torch   100 ms",
-        "  channels_last triton  50 ms",
+        "  contiguous torch          90 ms",
+        "  contiguous group_norm     70 ms",
+        "  contiguous group_conv     80 ms",
+        "  contiguous triton         60 ms",
+        "  channels_last torch       100 ms",
+        "  channels_last group_norm  55 ms",
+        "  channels_last group_conv  90 ms",
+        "  channels_last triton      50 ms",
         "  taken: channels_last triton",
     ]
 
@@ -77,7 +84,7 @@ def test_the_fastest_is_taken_and_all_are_told(resolved):
 )
 def test_what_the_recipe_says_is_not_open(resolved, override, taken):
     found, _, measured = resolved(override)
-    assert found == taken and len(measured) == 2
+    assert found == taken and len(measured) == len(TIMES) // (4 if override == "engine.kernels=torch" else 2)
 
 
 def test_a_recipe_without_auto_is_left_alone(resolved):
@@ -90,11 +97,9 @@ def test_a_recipe_without_auto_is_left_alone(resolved):
 
 def test_candidates_that_fail_are_left_out_and_why_is_said(resolved):
     taken, said, _ = resolved(times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"})
-    assert taken == ("contiguous", "triton")
-    assert (
-        "  channels_last triton  left out: CUDA out of memory." in said
-        and "  contiguous torch      left out: no" in said
-    )
+    assert taken == ("channels_last", "group_norm")
+    assert "  channels_last triton      left out: CUDA out of memory." in said
+    assert "  contiguous torch          left out: no" in said
 
 
 def test_where_all_fail_the_plain_way_is_taken(resolved):
@@ -129,7 +134,7 @@ def test_a_run_that_goes_on_keeps_its_choice(resolved, tiny):
 
 def test_a_run_that_goes_on_without_a_choice_or_without_its_kernels_measures(resolved, tiny):
     """It began on a CPU, or where there was Triton."""
-    assert len(resolved(begun=tiny().engine)[2]) == 4
+    assert len(resolved(begun=tiny().engine)[2]) == 8
     begun = tiny("engine.memory_format=contiguous", "engine.kernels=triton").engine
     assert len(resolved(begun=begun, triton=False)[2]) == 2
 
@@ -162,7 +167,7 @@ def test_a_machine_measures_once(resolved, tmp_path):
 )
 def test_what_the_times_depend_on_is_measured_anew(resolved, override):
     resolved()
-    assert len(resolved(override)[2]) == 4
+    assert len(resolved(override)[2]) == 8
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'])
@@ -170,7 +175,7 @@ def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, text):
     resolved()
     whole = cached(tmp_path).read_text()
     cached(tmp_path).write_text(text)
-    assert len(resolved()[2]) == 4
+    assert len(resolved()[2]) == 8
     assert cached(tmp_path).read_text() == whole
 
 
@@ -180,13 +185,13 @@ def test_times_that_are_none_are_not_believed(resolved, tmp_path, seconds):
     content = json.loads(cached(tmp_path).read_text())
     content["seconds"]["contiguous torch"] = seconds
     cached(tmp_path).write_text(json.dumps(content))
-    assert len(resolved()[2]) == 4
+    assert len(resolved()[2]) == 8
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(resolved, tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
     assert resolved()[0] == FASTEST
-    assert len(resolved()[2]) == 4
+    assert len(resolved()[2]) == 8
 
 
 def test_a_failure_is_not_remembered(resolved, tmp_path):
@@ -227,20 +232,26 @@ def test_what_fails_is_an_outcome(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("memory_format", ["auto", "contiguous", "channels_last"])
-@pytest.mark.parametrize("kernels", ["auto", "torch", "triton"])
-def test_models_on_gpus_get_what_the_section_says(tiny, monkeypatch, memory_format, kernels):
+@pytest.mark.parametrize(
+    ("kernels", "layers"),
+    [
+        *(("auto", ()), ("torch", ()), ("group_norm", ("group_norm",)), ("group_conv", ("group_conv",))),
+        ("triton", ("group_norm", "group_conv")),
+    ],
+)
+def test_models_on_gpus_get_what_the_section_says(tiny, monkeypatch, memory_format, kernels, layers):
     """The device is only a word here: nothing is computed."""
     from models.efficientnet import build
 
     recipe = tiny(f"engine.memory_format={memory_format}", f"engine.kernels={kernels}")
     adopted = []
     monkeypatch.setattr(adoption, "available", lambda: True)
-    monkeypatch.setattr(adoption, "adopt", adopted.append)
+    monkeypatch.setattr(adoption, "adopt", lambda *arguments: adopted.append(arguments))
     model = build(recipe.model, 0)
     expected = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     assert tuning.apply(model, recipe.engine, GPU) == expected
     assert model.block("preprocess").memory_format == expected
-    assert adopted == ([model] if kernels == "triton" else [])
+    assert adopted == [(model, layers)]
     model = build(recipe.model, 0)
     assert tuning.apply(model, recipe.engine, CPU) == torch.contiguous_format
     assert model.block("preprocess").memory_format == torch.contiguous_format
@@ -281,7 +292,7 @@ def choose(rank, size, folder):
     processes = Processes(Topology(size, 1, rank, rank), CPU)
     slow = (FASTEST, ("contiguous", "triton"))[rank]
     lines, measured = [], []
-    pretend({**TIMES, slow: 0.2}, measured)
+    pretend({**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, slow: 0.2}, measured)
     if rank == 0:
         part = tuning._largest_part(recipe, divide(recipe, size), CPU)
         candidates = [Candidate(*pair) for pair in TIMES]
@@ -295,8 +306,9 @@ def choose(rank, size, folder):
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(tmp_path):
     found = world.run(2, choose, str(tmp_path), connect=False)
     assert found[0] == found[1]
-    assert found[0][0] == PLAIN and found[0][2] == 4
-    assert [line.split()[2:] for line in found[0][1][:4]] == [["90", "ms"], ["200", "ms"], ["100", "ms"], ["200", "ms"]]
+    assert found[0][0] == PLAIN and found[0][2] == 8
+    told = [line.split()[2] for line in found[0][1][:8]]
+    assert told == ["90", "150", "150", "200", "150", "150", "150", "200"]
 
 
 def begin(folder, cache, times, *overrides):
@@ -321,7 +333,7 @@ def test_a_run_stores_its_choice_keeps_it_and_goes_on_where_there_is_none(tmp_pa
     folder = tmp_path / "run"
     (ended,) = begin(folder, tmp_path / "first", TIMES)
     assert (ended.code, ended.errors) == (0, [])
-    assert ended.out[5] == "  taken: channels_last triton"
+    assert ended.out[9] == "  taken: channels_last triton"
     stored = loading.load(folder / "config.yaml").engine
     assert (stored.memory_format, stored.kernels) == FASTEST
     (ended,) = begin(folder, tmp_path / "second", {**TIMES, PLAIN: 0.001})
