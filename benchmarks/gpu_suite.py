@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import claims, gpu_report
 from benchmarks.gpu_checks import checks
-from benchmarks.gpu_measure import REAL, ROOT, Plan, Row
+from benchmarks.gpu_measure import REAL, ROOT, Plan, Row, reason
 from benchmarks.gpu_parts import CEILINGS, OPTIMIZER, SELECTION, ceilings, optimizer, selection
 from benchmarks.gpu_process import Process, Section
 from benchmarks.gpu_runs import DETERMINISM, FEED, MEMORY, determinism, feed, memory
@@ -45,7 +45,7 @@ def _training(number: int, seconds: float) -> Section:
 SECTIONS = [
     Section(gpu_report.CHECKS, 45, checks),
     Section(CEILINGS, 8, ceilings),
-    _training(0, 85),
+    _training(0, 95),
     _training(1, 50),
     _training(2, 35),
     _training(3, 30),
@@ -88,7 +88,11 @@ def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[Lis
                 if left < 1:
                     rows.append(Row.missing(section.name, "the rest", "no time was left"))
                     break
-                process = process if process.alive else Process(plan)
+                try:
+                    process = process if process.alive else Process(plan)
+                except (RuntimeError, EOFError) as error:
+                    rows.append(Row.missing(section.name, "all", f"no process begins: {reason(error)}"))
+                    break
                 seconds = min(section.seconds, left - min(_RESERVE, left / 2))
                 outcome = process.run(section._replace(seconds=seconds), rows, left)
                 rows += outcome.rows

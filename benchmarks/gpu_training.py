@@ -24,6 +24,7 @@ from recipe.batch import divide
 from recipe.config import Recipe
 
 FORMATS = ("contiguous", "channels_last")
+KERNELS = ("triton", "group_norm", "group_conv", "torch")
 OURS, TIMM = "ours", "timm"
 _DEPTHWISE = ("model.group_size=1", "model.expansion=6", "model.norm=batch")
 _WARM_UP = 3  # steps; in the first ones cuDNN searches, and Triton compiles
@@ -93,7 +94,7 @@ def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
 
     own = {
         f"{OURS}, {memory_format}, {kernels}": ours(memory_format, kernels)
-        for kernels in (("torch",) if setting.depthwise or setting.compiled else ("triton", "torch"))
+        for kernels in (("torch",) if setting.depthwise or setting.compiled else KERNELS)
         for memory_format in FORMATS
     }
     others = {f"{TIMM}, {memory_format}": timms(memory_format) for memory_format in FORMATS}

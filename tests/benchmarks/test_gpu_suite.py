@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = dataclasses.replace(REHEARSAL, device=DEVICE)
 KEYS = ["section", "what", "value", "unit", "lowest", "highest", "limit", "note"]
 # What a CPU has not: its rows say so.
-ON_CUDA = ("triton", "channels_last", "CUDA graph")
+ON_CUDA = ("triton", "group_norm", "group_conv", "channels_last", "CUDA graph")
 
 
 def performed(section, before=(), plan=PLAN):
@@ -37,7 +37,7 @@ def test_each_section_gives_all_its_rows(section, monkeypatch):
     copied = Row("ceilings", "copy", (1.0,), "GB/s")
     rows, alive = performed(section, [copied] if section.name != "ceilings" else [])
     assert alive
-    assert len(rows) == len({row.what for row in rows}) == EXPECTED.get(section.name, 6)
+    assert len(rows) == len({row.what for row in rows}) == EXPECTED.get(section.name, 10)
     for row in rows:
         assert list(row.columns()) == KEYS and row.section == section.name
         if section.name == "checks":
@@ -168,7 +168,14 @@ def test_micro_batches_are_halved_until_both_sides_fit(monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, 1, 3, 64, 100, 317, 2000])
 def test_the_largest_micro_batch_is_found_to_a_sixteenth(limit):
-    fitting, beyond = gpu_runs.largest_fitting(lambda number: number <= limit, 64, 1024, lambda: False)
+    tried = []
+
+    def fits(number):
+        tried.append(number)
+        return number <= limit
+
+    fitting, beyond = gpu_runs.largest_fitting(fits, 64, 1024, lambda: False)
+    assert len(tried) <= 9
     if limit > 1024:
         assert (fitting, beyond) == (1024, None)
     else:
@@ -231,6 +238,26 @@ def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     page, content = (next(tmp_path.glob(f"*.{kind}")).read_text() for kind in ("md", "json"))
     assert [row["what"] for row in json.loads(content)["rows"]] == [row.what for row in rows]
     assert "| figure | 2 | 1 to 4 |  |" in page and "not measured: it does not work" in page
+
+
+def test_where_no_process_begins_again_the_other_sections_say_so(tmp_path, monkeypatch):
+    class Broken:
+        alive, machine = False, gpu_report.about(torch.device("cpu"))
+        made = 0
+
+        def __init__(self, plan):
+            Broken.made += 1
+            if Broken.made > 1:
+                raise EOFError
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(gpu_suite, "Process", Broken)
+    rows, _ = gpu_suite.measured(PLAN, [Section("one", 9, good), Section("two", 9, good)], tmp_path)
+    notes = {row.section: row.note for row in rows if row.section in ("one", "two")}
+    assert notes == dict.fromkeys(("one", "two"), "not measured: no process begins: EOFError")
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 # What is written.
