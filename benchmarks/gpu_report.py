@@ -36,8 +36,9 @@ that turns around; CUDA's events are the clock, and what comes first (cuDNN's se
 Training is one update from one micro batch that lies on the device: ours is the engine (float16 weights and momentum,
 stochastic rounding; uint8 images), timm's the body of its train.py (float32 weights, autocast, its Lars; normalised
 images; the loss is read after each step). The update is one of float16 weights and momentum from float32 gradients; its
-limit is 18 bytes a parameter at the speed of the copy: gradient and weight read for the norms, then gradient, weight and
-momentum read and the last two written. A check's bound is twice the error of torch's own kernels against float64, or the spacing of the dtype at the largest number.
+limit is 18 bytes a parameter at the speed of the copy: gradient and weight read for the norms, then gradient, weight
+and momentum read and the last two written. A check's bound is twice the error of torch's own kernels against float64,
+or the spacing of the dtype at the largest number.
 """
 
 _LIMITS = {CHECKS: "bound"}
