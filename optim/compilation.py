@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from typing import Callable, Optional, Sequence, Tuple
 
@@ -22,10 +23,12 @@ def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
         What runs them, and a line to tell.
     """
     start = time.perf_counter()
+    # It tells of CUDA, for which a CPU's compiler has no use.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         rehearse(_compiled)
-    except RuntimeError as error:  # as all of torch's compiler, for one without a C++ compiler
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # a compiler may be missing or half installed, a disk full: there is no list of them
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return in_parts, f"engine.compile: the update runs uncompiled: {reason}"
     return _compiled, f"the update was compiled in {time.perf_counter() - start:.0f} s"
 

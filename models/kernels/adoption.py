@@ -38,6 +38,7 @@ def adopt(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
     for name, module in model.named_modules():
         kernel = next((kernel for kernel in loaded if kernel.replaces(module)), None)
         if kernel is not None:
+            assert name, "a model that is itself such a layer has no place in which to put another"
             found[name] = kernel.of(module)
     for name, fused in found.items():
         parent, _, last = name.rpartition(".")

@@ -78,6 +78,7 @@ class FusedGroupConv2d(nn.Conv2d):
         return fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self.in_channels, f"{x.shape[1]} channels, not {self.in_channels}"
         return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same)
 
 

@@ -57,6 +57,7 @@ class FusedGroupNormAct(GroupNormAct):
         return fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self.num_channels, f"{x.shape[1]} channels, not {self.num_channels}"
         return _GroupNormAct.apply(x, self.weight, self.bias, self.num_groups, self.eps, self.apply_act)
 
 

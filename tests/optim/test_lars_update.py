@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import half_weights, rows
+from optim import compilation, half_weights, rows
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate
@@ -212,6 +212,17 @@ def test_without_a_compiler_a_line_says_so_and_it_steps_uncompiled(monkeypatch):
     torch._dynamo.reset()
     state, _ = state_of(compile=True)
     assert "runs uncompiled" in state.notes[0] and "compiler" in state.notes[0]
+    assert_same(updated(state)[0], updated(state_of()[0])[0])
+
+
+@pytest.mark.parametrize(("error", "told"), [(OSError("disk full"), "disk full"), (KeyError(), "KeyError")])
+def test_whatever_a_compiler_fails_with_it_steps_uncompiled(monkeypatch, error, told):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(compilation, "_of_torch", fail)
+    state, _ = state_of(compile=True)
+    assert state.notes == (f"engine.compile: the update runs uncompiled: {told}",)
     assert_same(updated(state)[0], updated(state_of()[0])[0])
 
 

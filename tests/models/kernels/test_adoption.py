@@ -99,3 +99,8 @@ def test_our_kernels_are_adopted_likewise():
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, device=device)
     with torch.backends.cudnn.flags(allow_tf32=False):
         torch.testing.assert_close(model(images), plain(images), rtol=1e-3, atol=1e-4)
+
+
+def test_a_lone_layer_is_no_model(stand_ins):
+    with pytest.raises(AssertionError, match="has no place"):
+        adopt(GroupNormAct(8, 4, 1e-3))

@@ -306,6 +306,12 @@ def test_more_elements_than_32_bits_can_count(form):
         assert torch.equal(conv(x)[-1:], conv(last))
 
 
+def test_another_number_of_channels_is_refused():
+    fused = FusedGroupConv2d.of(nn.Conv2d(32, 32, 3, padding=1, groups=2, bias=False))
+    with pytest.raises(AssertionError, match="48 channels, not 32"):
+        fused(torch.zeros(1, 48, 4, 4))
+
+
 _COMPILE = """
 import torch
 from models.kernels import group_conv

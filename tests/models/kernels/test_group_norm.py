@@ -290,6 +290,11 @@ def test_tensors_longer_than_an_int32_reaches():
         del x
 
 
+def test_another_number_of_channels_is_refused():
+    with pytest.raises(AssertionError, match="16 channels, not 8"):
+        FusedGroupNormAct.of(layer(8))(torch.zeros(1, 16, 2, 2))
+
+
 _COMPILE = """
 import torch
 from models.kernels import group_norm
