@@ -1,19 +1,14 @@
-"""torch.compile for a stage's blocks: before the first step, and so that no step compiles them again."""
+"""torch.compile for a stage's blocks, so that no step compiles them again."""
 
 from __future__ import annotations
 
-import time
 import types
-from typing import TYPE_CHECKING, Callable, Dict, List, Sequence, Tuple
+from typing import Callable, Dict, List, Sequence
 
 import torch
 from torch import nn
 
 from models.stochastic import RANDOM_LAYERS
-from parallel.work import Boundary
-
-if TYPE_CHECKING:
-    from engines.stage import Stage
 
 # Programs that one block may have: for each size of images, with a backward pass to come and without.
 _PROGRAMS = 64
@@ -29,33 +24,6 @@ def compiled(segments: Sequence[nn.Sequential], backend: str) -> List[Callable[[
     for segment in segments:
         programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", backend))
     return [_Segment(segment, programs[repr(segment[-1])]) for segment in segments]
-
-
-def prepare(stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device) -> Tuple[str, ...]:
-    """Has stages compiled when they are first computed; for what `entering` says, at once, which a line tells of.
-
-    Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
-
-    Args:
-        stages: those of this process, by number.
-        entering: for each size of images, what enters each of the model's stages.
-    """
-    started = time.perf_counter()
-    for stage in stages.values():
-        stage.compile()
-    if not entering:
-        return ()
-    try:
-        for inputs in entering:
-            for number, stage in stages.items():
-                stage.rehearse(torch.zeros(tuple(inputs[number].shape), dtype=inputs[number].dtype, device=device))
-    except Exception as error:  # of a compiler that may be missing, half installed or wrong: there is no list of them
-        for stage in stages.values():
-            stage.interpret()
-        cause = getattr(error, "inner_exception", error)  # Dynamo packs up what a backend raises
-        why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        return (f"engine.compile: the model stays uncompiled: {why}",)
-    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
 
 
 class _Segment:

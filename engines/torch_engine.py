@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from data.base import Source
 from data.batches import MicroBatch
-from engines import compilation, cuts, feed, replication, state, tuning
+from engines import cuts, feed, rehearsal, replication, state, tuning
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.exchange import GradientExchange
@@ -71,7 +71,7 @@ class TorchEngine(Engine):
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
             entering = [self._boundaries(self._images(size)) for size in sizes]
-            self.notes += compilation.prepare(self._stages, entering, self.device)
+            self.notes += rehearsal.prepare(self._stages, entering, self.device)
 
     def _build(self) -> None:
         """The model, this process's part of it, and its weights."""

@@ -16,7 +16,7 @@ from optim.rows import Run, in_parts, in_rows
 
 
 class LarsUpdate:
-    """Steps as LARS does, from the state to the state: each number of it is read and written once.
+    """Steps as LARS does, from the state to the state.
 
     The first pass adds up squares, from which the trust ratios follow; the second makes the step, rounds and stores
     it, and renews the module's parameters. With `trust="momentum"` and a clipped gradient there are three: the ratios
@@ -56,12 +56,11 @@ class LarsUpdate:
             if directions:
                 directions = self._sums(scale)[3:]
         ratio = self._ratios(weight, directions[0] if directions else gradient)
-        subtracted = torch.full_like(weight, float("nan"))
-        if not self.asks or finite:
-            found = self._step(step, scale, lr, ratio, None if self.asks else finite)
-            subtracted = self._by_parameter(found) if measure else subtracted
+        made = not self.asks or bool(finite)
+        squares = self._step(step, scale, lr, ratio, None if self.asks else finite) if made else None
         if not measure:
             return finite, None
+        subtracted = self._by_parameter(squares) if made else torch.full_like(weight, float("nan"))
         norm = self._model.norm
         trust = self._model.ratios({name: ratio[place] for place, name in self._adapted})
         return finite, Norms(gradient_norm, norm(weight), norm(subtracted), trust)

@@ -9,7 +9,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
 
-from engines import compilation
+from engines import rehearsal
 from engines.stage import Stage
 from models.efficientnet import build
 from models.stochastic import RANDOM_LAYERS
@@ -115,7 +115,7 @@ def test_all_sizes_of_images_are_compiled_before_the_first_step(monkeypatch):
     compiled = stage.compile
     monkeypatch.setattr(stage, "compile", lambda: compiled("eager"))
     sizes = [[IMAGES], [IMAGES._replace(shape=(4, 3, 24, 24))]]
-    (note,) = compilation.prepare({0: stage}, sizes, torch.device("cpu"))
+    (note,) = rehearsal.prepare({0: stage}, sizes, torch.device("cpu"))
     assert note.startswith("engine.compile: the model compiled in ")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for size in (16, 24):
@@ -125,7 +125,7 @@ def test_all_sizes_of_images_are_compiled_before_the_first_step(monkeypatch):
 def test_an_engine_that_does_not_train_compiles_nothing_yet(monkeypatch):
     _, stage = stage_of()
     monkeypatch.setattr(stage, "rehearse", lambda x: pytest.fail("rehearsed"))
-    assert compilation.prepare({0: stage}, (), torch.device("cpu")) == ()
+    assert rehearsal.prepare({0: stage}, (), torch.device("cpu")) == ()
 
 
 def test_where_there_is_no_compiler_the_model_stays_as_it_is(monkeypatch):
@@ -136,7 +136,7 @@ def test_where_there_is_no_compiler_the_model_stays_as_it_is(monkeypatch):
     model, stage = stage_of()
     compiled = stage.compile
     monkeypatch.setattr(stage, "compile", lambda: compiled(missing))
-    (note,) = compilation.prepare({0: stage}, [[IMAGES]], torch.device("cpu"))
+    (note,) = rehearsal.prepare({0: stage}, [[IMAGES]], torch.device("cpu"))
     assert note.startswith("engine.compile: the model stays uncompiled: ") and "no working compiler found" in note
     assert "\n" not in note
     assert_same(three_steps(model, stage), expected)
