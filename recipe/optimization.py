@@ -22,7 +22,7 @@ class Precision(Section):
         "stochastic", description="how updates enter float16 weights and momentum"
     )
     loss_scale: float = Field(
-        128.0, gt=0, le=1e38, description="factor on the loss; the first one when dynamic_loss_scale is on"
+        128.0, gt=0, description="factor on the loss; the first one when dynamic_loss_scale is on"
     )
     dynamic_loss_scale: bool = Field(
         False, description="halve the scale after a non-finite step, double it after 2000 finite ones"
