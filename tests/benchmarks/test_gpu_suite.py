@@ -31,7 +31,17 @@ def performed(section, before=(), plan=PLAN):
     return [content for kind, content in sent if kind == "row"], alive
 
 
-@pytest.mark.parametrize("section", gpu_suite.SECTIONS, ids=lambda section: section.name)
+# Some are like others in all but the model.
+ALIKE = ("training B4-G1-BN, float16", "training B0-G16-GN, float16", "training B4-G16-GN, bfloat16")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in ALIKE else [])
+        for each in gpu_suite.SECTIONS
+    ],
+)
 def test_each_section_gives_all_its_rows(section, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # that takes minutes
     copied = Row("ceilings", "copy", (1.0,), "GB/s")
@@ -216,6 +226,7 @@ def endless(session):
     yield
 
 
+@pytest.mark.slow
 def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "_GRACE", 1.0)
     sections = [

@@ -62,7 +62,10 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("recompute", "norm", "backend"),
-    [((), "group", "aot_eager"), ("all", "batch", "eager"), (("blocks.2.0",), "group", "eager")],
+    [
+        pytest.param((), "group", "aot_eager", marks=pytest.mark.slow),
+        *(("all", "batch", "eager"), (("blocks.2.0",), "group", "eager")),
+    ],
 )
 def test_no_step_compiles_anything_after_the_rehearsal(recompute, norm, backend):
     """Though step and micro batch move on, which random layers draw by. Bitwise: the same kernels in the same order."""

@@ -209,6 +209,7 @@ def test_without_a_compiler_a_line_says_so_and_it_steps_uncompiled(monkeypatch):
 
     monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
     monkeypatch.setattr(config, "force_disable_caches", True)
+    monkeypatch.setattr(compilation, "_of_torch", compilation._of_torch.__wrapped__)  # nothing compiled before
     torch._dynamo.reset()
     state, _ = state_of(compile=True)
     assert "runs uncompiled" in state.notes[0] and "compiler" in state.notes[0]
