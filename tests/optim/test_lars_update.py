@@ -207,11 +207,10 @@ def test_compiled_it_steps_alike(trust, compute, dtype):
 def test_without_a_compiler_a_line_says_so_and_it_steps_uncompiled(monkeypatch):
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
-    monkeypatch.setattr(config, "force_disable_caches", True)
     monkeypatch.setattr(compilation, "_of_torch", compilation._of_torch.__wrapped__)  # nothing compiled before
     torch._dynamo.reset()
-    state, _ = state_of(compile=True)
+    with config.patch({"cpp.cxx": (None, "/no/such/compiler"), "force_disable_caches": True}):
+        state, _ = state_of(compile=True)
     assert "runs uncompiled" in state.notes[0] and "compiler" in state.notes[0]
     assert_same(updated(state)[0], updated(state_of()[0])[0])
 
