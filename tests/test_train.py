@@ -95,7 +95,8 @@ def test_a_run_ends_with_0_and_says_what_it_did(command):
     assert (code, errors) == (DONE, [])
     assert out[0] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
     assert out[1].startswith("4 steps = ")
-    assert out[-1].startswith("done: top1 ")
+    # On a busy machine a line about waiting for images may follow.
+    assert [line for line in out[-2:] if not line.startswith("input-bound: ")][-1].startswith("done: top1 ")
     assert {path.name for path in command.folder.iterdir()} >= {
         "config.yaml",
         "environment.json",
