@@ -16,6 +16,7 @@ import torch
 
 from recipe import loading
 from recipe.config import Recipe
+from recipe.errors import first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_MEASURED = "not measured: "
@@ -235,8 +236,7 @@ def reason(error: BaseException) -> str:
     """One line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    cause = getattr(error, "inner_exception", error)  # Dynamo packs up what a backend raises
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:160]
+    return first_line(error)[:160]
 
 
 def shown(value: Optional[float]) -> str:

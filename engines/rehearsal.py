@@ -9,6 +9,7 @@ import torch
 
 from engines.stage import Stage
 from parallel.work import Boundary
+from recipe.errors import first_line
 
 
 def prepare(stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device) -> Tuple[str, ...]:
@@ -32,7 +33,5 @@ def prepare(stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], de
     except Exception as error:  # of a compiler that may be missing, half installed or wrong: there is no list of them
         for stage in stages.values():
             stage.interpret()
-        cause = getattr(error, "inner_exception", error)  # Dynamo packs up what a backend raises
-        why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        return (f"engine.compile: the model stays uncompiled: {why}",)
+        return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
     return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)

@@ -24,7 +24,7 @@ from parallel.work import Boundary
 from recipe.batch import training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, first_line
 from recipe.hardware import EngineSection
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _measured(recipe: Recipe, part: _Part, device: torch.device, candidate: Cand
     try:
         return Outcome(_seconds(recipe, part, device, candidate))
     except Exception as error:  # memory, a compiler, a kernel: whatever is wrong with one way, others may do
-        return Outcome(None, next(iter(str(error).strip().splitlines()), type(error).__name__))
+        return Outcome(None, first_line(error))
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()

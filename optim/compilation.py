@@ -11,6 +11,7 @@ import torch
 
 from optim import lars_passes
 from optim.rows import Run, in_parts
+from recipe.errors import first_line
 
 
 def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
@@ -28,8 +29,7 @@ def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
     try:
         rehearse(_compiled)
     except Exception as error:  # a compiler may be missing or half installed, a disk full: there is no list of them
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return in_parts, f"engine.compile: the update runs uncompiled: {reason}"
+        return in_parts, f"engine.compile: the update runs uncompiled: {first_line(error)}"
     return _compiled, f"the update was compiled in {time.perf_counter() - start:.0f} s"
 
 

@@ -19,10 +19,10 @@ from optim.rows import ROW, Run, in_parts, in_rows
 from recipe.randomness import key
 
 LARGEST = 65504.0  # largest finite float16
-GOLDEN = 0x9E3779B1
+_GOLDEN = 0x9E3779B1
 _EXPONENT = 0x7F800000
 _SMALLEST_NORMAL = 113 << 23  # exponent bits of 2**-14; below it float16's spacing stays 2**-24
-MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
 class RoundingBits:
@@ -41,7 +41,7 @@ class RoundingBits:
             low = _signed(key("rounding", name) & 0xFFFFFFFF)
             part = torch.arange(-(-count // ROW), dtype=torch.int32, device=device).bitwise_xor_(low)
             self.rows[start // ROW :][: len(part), 0] = _mix_(part)
-        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(GOLDEN))
+        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
 
     def draw(self, step: int, slot: str) -> int:
         """What `random_bits` adds to all rows, a signed 32-bit number.
@@ -118,7 +118,7 @@ def _round_rows(
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """`mix32` of recipe/randomness.py in place on int32."""
-    for shift, multiplier in zip((16, 15), MULTIPLIERS):
+    for shift, multiplier in zip((16, 15), _MULTIPLIERS):
         x.bitwise_xor_(torch.bitwise_right_shift(x, shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
     return x.bitwise_xor_(torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF))
 

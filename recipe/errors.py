@@ -21,3 +21,9 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint or run folder that does not fit the recipe, or cannot be read."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line: of what a compiler packs up, the error within."""
+    cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
