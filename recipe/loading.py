@@ -21,16 +21,25 @@ from recipe.errors import ConfigError
 from recipe.ipu_rules import stages_of_launcher
 
 _COMMAND_LINE = "command line"
+_DEEPEST = 32  # levels of lists and mappings; Python's own limit changes with what a process has imported
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: PyYAML takes 1e-5 for a string, on and no for booleans, 010 for 8."""
 
+    depth = 0
+
     def compose_node(self, parent, index):
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
             raise yaml.composer.ComposerError(None, None, f"tag {event.tag} has no place in a recipe", event.start_mark)
-        return super().compose_node(parent, index)
+        if self.depth == _DEEPEST:
+            problem = f"lists and mappings are nested more than {_DEEPEST} levels deep"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -115,8 +124,6 @@ def parse_yaml(text: str, place: str) -> Any:
         where = f"{place}:{mark.line + 1}" if mark else place
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{where}: not valid YAML: {' '.join(problem.split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{place}: not a recipe: its lists or mappings are nested too deeply") from None
 
 
 def dump(recipe: Recipe) -> str:

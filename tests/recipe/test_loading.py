@@ -184,7 +184,7 @@ def test_scalars_are_those_of_yaml_1_2():
         ("!!timestamp a\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: !!python/object:os.system {}\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: '\x01'\n", "mine.yaml: not valid YAML: unacceptable character"),
-        ("run: " + "[" * 400, "mine.yaml: not a recipe: its lists or mappings are nested too deeply"),
+        ("run: " + "[" * 400, "mine.yaml:1: not valid YAML: lists and mappings are nested more than 32 levels deep"),
         ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
         ("words", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
         ("run: 5\n", "mine.yaml: run: expected keys below it, found 5"),
