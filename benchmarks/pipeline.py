@@ -45,9 +45,9 @@ from benchmarks.ranks import Ours
 from benchmarks.step import recipe as of_step
 from engines import cuts
 from engines.stage import boundaries
+from models.balance import split_names
 from models.efficientnet import build
 from models.normalization import norm_parameters
-from models.stages import split_names
 from optim import factory
 from parallel.processes import Processes
 from parallel.topology import Topology

@@ -8,9 +8,10 @@ import torch
 
 from engines.devices import memory_of
 from engines.stage import blocks_to_recompute
-from models import costs
+from models import balance, costs
+from models.balance import split_names
 from models.efficientnet import build
-from models.stages import BlockList, split_names
+from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.config import Parallel, Recipe
@@ -55,7 +56,7 @@ def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[s
     if isinstance(parallel.split, list):
         return _divided(model, able, parallel.split), ""
     found = costs.count(model, recipe.model.image_size, batch.micro)
-    cut = costs.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
+    cut = balance.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
     return _divided(model, able, cut.cuts), cut.describe("counted")
 
 
@@ -100,8 +101,8 @@ def _automatic(
         images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)
         found = costs.median(processes.gather(costs.measure(model, images.to(device))))
 
-    def balanced() -> costs.Cut:
-        return costs.balance(
+    def balanced() -> balance.Cut:
+        return balance.balance(
             found,
             parallel.parts,
             in_flight=_in_flight(parallel, batch.accumulation),

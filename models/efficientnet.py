@@ -11,25 +11,12 @@ from torch import nn
 
 from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 from models.preprocess import Preprocess
+from models.shapes import CHANNEL_DIVISOR, HEAD_CHANNELS, STAGES, STEM_CHANNELS, groups_of
 from models.stages import BlockList
 from models.stochastic import Draws, Dropout, DropPath
 from recipe.config import Model
 from recipe.errors import ConfigError
 from recipe.randomness import key
-
-# The stages of EfficientNet-B0 in timm's notation; `{e}` is the expansion. Source: 1905.11946, table 1.
-_STAGES = (
-    "ds_r1_k3_s1_e1_c16_se0.25",
-    "ir_r2_k3_s2_e{e}_c24_se0.25",
-    "ir_r2_k5_s2_e{e}_c40_se0.25",
-    "ir_r3_k3_s2_e{e}_c80_se0.25",
-    "ir_r3_k5_s1_e{e}_c112_se0.25",
-    "ir_r4_k5_s2_e{e}_c192_se0.25",
-    "ir_r1_k3_s1_e{e}_c320_se0.25",
-)
-_STEM_CHANNELS = 32
-_HEAD_CHANNELS = 1280
-_CHANNEL_DIVISOR = 8
 
 
 def build(model: Model, seed: int) -> BlockList:
@@ -74,14 +61,6 @@ def timm_name(name: str) -> str:
     return name
 
 
-def groups_of(channels: int, group_size: int) -> int:
-    """Groups of a spatial convolution: channels // group_size, at least one, lowered until it divides `channels`."""
-    groups = max(channels // group_size, 1)
-    while channels % groups:
-        groups -= 1
-    return groups
-
-
 def _calm_classifier(classifier: nn.Linear) -> None:
     """Shrinks the initial weights of a classifier of fewer than 1,000 classes to the size they have with 1,000.
 
@@ -117,14 +96,14 @@ class _Head(nn.Module):
 
 
 def _timm_model(model: Model) -> EfficientNet:
-    rounded = functools.partial(round_channels, multiplier=model.width, divisor=_CHANNEL_DIVISOR)
-    arguments = decode_arch_def([[text.format(e=model.expansion)] for text in _STAGES], model.depth)
+    rounded = functools.partial(round_channels, multiplier=model.width, divisor=CHANNEL_DIVISOR)
+    arguments = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
     _set_group_sizes(arguments, rounded, model.group_size)
     return EfficientNet(
         block_args=arguments,
         num_classes=model.classes,
-        num_features=rounded(_HEAD_CHANNELS),
-        stem_size=_STEM_CHANNELS,
+        num_features=rounded(HEAD_CHANNELS),
+        stem_size=STEM_CHANNELS,
         round_chs_fn=rounded,
         pad_type="same" if model.padding == "same" else "",
         act_layer=nn.SiLU,
@@ -135,7 +114,7 @@ def _timm_model(model: Model) -> EfficientNet:
 
 def _set_group_sizes(arguments: list, rounded: functools.partial, group_size: int) -> None:
     """Writes each block's group size: timm takes one size for all and refuses channels it does not divide."""
-    channels = rounded(_STEM_CHANNELS)
+    channels = rounded(STEM_CHANNELS)
     for stage in arguments:
         for block in stage:
             expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)

@@ -43,20 +43,3 @@ class BlockList(nn.Module):
         for name in self.names:
             x = self.get_submodule(name)(x)
         return x
-
-
-def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
-    """`names` as consecutive lists, a new one opening at each name in `cuts`.
-
-    Raises:
-        ValueError: a cut that is no block, is the first block, or is out of order; the message lists the blocks.
-    """
-    positions = []
-    for cut in cuts:
-        if cut not in names:
-            raise ValueError(f"{cut} is not a block; the blocks are {', '.join(names)}")
-        positions.append(list(names).index(cut))
-    edges = [0, *positions, len(names)]
-    if any(end <= start for start, end in zip(edges, edges[1:])):
-        raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
-    return [list(names[start:end]) for start, end in zip(edges, edges[1:])]

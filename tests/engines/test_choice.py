@@ -126,8 +126,8 @@ def test_selection_on_a_slow_processor_decides_too(resolved):
 def test_the_largest_stage_counts(tiny):
     """As the meta model is cut by names: parameters counted by hand from a built one."""
     recipe = tiny("exchange.method=auto", "parallel.stages=2", "parallel.split=[blocks.3.0]", "run.device=cpu")
+    from models.balance import split_names
     from models.efficientnet import build
-    from models.stages import split_names
 
     model = build(recipe.model, 0)
     sizes = [

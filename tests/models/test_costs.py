@@ -1,20 +1,18 @@
-"""What blocks cost, against closed forms and torch's own counters; the best cut, against a search through all cuts."""
+"""What blocks cost, against closed forms and torch's own counters."""
 
-import itertools
-import random
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from models.costs import BlockCost, Cut, balance, count, measure, median, multiply_adds
+from models.balance import BlockCost
+from models.costs import count, measure, median, multiply_adds
 from models.efficientnet import build
-from models.stages import BlockList, split_names
+from models.stages import BlockList
 from recipe.config import Model
 
 SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "classes": 10}
-STEM, BLOCK = BlockCost(1, 2, 10, 5, 7), BlockCost(3, 6, 100, 20, 50)
 
 
 @pytest.fixture(params=["group", "batch"])
@@ -185,110 +183,6 @@ def test_a_block_that_fails_leaves_no_trace_either(images):
         assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
 
 
-def search(costs, stages, in_flight, recompute, per_parameter, memory):
-    """The best cut by trying all, from the definition: (fits, slowest stage, largest memory), and its names."""
-    names = list(costs)
-    before = dict(zip(names[1:], names))
-    found = []
-    for cuts in itertools.combinations(names[1:], stages - 1):
-        parts = split_names(names, cuts)
-        if not all(any(costs[name].parameters for name in part) for part in parts):
-            continue
-        slowest, largest = 0, 0
-        for stage, part in enumerate(parts):
-            seconds, held, transient = 0, 0, 0
-            for name in part:
-                cost = costs[name]
-                seconds += cost.forward + cost.backward
-                if name in recompute:
-                    seconds += cost.forward
-                    held += costs[before[name]].output if name in before else 0
-                    transient = max(transient, cost.saved)
-                else:
-                    held += cost.saved
-            state = per_parameter * sum(costs[name].parameters for name in part)
-            slowest, largest = max(slowest, seconds), max(largest, in_flight[stage] * held + transient + state)
-        fits = memory is None or largest <= memory
-        found.append((not fits, (slowest, largest) if fits else (largest, slowest), cuts))
-    misfit, best, _ = min(found)
-    return not misfit, best
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_cut_is_the_best_of_all(seed):
-    """Small whole numbers, so that sums are exact and ties are frequent."""
-    draw = random.Random(seed)
-    blocks, stages = draw.randint(4, 9), draw.randint(1, 4)
-    costs = {
-        str(block): BlockCost(
-            draw.randint(0, 5), draw.randint(0, 9), draw.randint(0, 40), draw.randint(0, 9), draw.choice((0, 1, 5, 20))
-        )
-        for block in range(blocks)
-    }
-    costs["1"] = costs["1"]._replace(parameters=3)
-    recompute = frozenset(name for name in costs if draw.random() < draw.choice((0, 0, 0.5)))
-    in_flight = [draw.randint(1, 5) for _ in range(stages)]
-    able = sum(cost.parameters > 0 for cost in costs.values())
-    for memory in (None, draw.randint(50, 200), draw.randint(100, 500), 1):
-        arguments = {"in_flight": in_flight, "recompute": recompute, "bytes_per_parameter": 2, "memory": memory}
-        if stages > able:
-            with pytest.raises(ValueError, match=f"^{stages} stages are more than the {able} blocks that have param"):
-                balance(costs, stages, **arguments)
-            continue
-        cut = balance(costs, stages, **arguments)
-        fits, best = search(costs, stages, in_flight, recompute, 2, memory)
-        assert cut.fits == fits
-        assert ((max(cut.seconds), max(cut.bytes)) if fits else (max(cut.bytes), max(cut.seconds))) == best
-        assert len(split_names(list(costs), cut.cuts)) == len(cut.seconds) == len(cut.bytes) == stages
-
-
-def test_less_memory_moves_the_cut_until_nothing_fits():
-    """Four like blocks; under 1F1B the first stage holds two micro batches and the second one."""
-    costs = dict.fromkeys("abcd", BlockCost(1, 2, 100, 10, 1))
-    even, narrow, hopeless = (
-        balance(costs, 2, in_flight=[2, 1], bytes_per_parameter=0, memory=memory) for memory in (400, 399, 299)
-    )
-    assert even == Cut(["c"], [6, 6], [400, 200], 400) and even.fits and even.imbalance == 0
-    assert narrow == Cut(["b"], [3, 9], [200, 300], 399) and narrow.fits and narrow.imbalance == 0.5
-    assert hopeless == Cut(["b"], [3, 9], [200, 300], 299) and not hopeless.fits
-
-
-def test_recomputing_pays_the_forward_pass_twice_and_keeps_the_input():
-    costs = {"preprocess": BlockCost(0, 0, 0, 4, 0), "stem": STEM, "a": BLOCK, "b": BLOCK}
-    arguments = {"in_flight": [8], "bytes_per_parameter": 12}
-    state = 12 * (7 + 50 + 50)
-    assert balance(costs, 1, **arguments) == Cut([], [21], [8 * 210 + state])
-    assert balance(costs, 1, recompute={"a"}, **arguments) == Cut([], [24], [8 * (10 + 5 + 100) + 100 + state])
-    everything = Cut([], [28], [8 * (4 + 5 + 20) + 100 + state])  # preprocess keeps the images, which do not count
-    assert balance(costs, 1, recompute=set(costs), **arguments) == everything
-
-
-def test_no_stage_is_without_parameters():
-    costs = {"preprocess": BlockCost(100, 0, 0, 4, 0), "stem": STEM, "a": BLOCK}
-    assert balance(costs, 2, in_flight=[1, 1]).cuts == ["a"]
-    with pytest.raises(ValueError) as caught:
-        balance(costs, 3, in_flight=[1, 1, 1])
-    assert str(caught.value) == "3 stages are more than the 2 blocks that have parameters"
-    with pytest.raises(AssertionError, match="1 counts in flight for 2 stages"):
-        balance(costs, 2, in_flight=[1])
-
-
-def test_a_cut_is_described_in_one_line():
-    cut = Cut(["blocks.2.1"], [0.0961, 0.1039], [120_400_000, 8_000_000])
-    line = (
-        "split [blocks.2.1] (measured): stages take 48 % and 52 % of the time, 3.9 % from even; memory 120 and 8.0 MB"
-    )
-    assert cut.describe() == line
-    assert cut._replace(memory=100_000_000).describe() == f"{line}: no cut fits into 100 MB, this one needs least"
-    assert Cut(["a", "b"], [1, 1, 2], [10**10] * 3).describe("counted") == (
-        "split [a, b] (counted): stages take 25 %, 25 % and 50 % of the time, 50.0 % from even; "
-        "memory 10,000, 10,000 and 10,000 MB"
-    )
-    assert Cut([], [1], [10**7]).describe() == (
-        "split [] (measured): one stage takes all of the time, 0.0 % from even; memory 10 MB"
-    )
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -346,30 +240,3 @@ def test_of_what_several_processes_measure_the_median_counts():
         for forward, backward in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))
     ]
     assert median(measured) == {"a": BlockCost(2.0, 2.0, 3, 4, 5), "b": BlockCost(1.0, 4.0, 0, 0, 0)}
-
-
-def test_phases_that_come_one_after_the_other_are_balanced_each():
-    """Cut at b, sums are 6 and 7, cut at c 9 and 4. But phases take 5 + 5.5 where it is cut at b, 6 + 3.5 at c."""
-    costs = {"a": BlockCost(5, 1, 1, 1, 1), "b": BlockCost(1, 2, 1, 1, 1), "c": BlockCost(0.5, 3.5, 1, 1, 1)}
-    assert balance(costs, 2, in_flight=[1, 1]).cuts == ["b"]
-    assert balance(costs, 2, in_flight=[1, 1], phases=True).cuts == ["c"]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_move_of_a_border_makes_phases_faster(seed):
-    draw = random.Random(seed)
-    names = [f"b{number}" for number in range(12)]
-    costs = {name: BlockCost(draw.uniform(0.5, 2), draw.uniform(0.5, 2), 1, 1, 1) for name in names}
-
-    def slowness(edges):
-        parts = split_names(names, [names[edge] for edge in edges])
-        return sum(max(sum(costs[name][phase] for name in part) for part in parts) for phase in (0, 1))
-
-    by_sums, (one, other) = (
-        [names.index(cut) for cut in balance(costs, 3, in_flight=[1] * 3, phases=phases).cuts]
-        for phases in (False, True)
-    )
-    assert slowness((one, other)) <= slowness(by_sums)
-    for moved in ((one + 1, other), (one - 1, other), (one, other + 1), (one, other - 1)):
-        if 0 < moved[0] < moved[1] < len(names):
-            assert slowness(moved) >= slowness((one, other)) - 1e-9

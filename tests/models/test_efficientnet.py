@@ -12,7 +12,8 @@ from timm.models.efficientnet import EfficientNet, _gen_efficientnet
 from torch import nn
 from torch.nn import functional as F
 
-from models.efficientnet import build, groups_of, timm_name
+from models.efficientnet import build, timm_name
+from models.shapes import groups_of
 from recipe.by_name import COMPOUND_SCALES
 from recipe.config import Model
 from recipe.errors import ConfigError

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from models.balance import split_names
 from models.efficientnet import build
-from models.stages import BlockList, split_names
+from models.stages import BlockList
 from recipe.config import Model
 
 SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "classes": 10}
@@ -82,22 +83,3 @@ def test_blocks_run_in_their_order_and_names_nest():
     for unknown in ("b", "b.0", "c", ""):
         with pytest.raises(KeyError):
             blocks.block(unknown)
-
-
-def test_names_are_split_before_each_cut():
-    assert split_names(NAMES, []) == [NAMES]
-    assert split_names(NAMES, ["blocks.0.0"]) == [NAMES[:2], NAMES[2:]]
-    assert split_names(NAMES, ["stem", "head"]) == [NAMES[:1], NAMES[1:4], NAMES[4:]]
-    assert split_names(tuple(NAMES), tuple(NAMES[1:])) == [[name] for name in NAMES]
-
-
-def test_cuts_that_cannot_be_made_are_refused():
-    with pytest.raises(ValueError) as caught:
-        split_names(NAMES, ["blocks.9.0"])
-    assert str(caught.value) == f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"
-    for cuts in (["preprocess"], ["head", "stem"], ["stem", "stem"]):
-        with pytest.raises(ValueError) as caught:
-            split_names(NAMES, cuts)
-        assert str(caught.value) == (
-            f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run"
-        )

@@ -1,0 +1,171 @@
+"""The blocks of an EfficientNet as numbers: parameters, multiply-adds and activations of each. Needs no torch.
+
+`models.efficientnet` builds the same blocks of modules; tests hold one to the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Dict, NamedTuple
+
+from recipe.config import Model
+
+
+class Stage(NamedTuple):
+    """A row of EfficientNet-B0's table: `repeats` blocks, the first with `stride`; `separable`: without expansion."""
+
+    repeats: int
+    kernel: int
+    stride: int
+    channels: int
+    separable: bool = False
+
+    def describe(self, expansion: int) -> str:
+        """In timm's notation."""
+        kind, factor = ("ds", 1) if self.separable else ("ir", expansion)
+        return f"{kind}_r{self.repeats}_k{self.kernel}_s{self.stride}_e{factor}_c{self.channels}_se{SQUEEZE:g}"
+
+
+# Tan and Le, 1905.11946, table 1.
+STAGES = (
+    Stage(1, 3, 1, 16, separable=True),
+    Stage(2, 3, 2, 24),
+    Stage(2, 5, 2, 40),
+    Stage(3, 3, 2, 80),
+    Stage(3, 5, 1, 112),
+    Stage(4, 5, 2, 192),
+    Stage(1, 3, 1, 320),
+)
+STEM_CHANNELS = 32
+HEAD_CHANNELS = 1280
+CHANNEL_DIVISOR = 8
+SQUEEZE = 0.25  # of a block's input channels, in squeeze and excitation
+
+_STATISTICS = 2  # float32 numbers that a normalisation keeps of each group or channel
+
+
+class BlockShape(NamedTuple):
+    """What one block is, for one image.
+
+    multiply_adds: of the forward pass, convolutions and linear layers. vectors: those of the parameters that are
+    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass, but
+    not what batch and proxy normalisation keep of a micro batch as a whole. output: elements for the next block.
+    """
+
+    multiply_adds: int
+    parameters: int
+    vectors: int
+    saved: int
+    output: int
+
+
+def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
+    """Block's name -> shape, in running order: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`.
+
+    Args:
+        image_size: height and width of the images in pixels.
+    """
+    rounded = functools.partial(round_channels, width=model.width)
+    found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
+    channels, size = rounded(STEM_CHANNELS), image_size
+    layers = _Layers(model)
+    size = layers.convolution(3, channels, size, kernel=3, stride=2)
+    layers.normalisation(channels, size)
+    found["stem"] = layers.block(channels, size)
+    for number, stage in enumerate(STAGES):
+        for repeat in range(math.ceil(stage.repeats * model.depth)):
+            layers = _Layers(model)
+            stride = stage.stride if repeat == 0 else 1
+            given, wanted = channels, rounded(stage.channels)
+            expansion = 1 if stage.separable else model.expansion
+            expanded = _divisible(channels * expansion)
+            if not stage.separable:
+                layers.convolution(channels, expanded, size)
+                layers.normalisation(expanded, size)
+            groups = groups_of(expanded, model.group_size)
+            size = layers.convolution(expanded, expanded, size, stage.kernel, stride, groups)
+            layers.normalisation(expanded, size)
+            layers.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
+            channels = wanted
+            layers.convolution(expanded, channels, size)
+            layers.normalisation(channels, size, activated=False)
+            layers.drop_path(model.drop_path if given == channels and stride == 1 and len(found) > 2 else 0.0)
+            found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
+    layers, features = _Layers(model), rounded(HEAD_CHANNELS)
+    layers.convolution(channels, features, size)
+    layers.normalisation(features, size)
+    layers.linear(features, model.classes)
+    found["head"] = layers.block(model.classes, 1)
+    return found
+
+
+def round_channels(channels: int, width: float) -> int:
+    """Channels at a width multiplier: the nearest multiple of 8 that is not below nine tenths of it."""
+    return _divisible(channels * width)
+
+
+def groups_of(channels: int, group_size: int) -> int:
+    """Groups of a spatial convolution: channels // group_size, at least one, lowered until it divides `channels`."""
+    groups = max(channels // group_size, 1)
+    while channels % groups:
+        groups -= 1
+    return groups
+
+
+def _divisible(value: float) -> int:
+    result = max(CHANNEL_DIVISOR, int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR)
+    return result + CHANNEL_DIVISOR if result < 0.9 * value else result
+
+
+class _Layers:
+    """Adds up the layers of one block."""
+
+    def __init__(self, model: Model):
+        self._model = model
+        self._multiply_adds = self._matrices = self._vectors = self._saved = 0
+
+    def convolution(
+        self, channels: int, filters: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1
+    ) -> int:
+        """[channels, size, size] -> [filters, ...]; the side of the result. Keeps its input, padded where it is."""
+        side = -(-size // stride)
+        weights = filters * channels // groups * kernel**2
+        self._multiply_adds += weights * side**2
+        self._matrices += weights
+        # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel pads.
+        padded = stride > 1 and self._model.padding == "same"
+        self._saved += channels * ((max((side - 1) * stride + kernel, size) if padded else size) ** 2)
+        return side
+
+    def normalisation(self, channels: int, size: int, activated: bool = True) -> None:
+        """Keeps its input and, with an activation, that one's input; proxy normalisation keeps its own, too."""
+        model = self._model
+        proxy = model.proxy_norm and activated
+        self._vectors += channels * ((4 if proxy else 2) - (model.proxy_norm and not activated))
+        self._saved += channels * size**2 * (1 + activated + proxy)
+        if model.norm != "batch":  # whose statistics are of the micro batch
+            self._saved += _STATISTICS * (1 if model.norm == "layer" else model.norm_groups)
+
+    def squeeze(self, channels: int, reduced: int, size: int) -> None:
+        """Squeeze and excitation: keeps what it scales, and a few vectors."""
+        self._multiply_adds += 2 * channels * reduced
+        self._matrices += 2 * channels * reduced
+        self._vectors += channels + reduced
+        self._saved += channels * size**2 + 2 * channels + 2 * reduced
+
+    def drop_path(self, rate: float) -> None:
+        """Keeps the factor of the image."""
+        self._saved += rate > 0
+
+    def linear(self, features: int, classes: int) -> None:
+        """Mean over the pixels, dropout, classifier: keeps the dropout's factors and the classifier's input."""
+        self._multiply_adds += features * classes
+        self._matrices += features * classes
+        self._vectors += classes
+        self._saved += features * (2 if self._model.dropout else 1)
+
+    def block(self, channels: int, size: int) -> BlockShape:
+        """All of it, with an output of [channels, size, size]."""
+        parameters = self._matrices + self._vectors
+        return BlockShape(self._multiply_adds, parameters, self._vectors, int(self._saved), channels * size**2)
