@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps")
 
 # A quarter of a million parameters on digits: a step takes milliseconds.
 TINY = (

@@ -33,7 +33,7 @@ OF_THE_SDK = {"poptorch": "engines/ipu_engine.py", "popdist": "engines/ipu_engin
 ON_IPU = (
     "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
     "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
-    "tools/plan.py",
+    "tools/plan.py", "tools/planning/", "parallel/costs.py",
 )  # fmt: skip
 _BUILTIN_GENERICS = ("list", "dict", "tuple", "set", "frozenset", "type")
 

@@ -1,43 +1,76 @@
-"""Prints what a recipe would do: python -m tools.plan --config FILE [--json] [section.key=value ...]
+"""Says what a recipe would do and cost, without an accelerator:
 
-It is the plan of `train.py --dry-run`. With --json the last line is one JSON object: the batch, and where run.device is
-ipu every option that PopTorch would be given, and the optimizer. Exit codes: 0 done, 2 the input is wrong.
+    python -m tools.plan --config FILE [--machine NAME|FILE] [--picture FILE.png] [--json] [section.key=value ...]
+
+First the plan of `train.py --dry-run`; then, on a machine that is known by published figures or measured by
+`tools.doctor`: memory of each stage, the widest model that fits, a step's time by cause, what must be read, and how all
+that changes from 1 to 4,096 replicas. With --json the last line is one JSON object, where run.device is ipu with every
+option that PopTorch would be given. Exit codes: 0 done, 1 the picture cannot be written, 2 the input is wrong.
 """
 
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe import batch, ipu_plan, loading
 from recipe.config import Recipe
-from recipe.errors import DONE, WRONG_INPUT, UserError
+from recipe.errors import DONE, FAILED, WRONG_INPUT, UserError
+from tools.planning import machine, summary, text
+from tools.planning.summary import Summary
 from training.command import Parser, fail, naming
+
+# Device of a recipe -> the machine it is planned for unless another is named; auto is taken for a CPU.
+_MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores", "auto": "two_cores"}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = Parser(prog="python -m tools.plan", description="Check a recipe and print its plan.")
+    parser = Parser(prog="python -m tools.plan", description="Check a recipe and say what it would do and cost.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(machine.names())}, or a file that tools.doctor has written (default: by run.device)",
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw the scaling from 1 to 4,096 replicas")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
     try:
         recipe = loading.load(options.config, options.overrides)
         print(naming(options.config, batch.describe, recipe))
+        place = machine.load(options.machine or _MACHINES[recipe.run.device])
+        plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)
+        print("\n".join(text.lines(plan)))
+        if options.picture:
+            _draw(plan, Path(options.picture))
         if options.json:
-            print(json.dumps(as_data(recipe)))
+            print(json.dumps(as_data(plan), allow_nan=False))
     except UserError as error:
         return fail(error, WRONG_INPUT)
+    except OSError as error:
+        return fail(f"{error.filename or options.picture}: {error.strerror or error}", FAILED)
     return DONE
 
 
-def as_data(recipe: Recipe) -> dict:
+def as_data(plan: Summary) -> dict:
     """The plan as JSON has it; other devices than IPUs have no options."""
-    division = batch.planned(recipe)
-    numbers = {key.rstrip("_"): value for key, value in dataclasses.asdict(division).items()}
-    rest = ipu_plan.as_data(recipe, division) if recipe.run.device == "ipu" else {"options": [], "optimizer": {}}
-    return {"batch": numbers, **rest}
+    recipe = plan.recipe
+    numbers = {key.rstrip("_"): value for key, value in dataclasses.asdict(plan.batch).items()}
+    return {"batch": numbers, **_options(recipe, plan), **text.as_data(plan)}
+
+
+def _options(recipe: Recipe, plan: Summary) -> dict:
+    return ipu_plan.as_data(recipe, plan.batch) if recipe.run.device == "ipu" else {"options": [], "optimizer": {}}
+
+
+def _draw(plan: Summary, path: Path) -> None:
+    from tools.planning import picture  # matplotlib takes its time
+
+    picture.draw(plan, path)
+    print(f"picture    {path}")
 
 
 if __name__ == "__main__":

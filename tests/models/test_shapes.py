@@ -8,6 +8,7 @@ from models.costs import count
 from models.efficientnet import build
 from recipe.config import Model
 
+OLD = torch.__version__.startswith("2.0.")  # keeps copies that later versions do without
 B4 = {"name": "efficientnet_b4"}
 ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
@@ -41,6 +42,8 @@ def test_shapes_are_those_of_the_modules(sections, image_size):
         assert fewer[name].output == 4 * 2 * shape.output, name
         assert sum(each.numel() for each in parameters) == shape.parameters, name
         assert sum(each.numel() for each in parameters if each.dim() == 1) == shape.vectors, name
+        if OLD:
+            continue
         assert more[name].saved - fewer[name].saved == 4 * 2 * shape.saved, name
         if sections.get("norm") != "batch" and not sections.get("proxy_norm"):
             assert fewer[name].saved == 4 * 2 * shape.saved, name

@@ -15,9 +15,8 @@ from recipe.by_name import FAMILIES
 from recipe.config import Recipe
 from recipe.errors import ConfigError
 from recipe.loading import dump, load, parse_yaml
+from tests.conftest import RECIPES, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 SMALLEST = "run: {epochs: 1}\nschedule: {peak: 1}\n"
 
 
@@ -324,7 +323,7 @@ def test_alternatives_in_one_layer_are_refused_where_they_are(write):
     assert refusal(path) == "mine.yaml: schedule: warmup_steps and warmup_images are both given; keep one"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_what_is_dumped_loads_as_the_same_recipe(path, write):
     """config.yaml of a run folder is such a dump: it is a recipe on its own, and a base for others."""
     recipe = load(path)

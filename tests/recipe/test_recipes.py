@@ -2,16 +2,14 @@
 
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 import train
 from recipe.batch import divide, peak_learning_rate
 from recipe.loading import load
+from tests.conftest import RECIPES, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 IDS = [str(path.relative_to(ROOT / "configs"))[:-5] for path in RECIPES]
 PODS = {"pod16": 8, "pod32": 16, "pod64": 32, "pod128": 64, "pod256": 128}
 

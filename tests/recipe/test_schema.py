@@ -7,8 +7,8 @@ import pytest
 from recipe import schema
 from recipe.config import Recipe
 from recipe.loading import parse_yaml
+from tests.conftest import RECIPES
 
-CONFIGS = sorted(schema.PATH.parent.rglob("*.yaml"))
 SCHEMA = json.loads(schema.text())
 
 
@@ -55,7 +55,7 @@ def test_the_file_is_current():
     assert schema.PATH.read_text(encoding="utf-8") == schema.text(), "run python -m recipe.schema"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_our_recipes_follow_it(path):
     layer = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     assert faults(layer, SCHEMA) == []

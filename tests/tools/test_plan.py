@@ -1,15 +1,19 @@
 """python -m tools.plan: the plan of --dry-run, as text and as one JSON object; and the table in docs/ipu.md."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from PIL import Image
 
 import train
 from recipe import ipu, ipu_plan
 from recipe.batch import divide
 from recipe.loading import load
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import QUICKSTART, RECIPES, ROOT
 from tools import plan
+from tools.planning import machine
 
 POD256 = ROOT / "configs" / "pod256.yaml"
 TRUST = "optimizer.trust=momentum"
@@ -26,10 +30,75 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_the_text_is_that_of_a_dry_run(capsys):
+def test_the_text_begins_with_that_of_a_dry_run(capsys):
     assert train.main(["--config", str(POD256), "--dry-run", *FULL_POD]) == 0
     expected = capsys.readouterr().out
-    assert printed(capsys, "--config", str(POD256), *FULL_POD) == expected
+    text = printed(capsys, "--config", str(POD256), *FULL_POD)
+    assert text.startswith(expected)
+    assert text[len(expected) :].startswith("machine    Bow Pod; ")
+
+
+def test_the_page_about_planning_shows_this_plan(capsys):
+    text = printed(capsys, "--config", str(POD256), *FULL_POD)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert text[text.index("machine  ") :] in page
+
+
+@pytest.mark.parametrize("config", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_planned_for_every_machine(config, capsys):
+    """All parts of a step add up, and JSON holds what the text says."""
+    for name in machine.names():
+        text = printed(capsys, "--config", str(config), "--machine", name, "--json")
+        data = json.loads(text.splitlines()[-1])
+        assert data["machine"]["name"] == machine.load(name).name
+        assert [row["replicas"] for row in data["scaling"]] == [2**power for power in range(13)]
+        for row in (data["step"], *data["scaling"]):
+            assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
+        assert f"{data['model']['parameters']:,} parameters" in text
+        assert f"{data['step']['images_per_second']:,.0f} images/s" in text
+
+
+def test_hours_are_those_of_all_updates(capsys):
+    """350 epochs of 208 updates, as the dry run says."""
+    last = printed(capsys, "--json", "--config", str(POD256), *FULL_POD).splitlines()[-1]
+    step = json.loads(last)["step"]
+    assert step["hours"] == pytest.approx(350 * 208 * step["seconds"] / 3600)
+
+
+def test_a_plan_needs_no_torch():
+    code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "--config", str(POD256), *FULL_POD]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def test_what_does_not_fit_is_said(capsys):
+    fits = printed(capsys, "--config", str(POD256), *FULL_POD)
+    assert "DOES NOT FIT" not in fits
+    assert "DOES NOT FIT" in printed(capsys, "--config", str(POD256), *FULL_POD, "model.width=5")
+
+
+def test_a_picture_is_drawn(capsys, tmp_path):
+    path = tmp_path / "scaling.png"
+    text = printed(capsys, "--config", str(POD256), "--picture", str(path), *FULL_POD)
+    assert f"picture    {path}\n" in text
+    with Image.open(path) as picture:
+        assert picture.size == (990, 770)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["--machine", "cray"], 2, "cray: no machine; name a file that python -m tools.doctor has written, or one of"),
+        (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
+        (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory"),
+        (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments, code, line, capsys):
+    assert plan.main(["--config", str(POD256), *FULL_POD, *arguments]) == code
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(line)
+    assert complaint.count("\n") == 1
 
 
 def test_the_plan_lists_every_option_and_where_it_comes_from(capsys):

@@ -1,0 +1,133 @@
+"""Bytes of each stage, against closed forms of small models and against what autograd keeps; the widest model."""
+
+import itertools
+
+import pytest
+import torch
+
+from models import costs
+from models.efficientnet import build
+from models.shapes import BlockShape
+from recipe.batch import divide
+from recipe.loading import load
+from tests.conftest import QUICKSTART, ROOT
+from tools.planning import machine, memory, workload
+from tools.planning.memory import StageBytes
+
+POD = ROOT / "configs" / "pod256.yaml"
+BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+
+
+def planned(recipe, device):
+    return memory.by_stage(recipe, device, divide(recipe), workload.of(recipe))
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch(micro):
+    overrides = [f"batch.micro={micro}", f"batch.global={micro * 4}", "precision.compute=float32", "data.mixup=0"]
+    recipe = load(QUICKSTART, overrides)
+    with torch.device("meta"):
+        counted = costs.count(build(recipe.model, 0), recipe.model.image_size, micro)
+    (stage,) = planned(recipe, "cpu")
+    assert stage.activations == sum(cost.saved for cost in counted.values())
+    assert stage.state == workload.state_bytes(recipe, "cpu") * sum(cost.parameters for cost in counted.values())
+
+
+def test_half_precision_keeps_half_of_the_bytes():
+    whole, half = (
+        planned(load(QUICKSTART, [f"precision.compute={compute}"]), "cuda")[0].activations
+        for compute in ("float32", "float16")
+    )
+    assert whole == 2 * half
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "held"),
+    [
+        ("cuda", [], [8, 8, 8, 8]),  # GPipe: all micro batches of a step
+        ("cuda", ["parallel.schedule=1f1b"], [4, 3, 2, 1]),
+        ("ipu", [], [7, 5, 3, 1]),
+        ("ipu", ["parallel.schedule=sharded", "run.device=ipu", "optimizer.trust=momentum"], [1, 1, 1, 1]),
+    ],
+)
+def test_micro_batches_in_flight(device, overrides, held):
+    recipe = load(QUICKSTART, ["parallel.stages=4", "batch.micro=8", *overrides])
+    assert memory.in_flight(recipe, device, divide(recipe), 4) == held
+
+
+# Blocks of (saved, output) elements an image.
+BLOCKS = {
+    "preprocess": BlockShape(0, 0, 0, 0, 5),
+    "a": BlockShape(1, 1, 0, 100, 7),
+    "b": BlockShape(1, 1, 0, 40, 9),
+    "c": BlockShape(1, 1, 0, 60, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "again", "held", "expected"),
+    [
+        ("cuda", "", 4, 4 * 200),
+        ("cuda", "abc", 4, 4 * (5 + 7 + 9) + 100),  # inputs of all blocks, and the largest while it is computed again
+        ("cuda", "b", 4, 4 * (100 + 7 + 60) + 40),
+        ("ipu", "abc", 3, 3 * 5 + 200),  # the stage's input, and all of the stage while it is computed again
+        ("ipu", "bc", 3, 3 * (100 + 7) + 100),
+    ],
+)
+def test_what_is_kept_in_flight_by_hand(device, again, held, expected):
+    found = memory._activations(list(BLOCKS), BLOCKS, memory._inputs(BLOCKS), frozenset(again), held, device)
+    assert found == expected
+
+
+def test_recomputation_is_what_lets_the_published_recipe_fit():
+    """Three micro batches in flight are too many for the first IPU, and the published recipe recomputes, too."""
+    recipe = load(POD, ["parallel.replicas=128"])
+    batch, work = divide(recipe), workload.of(recipe)
+    room = memory.available(recipe, BOW, batch)
+    kept = memory.by_stage(recipe, "ipu", batch, work, frozenset())
+    assert max(stage.total for stage in kept) > room > max(stage.total for stage in planned(recipe, "ipu"))
+
+
+def test_tiles_that_only_move_data_hold_nothing_else():
+    """32 of 1,472, where I/O overlaps; a pipeline's does not (recipe/ipu.py)."""
+    pipelined = load(POD, ["parallel.replicas=128"])
+    sharded = load(POD, ["parallel.replicas=128", "parallel.schedule=sharded"])
+    assert memory.available(pipelined, BOW, divide(pipelined)) == 1472 * 624_000
+    assert memory.available(sharded, BOW, divide(sharded)) == pytest.approx(1440 * 624_000)
+    assert memory.available(pipelined, A100, divide(pipelined)) == 80e9
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.recompute=true", "parallel.schedule=1f1b"]])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
+    """Against all cuts of the widest model and of the one a step wider, tried one by one."""
+    recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=16", *overrides])
+    small = A100.model_copy(update={"memory": A100.memory.model_copy(update={"value": 30e6})})
+    batch = divide(recipe)
+
+    def least(width):
+        found = workload.blocks(recipe.model.model_copy(update={"width": width}))
+        names, entering = list(found), memory._inputs(found)
+        again, held = workload.recomputed(recipe, names), memory.in_flight(recipe, "cuda", batch, stages)
+        totals = []
+        for cuts in itertools.combinations(range(1, len(names)), stages - 1):
+            parts = [names[start:end] for start, end in zip((0, *cuts), (*cuts, len(names)))]
+            totals.append(
+                max(
+                    StageBytes(
+                        workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part),
+                        2 * 16 * memory._activations(part, found, entering, again, count, "cuda"),
+                    ).total
+                    for part, count in zip(parts, held)
+                )
+            )
+        return min(totals)
+
+    widest = memory.widest(recipe, small, batch, stages)
+    assert widest.bytes == least(widest.width) <= 30e6 < least(widest.width + 0.05)
+
+
+def test_where_nothing_fits_there_is_no_width():
+    recipe = load(QUICKSTART)
+    tiny = A100.model_copy(update={"memory": A100.memory.model_copy(update={"value": 1000.0})})
+    assert memory.widest(recipe, tiny, divide(recipe), 1) == memory.Widest(1, None, 0, 0)

@@ -1,0 +1,182 @@
+"""A step's time by cause, against sums by hand; what the exchange takes; when the batch has to grow."""
+
+import random
+import statistics
+
+import pytest
+
+from parallel import costs
+from parallel.costs import Link
+from recipe.loading import load
+from tests.conftest import QUICKSTART, ROOT
+from tools.planning import machine, scaling, workload
+
+POD, GPU = (ROOT / "configs" / name for name in ("pod.yaml", "gpu.yaml"))
+BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+
+
+def with_figure(place, **values):
+    changed = {name: getattr(place, name).model_copy(update={"value": value}) for name, value in values.items()}
+    return place.model_copy(update=changed)
+
+
+@pytest.fixture
+def pod():
+    recipe = load(POD)
+    return recipe, workload.of(recipe)
+
+
+def test_a_step_is_the_sum_of_its_causes_and_all_images_go_through(pod):
+    for row in scaling.table(pod[0], BOW, pod[1]):
+        assert sum(row.parts.values()) == pytest.approx(row.seconds, rel=1e-12)
+        assert min(row.parts.values()) >= 0
+        assert row.global_batch == 3 * row.accumulation * row.replicas
+        assert row.images_per_second == pytest.approx(row.global_batch / row.seconds)
+        assert 0 < row.efficiency <= 1
+
+
+def test_a_pipeline_on_ipus_by_hand(pod):
+    """128 replicas: 16 micro batches and 2 K - 2 = 2 to fill and drain, each as long as the slowest stage takes."""
+    recipe, work = pod
+    row = scaling.predict(recipe, BOW, 128, work)
+    slowest = 3 * max(stage.multiply_adds for stage in work.stages) / BOW.rate.value
+    assert row.parts["compute"] + row.parts["imbalance"] == pytest.approx(16 * slowest)
+    assert row.parts["bubble"] == pytest.approx(2 * slowest)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro_batches"),
+    [(["parallel.stages=1"], 0), (["parallel.stages=3"], 2), (["parallel.stages=3", "parallel.schedule=1f1b"], 2)],
+)
+def test_other_pipelines_stand_still_for_one_micro_batch_less_than_stages(overrides, micro_batches):
+    recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=8", *overrides])
+    work = workload.of(recipe)
+    row = scaling.predict(recipe, A100, 1, work)
+    slowest = 8 * max(stage.multiply_adds for stage in work.stages) / A100.rate.value
+    assert row.parts["bubble"] == pytest.approx(micro_batches * slowest)
+
+
+def test_stages_that_take_turns_have_no_bubble_and_take_their_sum(pod):
+    recipe = load(POD, ["parallel.schedule=sharded"])
+    work = workload.of(recipe)
+    row = scaling.predict(recipe, BOW, 128, work)
+    assert row.parts["bubble"] == row.parts["imbalance"] == 0
+    total = sum(stage.multiply_adds for stage in work.stages)
+    assert row.parts["compute"] == pytest.approx(16 * 3 * total / BOW.rate.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replicas", "batch", "accumulation"),
+    [
+        ([], 128, 6144, 16),
+        ([], 512, 6144, 4),
+        ([], 1024, 9216, 3),  # two micro batches would not fill two stages on IPUs, which need 2 K - 1
+        ([], 4096, 36864, 3),
+        (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 2048, 6144, 1),
+        (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 4096, 12288, 1),
+        (["run.device=cuda", "parallel.schedule=1f1b"], 2048, 12288, 2),
+        ([], 100, 6300, 21),  # not to be divided: the next that can
+    ],
+)
+def test_the_batch_grows_where_replicas_cannot_share_it(overrides, replicas, batch, accumulation):
+    recipe = load(POD, overrides)
+    row = scaling.predict(recipe, BOW, replicas, workload.of(recipe))
+    assert (row.global_batch, row.accumulation, row.grown) == (batch, accumulation, batch > 6144)
+
+
+def test_the_expected_slowest_of_many_is_that_of_draws():
+    """Blom's formula is good to a hundredth; 20,000 draws have a standard error of a hundredth of their deviation."""
+    draw = random.Random(0)
+    for count in (2, 8, 64):
+        slowest = statistics.fmean(max(draw.gauss(0, 1) for _ in range(count)) for _ in range(20_000))
+        assert scaling.slowest_of(count) == pytest.approx(slowest, abs=0.03)
+    assert scaling.slowest_of(1) == 0
+
+
+def test_straggling_is_waited_for_in_proportion_to_the_step():
+    recipe = load(GPU, ["run.device=cuda"])
+    work = workload.of(recipe)
+    calm, restless = (scaling.predict(recipe, with_figure(A100, straggling=s), 64, work) for s in (0.0, 0.05))
+    assert calm.parts["straggling"] == 0
+    assert restless.parts["straggling"] == pytest.approx(0.05 * scaling.slowest_of(64) * calm.seconds)
+
+
+def test_reading_costs_what_it_takes_longer_than_the_rest():
+    recipe = load(GPU, ["run.device=cuda"])
+    work = workload.of(recipe)
+    slow = with_figure(A100, decode=5.0)  # 16 cores: 80 images a second for each GPU
+    row = scaling.predict(recipe, slow, 8, work)
+    assert row.images_per_second == pytest.approx(8 * 16 * 5)
+    assert row.limit == "input"
+    assert scaling.predict(recipe, A100, 8, work).parts["input"] == 0
+    drawn = load(GPU, ["run.device=cuda", "data.source=glyphs"])
+    assert scaling.predict(drawn, slow, 8, work).parts["input"] == 0  # nothing is read or decoded
+
+
+def test_copying_to_the_device_limits_as_well():
+    recipe = load(GPU, ["run.device=cuda"])
+    thin = with_figure(A100, to_device=100 * 3 * 380**2)
+    assert scaling.predict(recipe, thin, 1, workload.of(recipe)).images_per_second == pytest.approx(100)
+
+
+def test_one_level_of_links_is_a_ring():
+    near = A100.links[0]
+    link = Link(near.latency.value, 1 / near.bandwidth.value)
+    found = scaling.exchange(A100, "dense", 8, 1, 1_000_000, 4, 0)
+    assert found == pytest.approx(costs.dense(link, 8, 1_000_000))
+
+
+def test_two_levels_exchange_shares_between_hosts():
+    """Eight in a host scatter and gather; each then meets seven others, one of each host, with an eighth."""
+    near, far = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
+    found = scaling.exchange(A100, "dense", 64, 1, 8_000_000, 4, 0)
+    assert found == pytest.approx(costs.dense(near, 8, 8_000_000) + costs.dense(far, 8, 1_000_000))
+    assert scaling.exchange(A100, "half", 64, 1, 8_000_000, 4, 0) < found
+    assert scaling.exchange(A100, "none", 64, 1, 8_000_000, 4, 0) == 0
+
+
+def test_stages_leave_fewer_replicas_near_each_other():
+    near, far = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
+    found = scaling.exchange(A100, "dense", 8, 2, 8_000_000, 4, 0)
+    assert found == pytest.approx(costs.dense(near, 4, 8_000_000) + costs.dense(far, 2, 2_000_000))
+
+
+@pytest.mark.parametrize("method", sorted(costs.SPARSE))
+def test_sparse_exchanges_go_over_the_farthest_links(method):
+    far = A100.links[1]
+    link = Link(far.latency.value, 1 / far.bandwidth.value)
+    found = scaling.exchange(A100, method, 64, 1, 8_000_000, 4, 8000)
+    assert found == costs.SPARSE[method](link, 64, costs.message_bytes(8000, "float32"))
+
+
+def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts():
+    recipe = load(GPU, ["run.device=cuda"])
+    work = workload.of(recipe)
+    open_, hidden = (
+        scaling.predict(recipe, A100.model_copy(update={"overlap": share}), 4096, work).parts["exchange"]
+        for share in (0.0, 0.05)
+    )
+    backward = 32 * 2 * work.multiply_adds / A100.rate.value
+    assert hidden == pytest.approx(open_ - 0.05 * backward)
+    assert scaling.predict(recipe, A100.model_copy(update={"overlap": 1.0}), 4096, work).parts["exchange"] == 0
+
+
+def test_a_rate_that_was_measured_is_given_back(pod):
+    recipe, work = pod
+    rate = scaling.rate_from(BOW, recipe, 8, work, 5000.0)
+    assert scaling.predict(recipe, with_figure(BOW, rate=rate), 8, work).images_per_second == pytest.approx(5000.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method"),
+    [
+        ([], "dense"),
+        (["exchange.method=auto"], "dense"),
+        (["exchange.method=half"], "half"),
+        (["exchange.method=gtopk"], "gtopk tree"),
+        (["exchange.method=gtopk", "exchange.pattern=butterfly"], "gtopk butterfly"),
+        (["exchange.method=none"], "none"),
+    ],
+)
+def test_the_recipes_exchange_has_a_name(overrides, method):
+    assert scaling.method_of(load(QUICKSTART, overrides)) == method

@@ -1,0 +1,104 @@
+"""What a plan must know of a machine: few figures, each with its source, cited, or measured by `tools.doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List, Literal, Optional
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+
+from recipe.errors import ConfigError
+from recipe.loading import parse_yaml
+from recipe.section import Section
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+class Figure(Section):
+    """A number and where it comes from: a publication, or the measurement that gave it."""
+
+    value: float = Field(ge=0)
+    source: str = Field(min_length=1)
+
+
+class Reach(Section):
+    """Links among the devices that are near each other: those of one host, of one rack, of all."""
+
+    devices: Optional[int] = Field(None, ge=1, description="how many devices these links join; null: any number")
+    latency: Figure = Field(description="seconds of a message however short")
+    bandwidth: Figure = Field(description="bytes a second that a device sends, while it receives as many")
+
+    @field_validator("bandwidth")
+    @classmethod
+    def _carries(cls, value: Figure) -> Figure:
+        if not value.value:
+            raise ValueError("must be positive")
+        return value
+
+
+class Machine(Section):
+    """Devices of one kind and what feeds them. Rates are those of one device."""
+
+    name: str
+    device: Literal["cpu", "cuda", "ipu"]
+    devices_per_host: int = Field(1, ge=1)
+    memory: Figure = Field(description="bytes")
+    rate: Figure = Field(
+        description="multiply-adds a second in training: convolutions and linear layers, forward once, backward twice, "
+        "and once more where activations are recomputed"
+    )
+    calibrated_on: str = Field(description="what the rate was found with: model, image size, micro batch, precision")
+    update: Figure = Field(description="parameters a second that the optimizer steps")
+    straggling: Figure = Field(description="standard deviation of the seconds a replica's step takes, over their mean")
+    links: List[Reach] = Field(min_length=1, description="from the nearest devices to the farthest")
+    overlap: float = Field(
+        0.0, ge=0, le=1, description="share of the exchange that runs beside the backward pass of the last micro batch"
+    )
+    cores: float = Field(gt=0, description="processor cores for each device")
+    decode: Figure = Field(description="images a second that one core reads, decodes and augments")
+    disk: Optional[Figure] = Field(None, description="bytes a second that one process reads from where the images are")
+    to_device: Figure = Field(description="bytes a second from the host to one device")
+
+    @field_validator("links")
+    @classmethod
+    def _reach_all(cls, value: List[Reach]) -> List[Reach]:
+        *near, far = [reach.devices for reach in value]
+        if far is not None or None in near or sorted(set(near)) != near:
+            raise ValueError("must join more devices from one to the next, and the last any number (devices left out)")
+        return value
+
+    @field_validator("rate", "update", "decode", "to_device")
+    @classmethod
+    def _positive(cls, value: Figure) -> Figure:
+        if not value.value:
+            raise ValueError("must be positive")
+        return value
+
+
+def names() -> List[str]:
+    """The machines that come along."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Machine:
+    """The machine called `name`, or described by the file of that name. Raises ConfigError, which names the fault."""
+    known = FOLDER / f"{name}.yaml"
+    path = known if known.exists() else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(
+            f"{name}: no machine; name a file that python -m tools.doctor has written, or one of {', '.join(names())}"
+        ) from None
+    try:
+        return Machine.model_validate(parse_yaml(text, str(path)))
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"])) or "its content"
+        raise ConfigError(f"{path}: not a machine: {key}: {fault['msg']}") from None
+
+
+def dump(machine: Machine) -> str:
+    """The machine as YAML that `load` reads back to an equal one."""
+    return yaml.safe_dump(machine.model_dump(mode="json", exclude_none=True), sort_keys=False, width=110)

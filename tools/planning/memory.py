@@ -1,0 +1,160 @@
+"""Bytes of each device, and the widest model that fits: what is kept of parameters and of micro batches in flight."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence
+
+from models.shapes import BlockShape
+from recipe import ipu
+from recipe.config import Model, Recipe
+from recipe.division import Batch
+from tools.planning import workload
+from tools.planning.machine import Machine
+
+_TILES = 1472  # of an IPU, Mk2 and Bow alike
+_GRID = 0.05  # width multipliers that are tried
+_WIDEST = 64.0
+
+
+class StageBytes(NamedTuple):
+    """Of one device. state: parameters, with all that belongs to them. activations: of micro batches in flight."""
+
+    state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations
+
+
+class Widest(NamedTuple):
+    """The largest width multiplier that fits on `stages` devices; None: not even the narrowest model does."""
+
+    stages: int
+    width: Optional[float]
+    parameters: int
+    bytes: int
+
+
+def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
+    """Bytes of a device, without those of an IPU's tiles that only move data."""
+    moving = machine.device == "ipu" and recipe.run.device == "ipu" and ipu.overlaps(recipe, batch)
+    return machine.memory.value * (1 - recipe.ipu.io_tiles / _TILES * moving)
+
+
+def by_stage(
+    recipe: Recipe, device: str, batch: Batch, work: workload.Workload, again: Optional[FrozenSet[str]] = None
+) -> List[StageBytes]:
+    """Bytes of each device of a replica. Program code and what libraries need for themselves are not in it.
+
+    Args:
+        device: kind of the devices: cpu, cuda or ipu.
+        again: the blocks that are recomputed, where others than the recipe's are asked about.
+    """
+    again = work.recomputed if again is None else again
+    entering = _inputs(work.shapes)
+    held = in_flight(recipe, device, batch, len(work.stages))
+    each = workload.compute_bytes(recipe, device) * batch.micro
+    per_parameter = workload.state_bytes(recipe, device)
+    return [
+        StageBytes(
+            per_parameter * stage.parameters,
+            each * _activations(stage.names, work.shapes, entering, again, count, device),
+        )
+        for stage, count in zip(work.stages, held)
+    ]
+
+
+def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[int]:
+    """Micro batches of which each stage keeps activations at once.
+
+    GPipe's schedule: all of a step (Huang et al., 1811.06965); 1F1B: as many as stages from here to the last
+    (Narayanan et al., 1806.03377). An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage
+    s of K keeps 2 (K - 1 - s) + 1.
+    """
+    parallel = recipe.parallel
+    if stages == 1 or parallel.schedule == "sharded":
+        return [1] * stages
+    if device == "ipu":
+        return [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
+    if parallel.schedule == "gpipe":
+        return [batch.accumulation] * stages
+    parts = stages * (parallel.virtual_stages or 1)
+    return [min(batch.accumulation, parts - stage) for stage in range(stages)]
+
+
+def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
+    """The largest model by width whose stages fit, each cut where the fullest device has least; depth stays.
+
+    The question of GPipe's table 1 (Huang et al., 1811.06965). Widths are tried in steps of 0.05.
+    """
+    limit = available(recipe, machine, batch)
+
+    def need(step: int) -> tuple:
+        model = recipe.model.model_copy(update={"width": step * _GRID})
+        return _smallest(recipe, machine.device, batch, model, stages)
+
+    low, high = 0, round(_WIDEST / _GRID) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle)[0] <= limit else (low, middle)
+    if low == 0:
+        return Widest(stages, None, 0, 0)
+    size, parameters = need(low)
+    return Widest(stages, low * _GRID, parameters, size)
+
+
+def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> tuple:
+    """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
+    found = workload.blocks(model)
+    names = list(found)
+    again, entering = workload.recomputed(recipe, names), _inputs(found)
+    held = in_flight(recipe, device, batch, stages)
+    each = workload.compute_bytes(recipe, device) * batch.micro
+    per_parameter = workload.state_bytes(recipe, device)
+
+    def size(stage: int, start: int, end: int) -> int:
+        part = names[start:end]
+        activations = _activations(part, found, entering, again, held[stage], device)
+        return per_parameter * sum(found[name].parameters for name in part) + each * activations
+
+    # Dynamic programming over the blocks: the least possible maximum of the first stages up to each block.
+    best = {0: 0}
+    for stage in range(stages):
+        reached: Dict[int, int] = {}
+        ends = [len(names)] if stage == stages - 1 else range(stage + 1, len(names) - (stages - stage - 1) + 1)
+        for (start, before), end in itertools.product(best.items(), ends):
+            if start < end:
+                fullest = max(before, size(stage, start, end))
+                reached[end] = min(fullest, reached.get(end, fullest))
+        best = reached
+    return best[len(names)], sum(shape.parameters for shape in found.values())
+
+
+def _activations(
+    names: Sequence[str],
+    found: Dict[str, BlockShape],
+    entering: Dict[str, int],
+    again: FrozenSet[str],
+    held: int,
+    device: str,
+) -> int:
+    """Elements that one device keeps for each image of a micro batch.
+
+    Of recomputed blocks only inputs are kept in flight: on IPUs that of the stage, which is computed again as a
+    whole; elsewhere that of each block, one of which is computed again at a time.
+    """
+    saved = [found[name].saved for name in names if name not in again]
+    twice = [name for name in names if name in again]
+    if not twice:
+        return held * sum(saved)
+    transient = [found[name].saved for name in twice]
+    if device == "ipu":
+        return held * (sum(saved) + entering[twice[0]]) + sum(transient)
+    return held * (sum(saved) + sum(entering[name] for name in twice)) + max(transient)
+
+
+def _inputs(found: Dict[str, BlockShape]) -> Dict[str, int]:
+    """Block's name -> elements of its input; the first one's, images, do not count."""
+    return dict(zip(found, [0, *(shape.output for shape in found.values())]))

@@ -1,0 +1,53 @@
+"""A plan's scaling as a picture: images a second beside the ideal, and where a step's time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipe.errors import UserError
+from tools.planning.summary import Summary
+
+# Okabe and Ito's colours, which all eyes tell apart.
+_COLOURS = {
+    "compute": "#0072b2",
+    "imbalance": "#56b4e9",
+    "bubble": "#f0e442",
+    "exchange": "#d55e00",
+    "update": "#4d4d4d",
+    "straggling": "#cc79a7",
+    "input": "#009e73",
+}
+
+
+def draw(plan: Summary, path: Path) -> None:
+    """Writes the picture. Raises UserError where the name is that of no kind of picture, OSError as the disk does."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"{path}: no kind of picture; name it like scaling.png")
+    rates, shares = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    replicas = [row.replicas for row in plan.rows]
+    alone = plan.rows[0].images_per_second
+    rates.plot(replicas, [alone * number for number in replicas], ls="--", color="#999999", label="ideal")
+    rates.plot(
+        replicas, [row.images_per_second for row in plan.rows], "o-", color=_COLOURS["compute"], label="predicted"
+    )
+    grown = [row for row in plan.rows if row.grown]
+    if grown:
+        rates.plot(
+            [row.replicas for row in grown], [row.images_per_second for row in grown], "o", mfc="white",
+            color=_COLOURS["compute"], label="with a larger batch",
+        )  # fmt: skip
+    rates.set(xscale="log", yscale="log", ylabel="images/s", title=f"{plan.recipe.run.name} on {plan.machine.name}")
+    rates.legend(frameon=False)
+    rates.grid(alpha=0.3)
+    parts = [[row.parts[name] / row.seconds for row in plan.rows] for name in _COLOURS]
+    shares.stackplot(replicas, parts, labels=list(_COLOURS), colors=list(_COLOURS.values()))
+    shares.set(xlabel="replicas", ylabel="share of a step", ylim=(0, 1), xlim=(1, replicas[-1]))
+    shares.legend(ncols=len(_COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=8)
+    shares.set_xticks(replicas)
+    shares.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    shares.xaxis.set_minor_locator(NullLocator())
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,103 @@
+"""The plan's model beside what others have published: calibrated on the smallest machine, compared on the larger ones.
+
+The figures are those of Graphcore's performance page and of NVIDIA's DeepLearningExamples (docs/planning.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterator, List, NamedTuple, Tuple
+
+from recipe import loading
+from recipe.config import Recipe
+from tools.planning import machine, scaling, workload
+from tools.planning.machine import Machine
+from tools.planning.workload import Workload
+
+_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_HALF = 2  # bytes of a gradient in TensorFlow's 16.16 recipes
+
+
+class Series(NamedTuple):
+    """One program on machines of growing size. rates: (replicas, images a second); the first calibrates.
+
+    used: sizes that a constant of the machine was taken from, and which so prove nothing.
+    """
+
+    name: str
+    machine: str
+    rates: List[Tuple[int, float]]
+    micro: int = 3
+    used: Tuple[int, ...] = ()
+
+
+class Comparison(NamedTuple):
+    """A prediction beside the published rate, both images a second; error: relative."""
+
+    name: str
+    replicas: int
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
+PODS = (
+    Series("Bow Pods, TensorFlow 1, SDK 3.0", "bow_pod", [(8, 9000), (32, 34140), (128, 122665)]),
+    Series("Bow Pods, TensorFlow 1, before SDK 2.5", "bow_pod", [(8, 8936), (32, 34943), (128, 117641)]),
+)
+A100 = (
+    Series("A100, PyTorch, AMP", "dgx_a100", [(1, 331), (8, 2570), (16, 4813), (32, 9425), (64, 18900)], 128),
+    Series("A100, PyTorch, TF32", "dgx_a100", [(1, 157), (8, 1223), (16, 2417), (32, 4813), (64, 9146)], 64),
+    Series("A100, TensorFlow 2, AMP", "dgx_a100", [(1, 470), (8, 3550), (32, 12908), (64, 25455)], 128, used=(8,)),
+    Series("A100, TensorFlow 2, TF32", "dgx_a100", [(1, 165), (8, 1308), (32, 4782), (64, 9473)], 64),
+)
+
+
+def compare(series: Series) -> List[Comparison]:
+    """Predictions for every size of a series but those that calibrated the model."""
+    (first, rate), *others = series.rates
+    calibrated = _calibrated(series, first, rate)
+    return [
+        Comparison(series.name, replicas, published, _predict(series, calibrated, replicas))
+        for replicas, published in others
+        if replicas not in series.used
+    ]
+
+
+def everything() -> Iterator[Comparison]:
+    """All comparisons."""
+    for series in (*PODS, *A100):
+        yield from compare(series)
+
+
+def straggling(series: Series, replicas: int) -> float:
+    """Spread of a replica's step that explains a rate of `series` beside its first, if nothing else does."""
+    rates = dict(series.rates)
+    first, rate = series.rates[0]
+    lost = rate / first * replicas / rates[replicas] - 1
+    return lost / scaling.slowest_of(replicas)
+
+
+def _calibrated(series: Series, replicas: int, rate: float) -> Machine:
+    known, (recipe, work) = machine.load(series.machine), _setting(series, replicas)
+    found = scaling.rate_from(known, recipe, replicas, work, rate)
+    return known.model_copy(update={"rate": known.rate.model_copy(update={"value": found})})
+
+
+def _predict(series: Series, calibrated: Machine, replicas: int) -> float:
+    recipe, work = _setting(series, replicas)
+    return scaling.predict(recipe, calibrated, replicas, work).images_per_second
+
+
+def _setting(series: Series, replicas: int) -> Tuple[Recipe, Workload]:
+    """The published recipe: of pods ours, of GPUs plain B4 with a batch for each GPU."""
+    if series.machine == "bow_pod":
+        recipe = loading.load(_CONFIGS / "pod.yaml")
+        return recipe, workload.of(recipe)._replace(gradient_bytes=_HALF)
+    plain = ["model.group_size=1", "model.expansion=6", "model.norm=batch"]
+    size = [f"batch.micro={series.micro}", f"batch.global={series.micro * replicas}"]
+    recipe = loading.load(_CONFIGS / "gpu.yaml", [*plain, *size, "run.device=cuda"])
+    return recipe, workload.of(recipe)

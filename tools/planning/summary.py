@@ -1,0 +1,113 @@
+"""All that a plan says about a recipe on a machine, as numbers; text and picture are made of them."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Optional
+
+from recipe.batch import lengths, planned
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.errors import DataError
+from tools.planning import memory, scaling, workload
+from tools.planning.machine import Machine
+from tools.planning.memory import StageBytes, Widest
+from tools.planning.scaling import Row
+from tools.planning.workload import Workload
+
+STAGES = (1, 2, 4, 8)  # GPipe's question is asked of these
+FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
+_FILES = ("folder", "shards")
+
+
+class Memory(NamedTuple):
+    """Bytes of each stage's device as the recipe has it, without and with recomputation of all blocks; `available`."""
+
+    recipe: List[StageBytes]
+    plain: List[StageBytes]
+    recomputed: List[StageBytes]
+    available: float
+
+    @property
+    def fits(self) -> bool:
+        return max(stage.total for stage in self.recipe) <= self.available
+
+
+class Input(NamedTuple):
+    """What must be read for all replicas: bytes a second of files (None: not from files) and to devices, cores."""
+
+    images_per_second: float
+    file_bytes_per_second: Optional[float]
+    device_bytes_per_second: float
+    cores: Optional[float]
+    cores_there: float
+
+
+class Summary(NamedTuple):
+    """A plan. own: the step on the replicas that the recipe, or the launcher, names. hours: of each of `rows`."""
+
+    recipe: Recipe
+    machine: Machine
+    batch: Batch
+    workload: Workload
+    memory: Memory
+    widest: List[Widest]
+    methods: Dict[str, float]
+    input: Input
+    own: Row
+    rows: List[Row]
+    hours: List[Optional[float]]
+    own_hours: Optional[float]
+
+
+def make(recipe: Recipe, machine: Machine) -> Summary:
+    """The plan of `recipe` on `machine`. Takes well below a second. Raises ConfigError for an impossible recipe."""
+    batch = planned(recipe)
+    work = workload.of(recipe)
+    rows = scaling.table(recipe, machine, work)
+    own = scaling.predict(recipe, machine, batch.replicas, work)
+    return Summary(
+        recipe,
+        machine,
+        batch,
+        work,
+        _memory(recipe, machine, batch, work),
+        [memory.widest(recipe, machine, batch, stages) for stages in STAGES],
+        scaling.methods(recipe, machine, batch.replicas, work),
+        _input(recipe, machine, own, work),
+        own,
+        rows,
+        [_hours(recipe, row) for row in rows],
+        _hours(recipe, own),
+    )
+
+
+def _memory(recipe: Recipe, machine: Machine, batch: Batch, work: Workload) -> Memory:
+    def with_(wanted: Optional[bool]) -> List[StageBytes]:
+        again = workload.recomputed(recipe, list(work.shapes), wanted)
+        return memory.by_stage(recipe, machine.device, batch, work, again)
+
+    return Memory(with_(None), with_(False), with_(True), memory.available(recipe, machine, batch))
+
+
+def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
+    rate, files = own.images_per_second, recipe.data.source in _FILES
+    return Input(
+        rate,
+        rate * FILE_BYTES if files else None,
+        rate * 3 * work.image_size**2,
+        rate / machine.decode.value if files else None,
+        machine.cores * own.devices,
+    )
+
+
+def _hours(recipe: Recipe, row: Row) -> Optional[float]:
+    """Of training alone; None where the recipe does not say how many images there are, or these are too few."""
+    images = workload.training_images(recipe)
+    if images is None:
+        return None
+    size = recipe.batch.model_copy(update={"global_": row.global_batch})
+    try:
+        steps = lengths(recipe.model_copy(update={"batch": size}), images).total
+    except DataError:
+        return None
+    return steps * row.seconds / 3600

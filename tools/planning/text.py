@@ -1,0 +1,180 @@
+"""A plan for people, in lines of at most 100 characters, and for programs."""
+
+from __future__ import annotations
+
+from typing import Iterator, List, Sequence, Tuple
+
+from recipe.division import count
+from tools.planning.scaling import Row
+from tools.planning.summary import Summary
+
+_PARTS = ("compute", "imbalance", "bubble", "exchange", "update", "straggling", "input")
+
+
+def lines(plan: Summary) -> Iterator[str]:
+    """The plan below the lines that `--dry-run` prints."""
+    machine, work = plan.machine, plan.workload
+    yield f"machine    {machine.name}; its rate is from {machine.calibrated_on}"
+    yield (
+        f"model      {work.parameters:,} parameters, {work.multiply_adds / 1e9:.2f} G multiply-adds an image forward; "
+        f"stages: {work.cut}"
+    )
+    yield from _stages(plan)
+    yield from _widest(plan)
+    yield from _step(plan)
+    yield from _exchange(plan)
+    yield from _input(plan)
+    yield from _scaling(plan)
+
+
+def as_data(plan: Summary) -> dict:
+    """The same as JSON has it: seconds, bytes, images a second."""
+    stages = []
+    for number, stage in enumerate(plan.workload.stages):
+        stages.append(
+            {
+                "blocks": stage.names,
+                "parameters": stage.parameters,
+                "multiply_adds": stage.multiply_adds,
+                "state_bytes": plan.memory.recipe[number].state,
+                "activation_bytes": plan.memory.recipe[number].activations,
+                "activation_bytes_kept": plan.memory.plain[number].activations,
+                "activation_bytes_recomputed": plan.memory.recomputed[number].activations,
+            }
+        )
+    return {
+        "machine": plan.machine.model_dump(mode="json", exclude_none=True),
+        "model": {
+            "parameters": plan.workload.parameters,
+            "multiply_adds": plan.workload.multiply_adds,
+            "cut": plan.workload.cut,
+            "imbalance": plan.workload.imbalance,
+        },
+        "stages": stages,
+        "memory": {"available": plan.memory.available, "fits": plan.memory.fits},
+        "widest": [each._asdict() for each in plan.widest],
+        "exchange": plan.methods,
+        "input": plan.input._asdict(),
+        "step": {**plan.own._asdict(), "hours": plan.own_hours},
+        "scaling": [{**row._asdict(), "hours": hours} for row, hours in zip(plan.rows, plan.hours)],
+    }
+
+
+def _stages(plan: Summary) -> Iterator[str]:
+    rows: List[Tuple] = [
+        ("stage", "blocks", "parameters", "work", "state MB", "kept MB", "recomputed MB", "here MB", "of MB")
+    ]
+    total = sum(stage.multiply_adds for stage in plan.workload.stages)
+    memory = plan.memory
+    for number, stage in enumerate(plan.workload.stages):
+        rows.append(
+            (
+                str(number),
+                f"{stage.names[0]} to {stage.names[-1]}",
+                f"{stage.parameters:,}",
+                f"{stage.multiply_adds / total:.0%}",
+                *(
+                    f"{size / 1e6:,.0f}"
+                    for size in (
+                        memory.recipe[number].state,
+                        memory.plain[number].activations,
+                        memory.recomputed[number].activations,
+                        memory.recipe[number].total,
+                        memory.available,
+                    )
+                ),
+            )
+        )
+    yield from _table(rows)
+    if not memory.fits:
+        yield "           DOES NOT FIT: lower batch.micro, recompute, or take more stages"
+    yield "           activations of the micro batches in flight; program code and libraries' own memory not counted"
+
+
+def _widest(plan: Summary) -> Iterator[str]:
+    shown = []
+    for each in plan.widest:
+        if each.width is None:
+            shown.append(f"{count(each.stages, 'stage')} none")
+        else:
+            shown.append(f"{count(each.stages, 'stage')} {each.width:.2f} ({each.parameters / 1e6:,.0f} M parameters)")
+    yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {'; '.join(shown)}"
+
+
+def _step(plan: Summary) -> Iterator[str]:
+    row = plan.own
+    parts = ", ".join(
+        f"{name} {row.parts[name] / row.seconds:.1%}" for name in _PARTS if row.parts[name] >= 0.0005 * row.seconds
+    )
+    hours = f", {_duration(plan.own_hours)} of training" if plan.own_hours is not None else ""
+    yield (
+        f"step       on {count(row.replicas, 'replica')}: {_seconds(row.seconds)}, "
+        f"{row.images_per_second:,.0f} images/s{hours}"
+    )
+    yield f"           {parts}"
+
+
+def _exchange(plan: Summary) -> Iterator[str]:
+    if plan.own.replicas == 1:
+        return
+    yield "exchange   " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in plan.methods.items())
+
+
+def _input(plan: Summary) -> Iterator[str]:
+    need = plan.input
+    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
+    if need.cores is not None:
+        line += (
+            f", {need.file_bytes_per_second / 1e6:,.0f} MB/s of files as large as ImageNet's, "
+            f"{need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
+        )
+    yield line
+
+
+def _scaling(plan: Summary) -> Iterator[str]:
+    rows: List[Tuple] = [
+        ("replicas", "devices", "batch", "micro batches", "step", "images/s", "of ideal", "time", "limit")
+    ]
+    for row, hours in zip(plan.rows, plan.hours):
+        rows.append(
+            (
+                f"{row.replicas:,}",
+                f"{row.devices:,}",
+                f"{row.global_batch:,}" + ("*" if row.grown else ""),
+                f"{row.accumulation:,}",
+                _seconds(row.seconds),
+                f"{row.images_per_second:,.0f}",
+                f"{row.efficiency:.0%}",
+                _duration(hours) if hours is not None else "",
+                _share(row),
+            )
+        )
+    yield from _table(rows)
+    if any(row.grown for row in plan.rows):
+        yield (
+            f"           * the batch grows: {plan.recipe.batch.global_:,} cannot be shared by so many replicas of "
+            f"{plan.recipe.batch.micro} images a micro batch"
+        )
+
+
+def _share(row: Row) -> str:
+    return row.limit if row.limit == "compute" else f"{row.limit} {row.parts[row.limit] / row.seconds:.0%}"
+
+
+def _table(rows: Sequence[Tuple[str, ...]]) -> Iterator[str]:
+    """Rows of texts, the first of them the head, in columns: what begins with a letter to the left, the rest right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    left = [rows[-1][number][:1].isalpha() for number in range(len(widths))]
+    for row in rows:
+        cells = (text.ljust(width) if to_left else text.rjust(width) for text, width, to_left in zip(row, widths, left))
+        yield "           " + "  ".join(cells).rstrip()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _duration(hours: float) -> str:
+    if hours >= 48:
+        return f"{hours / 24:.3g} days"
+    return f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"

@@ -1,0 +1,164 @@
+"""What a recipe asks of each device: its blocks by stage, with their work, parameters and bytes. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Dict, FrozenSet, List, NamedTuple, Optional
+
+from models import balance, shapes
+from models.balance import BlockCost
+from models.shapes import BlockShape
+from recipe import ipu
+from recipe.batch import divide, image_count
+from recipe.config import Model, Recipe
+from recipe.errors import ConfigError
+
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
+# Slots of an optimizer -> bytes of a parameter in them; None: those of the weights.
+_SLOTS = {"lars": (None,), "sgd": (None,), "rmsprop": (None, 4), "lamb": (4, 4)}
+_GRADIENT = 4  # bytes: gradients of micro batches add up in float32
+
+
+class StageWork(NamedTuple):
+    """The blocks that one device computes, for one image.
+
+    multiply_adds: forward, backward and what is computed a second time, of all blocks.
+    """
+
+    names: List[str]
+    multiply_adds: int
+    parameters: int
+
+
+class Workload(NamedTuple):
+    """A recipe's model on the devices of one replica.
+
+    shapes: of the blocks, at `image_size`. stages: one for each device. cut: how it came about, for people.
+    recomputed: blocks computed a second time in the backward pass. gradient_bytes: of one value, as it is exchanged.
+    """
+
+    image_size: int
+    shapes: Dict[str, BlockShape]
+    stages: List[StageWork]
+    cut: str
+    recomputed: FrozenSet[str]
+    gradient_bytes: int = _GRADIENT
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(shape.parameters for shape in self.shapes.values())
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of one image's forward pass."""
+        return sum(shape.multiply_adds for shape in self.shapes.values())
+
+    @property
+    def imbalance(self) -> float:
+        """By which share the slowest stage takes longer than the mean of all: 0 for an even cut."""
+        work = [stage.multiply_adds for stage in self.stages]
+        return max(work) * len(work) / sum(work) - 1
+
+
+def of(recipe: Recipe) -> Workload:
+    """The workload of a recipe, cut where it says, else where multiply-adds are balanced.
+
+    Raises:
+        ConfigError: cut points that the model does not have, or more stages than blocks.
+    """
+    found = blocks(recipe.model)
+    names = [name for name in found if found[name].parameters]
+    parallel, size = recipe.parallel, recipe.model.image_size
+    if parallel.parts > len(names):
+        raise ConfigError(
+            f"parallel.stages: {parallel.parts} parts are more than the {len(names)} blocks that have parameters"
+        )
+    again = recomputed(recipe, list(found))
+    cuts, origin = _cuts(recipe, found)
+    try:
+        divided = balance.split_names(list(found), cuts)
+    except ValueError as error:
+        raise ConfigError(f"parallel.split: {error}") from None
+    # A device has every `stages`-th part, where there are more parts than devices.
+    devices = [
+        [name for part in divided[stage :: parallel.stages] for name in part] for stage in range(parallel.stages)
+    ]
+    return Workload(size, found, [stage_work(names, found, again) for names in devices], origin, again)
+
+
+def blocks(model: Model) -> Dict[str, BlockShape]:
+    """The model's blocks at its own image size."""
+    return shapes.blocks(model, model.image_size)
+
+
+def stage_work(names: List[str], found: Dict[str, BlockShape], again: FrozenSet[str]) -> StageWork:
+    """One device's work on one image."""
+    passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
+    return StageWork(names, passes, sum(found[name].parameters for name in names))
+
+
+def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) -> FrozenSet[str]:
+    """The blocks that are computed again; `wanted` takes the place of the recipe's own answer."""
+    chosen = recipe.parallel.recompute if wanted is None else wanted
+    if isinstance(chosen, list):
+        return frozenset(chosen)
+    kept = set(recipe.ipu.keep_activations) if recipe.run.device == "ipu" else set()
+    return frozenset(name for name in names if name not in kept) if chosen else frozenset()
+
+
+def compute_bytes(recipe: Recipe, device: str) -> int:
+    """Bytes of an activation on a device of that kind."""
+    compute = recipe.precision.compute
+    if compute == "auto":
+        return _SIZES["float32" if device == "cpu" else ipu.compute_dtype(recipe)]
+    return _SIZES[compute]
+
+
+def state_bytes(recipe: Recipe, device: str) -> int:
+    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy and averages.
+
+    As `optim/half_weights.py` has them: the working copy is there where weights persist in another type than they
+    are computed in; optimizers other than LARS step in float32 scratch (`optim/optimizer_update.py`).
+    """
+    weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
+    slots = [weights if size is None else size for size in _SLOTS[recipe.optimizer.name]]
+    total = weights + sum(slots) + _GRADIENT
+    if device == "ipu":  # averages are the host's, and PopART steps in place
+        return total
+    copied = compute != weights
+    averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
+    return total + compute * copied + _scratch(recipe, device, copied and compute == 4, len(slots)) + averages
+
+
+def _scratch(recipe: Recipe, device: str, masters: bool, slots: int) -> int:
+    """Bytes of a parameter in the step's scratch memory; `masters`: the working copy serves for the weights."""
+    if recipe.optimizer.name == "lars" or (device == "cpu" and recipe.precision.weights == "float32"):
+        return 0
+    return 4 * (slots + (not masters))
+
+
+def training_images(recipe: Recipe) -> Optional[int]:
+    """Of an epoch, as far as the recipe alone says."""
+    return image_count(recipe.data, "train")
+
+
+def _cuts(recipe: Recipe, found: Dict[str, BlockShape]) -> tuple:
+    """Names of the blocks that open parts after the first, and where they come from."""
+    parallel = recipe.parallel
+    if parallel.parts == 1:
+        return [], "one stage"
+    if isinstance(parallel.split, list):
+        return parallel.split, "as the recipe says"
+    costs = {
+        name: BlockCost(
+            shape.multiply_adds, _BACKWARD * shape.multiply_adds, shape.saved, shape.output, shape.parameters
+        )
+        for name, shape in found.items()
+    }
+    held = [divide(recipe).accumulation] * parallel.parts
+    cuts = balance.balance(costs, parallel.parts, in_flight=held).cuts
+    measured = (
+        "" if parallel.split == "counted" or recipe.run.device == "ipu" else "; the run measures its blocks instead"
+    )
+    return cuts, f"balanced by multiply-adds{measured}"
