@@ -105,7 +105,7 @@ def _automatic(
         return balance.balance(
             found,
             parallel.parts,
-            in_flight=_in_flight(parallel, batch.accumulation),
+            in_flight=parallel.in_flight(batch.accumulation),
             recompute=blocks_to_recompute(model.names, parallel.recompute),
             bytes_per_parameter=_BYTES_PER_PARAMETER,
             memory=memory_of(device) // (parallel.virtual_stages or 1),
@@ -114,10 +114,3 @@ def _automatic(
 
     cut = processes.from_main(balanced)
     return cut.cuts, cut.describe("counted" if parallel.split == "counted" else "measured")
-
-
-def _in_flight(parallel: Parallel, accumulation: int) -> List[int]:
-    """Micro batches whose activations each part holds at once."""
-    if parallel.schedule == "gpipe":
-        return [accumulation] * parallel.parts
-    return [min(accumulation, parallel.parts - part) for part in range(parallel.parts)]

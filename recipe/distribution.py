@@ -107,3 +107,13 @@ class Parallel(Section):
     def parts(self) -> int:
         """Consecutive parts that the model is cut into: stages, times the virtual stages of each."""
         return self.stages * (self.virtual_stages or 1)
+
+    def in_flight(self, accumulation: int) -> List[int]:
+        """Micro batches whose activations each part holds at once, on CPUs and GPUs.
+
+        GPipe's schedule: all of a step (Huang et al., 1811.06965); 1F1B and interleaved: as many as parts from here
+        to the last (Narayanan et al., 1806.03377).
+        """
+        if self.schedule == "gpipe":
+            return [accumulation] * self.parts
+        return [min(accumulation, self.parts - part) for part in range(self.parts)]

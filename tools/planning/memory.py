@@ -69,19 +69,16 @@ def by_stage(
 def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[int]:
     """Micro batches of which each stage keeps activations at once.
 
-    GPipe's schedule: all of a step (Huang et al., 1811.06965); 1F1B: as many as stages from here to the last
-    (Narayanan et al., 1806.03377). An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage
-    s of K keeps 2 (K - 1 - s) + 1.
+    An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage s of K keeps 2 (K - 1 - s) + 1.
+    Elsewhere a device that has several parts is taken to keep as many of all as of its first.
     """
     parallel = recipe.parallel
     if stages == 1 or parallel.schedule == "sharded":
         return [1] * stages
     if device == "ipu":
         return [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
-    if parallel.schedule == "gpipe":
-        return [batch.accumulation] * stages
-    parts = stages * (parallel.virtual_stages or 1)
-    return [min(batch.accumulation, parts - stage) for stage in range(stages)]
+    asked = parallel.model_copy(update={"stages": stages})
+    return asked.in_flight(batch.accumulation)[:stages]
 
 
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:

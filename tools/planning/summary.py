@@ -7,7 +7,7 @@ from typing import Dict, List, NamedTuple, Optional
 from recipe.batch import lengths, planned
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import DataError
+from recipe.errors import UserError
 from tools.planning import memory, scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.memory import StageBytes, Widest
@@ -101,13 +101,13 @@ def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
 
 
 def _hours(recipe: Recipe, row: Row) -> Optional[float]:
-    """Of training alone; None where the recipe does not say how many images there are, or these are too few."""
+    """Of training alone; None where the number of images is not known, or so large a batch cannot be trained with."""
     images = workload.training_images(recipe)
     if images is None:
         return None
     size = recipe.batch.model_copy(update={"global_": row.global_batch})
     try:
         steps = lengths(recipe.model_copy(update={"batch": size}), images).total
-    except DataError:
+    except UserError:
         return None
     return steps * row.seconds / 3600
