@@ -1,0 +1,116 @@
+"""The state of a run is told as its folder and its lock have it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from recipe.errors import UserError
+from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
+from tools.reporting import run
+
+# Holds the lock of a run folder as training does, says so, and waits to be ended.
+HOLDER = """
+import fcntl, sys
+stream = open(sys.argv[1], "a+")
+fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def state(folder):
+    return run.state(run.read(folder))
+
+
+def test_a_finished_run(tmp_path):
+    folder = written(tmp_path / "run", [train_event(600), eval_event(600, 0.9), end_event(600, 300.0, 0.9)])
+    assert state(folder) == ("finished", "step 600 of 600")
+    told = run.headline(run.read(folder))
+    assert (told["top1"], told["best_top1"], told["seconds"], told["steps"], told["epoch"]) == (
+        0.9,
+        0.9,
+        300.0,
+        600,
+        10,
+    )
+
+
+def test_a_run_that_was_cut_off_says_how_far_it_came(tmp_path):
+    folder = written(tmp_path / "run", [train_event(60), eval_event(60, 0.7), train_event(120), eval_event(120, 0.6)])
+    kind, text = state(folder)
+    assert kind == "cut off" and text.startswith("at step 120 of 600: ")
+    told = run.headline(run.read(folder))
+    assert (told["top1"], told["best_top1"], told["seconds"]) == (0.6, 0.7, 60.0)
+
+
+def test_a_run_whose_folder_is_locked_is_running(tmp_path):
+    folder = written(tmp_path / "run", [train_event(60)])
+    command = [sys.executable, "-c", HOLDER, folder / "lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        kind, text = state(folder)
+        process.stdin.close()
+        assert (kind, text) == ("running", f"step 60 of 600 is logged (process {process.pid})")
+    assert state(folder).kind == "cut off"
+
+
+@pytest.mark.parametrize(
+    ("skipped", "kind"),
+    [
+        ([0, 0, 0, 0], "cut off"),
+        ([0, 6, 12, 36], "failed"),
+        ([0, 0, 0, 24], "failed"),
+        ([0, 6, 12, 24], "cut off"),
+        ([6, 12, 18, 18], "cut off"),
+    ],
+)
+def test_a_run_of_skipped_updates_failed(tmp_path, skipped, kind):
+    """By the recipe: more than 20 in a row. The log tells of 6, 6, 6 and 24 updates at a time."""
+    steps = (6, 12, 18, 42)
+    events = [train_event(step, skipped_steps=count) for step, count in zip(steps, skipped)]
+    assert state(written(tmp_path / "run", events)).kind == kind
+
+
+def test_a_run_without_any_event_is_not_begun(tmp_path):
+    folder = written(tmp_path / "run")
+    assert state(folder).kind == "not begun"
+    (folder / "metrics.jsonl").unlink()
+    assert state(folder).kind == "not begun"
+
+
+def test_the_batch_is_told_as_the_recipe_divides_it(tmp_path):
+    alone = written(tmp_path / "a")
+    assert run.division(run.read(alone)) == (
+        "24 = 12 micro x 2 accumulation x 1 replica (1 device); with replicas: auto, as one replica divides it"
+    )
+    ranks = written(tmp_path / "b", overrides=["parallel.replicas=2", "parallel.stages=2"])
+    assert run.division(run.read(ranks)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
+
+
+def test_a_recipe_that_cannot_be_read_leaves_the_rest(tmp_path):
+    folder = written(tmp_path / "run", [train_event(60), eval_event(60)])
+    (folder / "config.yaml").write_text("modl: {}\n")
+    found = run.read(folder)
+    assert found.recipe is None and "modl: unknown key" in found.complaint
+    assert run.total_steps(found) is None and run.headline(found)["top1"] == 0.5
+    (folder / "config.yaml").unlink()
+    assert run.read(folder).recipe is None
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place, said in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path / "file", "no such folder"),
+        (tmp_path, "neither config"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run.read(place)
+
+
+def test_the_device_is_that_of_the_newest_start(tmp_path):
+    starts = [start(), start(devices=["H100", "H100", "A100"])]
+    assert run.device(run.read(written(tmp_path / "a", starts=starts))) == "2 x H100, A100"
+    assert run.device(run.read(written(tmp_path / "b", starts=starts, overrides=["run.device=cpu"]))).startswith("CPU")
+    assert run.device(run.read(written(tmp_path / "c", starts=()))) is None

@@ -1,0 +1,138 @@
+"""Writes a run, or the comparison of several, as a page that needs no network:
+
+    python -m tools.report runs/quickstart                         # runs/quickstart/report.html
+    python -m tools.report runs/a runs/b --output comparison.html
+
+See docs/reports.md. With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import List, Optional, Sequence, Tuple
+
+from recipe.errors import DONE, FAILED, WRONG_INPUT, UserError
+from training.command import Parser, fail
+
+_NAME = "report.html"
+_IMAGES = 32
+_MOST_IMAGES = 64
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    output = options.output or (options.folders[0] / _NAME if len(options.folders) == 1 else Path(_NAME))
+    try:
+        page, told = _report(options, output)
+        _write(output, page)
+    except UserError as error:
+        return fail(error, WRONG_INPUT)
+    except OSError as error:
+        return fail(f"{error.filename or output}: {error.strerror or error}; make room and repeat the command", FAILED)
+    print(f"{output}: {told.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
+    if options.json:
+        print(json.dumps({"files": [str(output)], **told}, allow_nan=False))
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m tools.report", description="Write a run, or a comparison, as an HTML page.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="one run, or several to compare")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.html", help="default: report.html in the run folder; of several, here"
+    )
+    parser.add_argument(
+        "--images",
+        type=_count,
+        default=_IMAGES,
+        metavar="N",
+        help=f"pictures of training images and of mistakes, at most; 0 leaves both out ({_IMAGES}; one run only)",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MOST_IMAGES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 to {_MOST_IMAGES}")
+    return int(text)
+
+
+def _report(options: argparse.Namespace, output: Path) -> Tuple[str, dict]:
+    """The page, and what is told of it."""
+    from tools.reporting import run
+
+    runs = [run.read(folder) for folder in options.folders]
+    _check_output(output)
+    return _of_one(runs[0], options.images) if len(runs) == 1 else _of_several(runs)
+
+
+def _of_one(run, images: int) -> Tuple[str, dict]:
+    from tools.reporting import page, sections
+    from tools.reporting.run import headline
+
+    parts, unit = sections.curve_sections(run)
+    parts.append(sections.time_section(run))
+    told = headline(run)
+    if images:
+        from tools.reporting import gallery
+
+        found = gallery.collect(run, images)
+        parts += found.sections
+        told.update(images_shown=found.shown, scored=found.scored)
+    parts += [sections.recipe_section(run), sections.environment_section(run)]
+    text = page.render(sections.title(run), sections.head(run), parts, unit)
+    return text, {"text": f"{run.name}, {told['state']} at step {told['step']:,}", "runs": [told]}
+
+
+def _of_several(runs: List) -> Tuple[str, dict]:
+    from tools.reporting import comparison, page
+    from tools.reporting.run import headline
+
+    names = comparison.names_of(runs)
+    parts, unit = comparison.sections(runs, names)
+    text = page.render(f"{len(runs)} runs compared", comparison.head(runs, names), parts, unit)
+    told = [{**headline(run), "name": name} for run, name in zip(runs, names)]
+    return text, {"text": f"{len(runs)} runs compared", "runs": told}
+
+
+def _check_output(output: Path) -> None:
+    """Raises UserError where the file cannot be written: before images are read and scored for a minute."""
+    if output.is_dir():
+        raise UserError(f"{output}: is a folder; name a file in it, such as {output / _NAME}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(_unfinished(output), "wb"):
+            pass
+        os.unlink(_unfinished(output))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"{output}: cannot be written: {error.strerror}; name another file by --output") from None
+
+
+def _write(output: Path, page: str) -> None:
+    """Puts the page in its place whole or not at all."""
+    unfinished = _unfinished(output)
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, output)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _unfinished(output: Path) -> Path:
+    return output.with_name(f"{output.name}.tmp")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""What is drawn over epochs, steps and time: of one run, or of several in the same figures."""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Sequence, Tuple
+
+from tools.reporting.drawing import COLOURS, Clock, Figure, Look, axes, described, line, of_run, unit_of
+from tools.reporting.markup import number
+from tools.reporting.metrics import Events
+from tools.reporting.run import Run, places, steps_per_epoch
+from tools.reporting.sessions import resumed_at
+
+_POINTS = 6000  # of all lines of a figure together
+_MOST_MARKS = 30
+
+
+class Series(NamedTuple):
+    """One quantity. kind: of the events that have it. role: what it is called within its figure."""
+
+    kind: str
+    column: str
+    role: str
+
+
+class Plan(NamedTuple):
+    """One figure of the curves."""
+
+    key: str
+    title: str
+    axis: str
+    caption: str
+    series: Tuple[Series, ...]
+    log: bool = False
+    share: bool = False
+    dull: bool = False  # left out where nothing ever changes in it
+
+
+def _scores(name: str) -> Tuple[Series, ...]:
+    """Of training, of validation and of the averages of the weights."""
+    return (
+        Series("train", name, "training"),
+        Series("eval", name, "validation"),
+        Series("eval", f"step_average/{name}", "average over updates"),
+        Series("eval", f"epoch_average/{name}", "average over epochs"),
+    )
+
+
+_NORMS = ("weight", "gradient", "update")
+_SCORES = (
+    Plan(
+        "loss", "Loss", "cross entropy, nats",
+        "Training: the objective, label smoothing and mixing included, averaged over the updates since the line "
+        "before. Validation: every image once.",
+        _scores("loss"),
+        log=True,
+    ),
+    Plan(
+        "top1", "Top-1 accuracy", "share of images",
+        "Training images are augmented, and mixed where the recipe says so: their accuracy can lie below that of "
+        "validation.",
+        _scores("top1"),
+        share=True,
+    ),
+    Plan("lr", "Learning rate", "learning rate", "Of the last update before each line.", (Series("train", "lr", ""),)),
+)  # fmt: skip
+_ALL_NORMS = (
+    Plan(
+        "norms", "Norms", "Euclidean norm", "Over all parameters, of the last update before each line.",
+        tuple(Series("train", f"{name}_norm", name) for name in _NORMS), log=True,
+    ),
+)  # fmt: skip
+_EACH_NORM = tuple(
+    Plan(
+        f"{name}_norm", f"Norm of the {name}", "Euclidean norm", "Over all parameters.",
+        (Series("train", f"{name}_norm", name),), log=True,
+    )
+    for name in _NORMS
+)  # fmt: skip
+_REST = (
+    Plan(
+        "loss_scale", "Loss scale", "factor", "By which the loss is multiplied before the backward pass.",
+        (Series("train", "loss_scale", "loss scale"),), log=True, dull=True,
+    ),
+    Plan(
+        "skipped", "Skipped updates", "updates", "Left out so far because their gradient was not finite.",
+        (Series("train", "skipped_steps", "skipped"),), dull=True,
+    ),
+    Plan(
+        "unreadable", "Unreadable images", "images", "Left out so far.",
+        (Series("train", "unreadable_images", "unreadable"),), dull=True,
+    ),
+    Plan(
+        "pace", "Images a second", "images / s", "Of training alone: evaluation and checkpoints do not count.",
+        (Series("train", "images_per_second", "images/s"),),
+    ),
+    Plan(
+        "mfu", "Model FLOPs utilisation", "share of the reachable",
+        "Floating-point operations of the model, over what this machine reached in a large matrix product.",
+        (Series("train", "mfu", "MFU"),), share=True,
+    ),
+    Plan(
+        "data_wait", "Waiting for images", "share of the time", "For which a device stood still for want of images.",
+        (Series("train", "data_wait", "waiting"),), share=True,
+    ),
+)  # fmt: skip
+_ROLES = {
+    "training": Look(COLOURS[0], width=1.5),
+    "validation": Look(COLOURS[1], width=2.2, symbol="circle"),
+    "average over updates": Look(COLOURS[2], "dash", 2, "square"),
+    "average over epochs": Look(COLOURS[3], "dot", 2, "diamond"),
+    "weight": Look(COLOURS[0]),
+    "gradient": Look(COLOURS[1], "dash"),
+    "update": Look(COLOURS[2], "dot", 2),
+}
+
+
+class Curves(NamedTuple):
+    """The figures; what is left out of them and why; the unit of the time axis; whether lines were thinned out."""
+
+    figures: List[Figure]
+    left_out: List[str]
+    unit: tuple  # (name, seconds)
+    thinned: bool
+
+
+def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
+    """Of one run, a colour for each quantity; of several, a colour for each run. Args: names: of the runs."""
+    longest = max((max(places(run)[1], default=0.0) for run in runs), default=0.0)
+    unit = unit_of(longest)
+    norms = _ALL_NORMS if len(runs) == 1 else _EACH_NORM
+    figures: List[Figure] = []
+    left_out: List[str] = []
+    for plan in (*_SCORES, *norms, *_REST):
+        figure, reason = _figure(plan, runs, names, unit[1])
+        if figure:
+            figures.append(figure)
+        else:
+            left_out.append(f"{plan.title.lower()} ({reason})")
+    most = max((len(run.metrics.train) for run in runs), default=0)
+    return Curves(figures, left_out, unit, most > _POINTS // max(1, len(runs)))
+
+
+def _figure(plan: Plan, runs: Sequence[Run], names: Sequence[str], unit: float):
+    """The figure, or None and why there is none."""
+    found = [(order, series) for order, run in enumerate(runs) for series in plan.series if _has(run, series)]
+    if not found:
+        return None, "not in metrics.jsonl"
+    if plan.dull:
+        seen = {value for order, series in found for value in _column(runs[order], series) if value == value}
+        if len(seen) == 1:
+            return None, f"{seen.pop():g} throughout"
+    data, summary = [], []
+    most = max(100, _POINTS // len(found))
+    clocks = [Clock(*places(run)) for run in runs]
+    # Validation stands for the run in the legend: training is pale.
+    named = dict(sorted(found, key=lambda pair: pair[1].role == "validation"))
+    for order, series in found:
+        events, values = _events(runs[order], series), _column(runs[order], series)
+        if len(runs) == 1:
+            look, name, more = _ROLES.get(series.role, Look(COLOURS[0])), series.role, {}
+        else:
+            look, name = _in_comparison(order, series), names[order]
+            more = {"legendgroup": str(order), "showlegend": series is named[order]}
+        data.append(line(events, values, clocks[order], look, name, unit, most, **more))
+        who = series.role if len(runs) == 1 else f"{names[order]}, {series.role}"
+        summary.append(described(who, values, events["epoch"], plan.share))
+    layout = axes(plan.axis, data, log=plan.log, share=plan.share)
+    if len(runs) == 1:
+        layout["hovermode"] = "x unified"
+    caption = plan.caption + (_told_apart({series.role for _, series in found}) if len(runs) > 1 else "")
+    marks = session_marks(runs[0], clocks[0], unit) if len(runs) == 1 else []
+    return Figure(plan.key, plan.title, caption, " ".join(summary), data, layout, marks), ""
+
+
+def _in_comparison(order: int, series: Series) -> Look:
+    """Validation as the run is drawn everywhere; what is beside it in the same figure thinner."""
+    look = of_run(order)
+    if series.role == "training":
+        return look._replace(width=1.2, faint=True, symbol=None)
+    if series.role.startswith("average"):
+        return look._replace(width=1.2, symbol=f"{look.symbol}-open")
+    return look if series.kind == "eval" else look._replace(width=1.8, symbol=None)
+
+
+def _told_apart(roles: set) -> str:
+    """How the lines of one run differ within a figure; nothing where it has only one."""
+    parts = []
+    if "training" in roles:
+        parts.append("Thin and pale: training.")
+    if "validation" in roles:
+        parts.append("Thick: validation.")
+    if any(role.startswith("average") for role in roles):
+        parts.append("Hollow symbols: averages.")
+    return " " + " ".join(parts) if len(parts) > 1 else ""
+
+
+def session_marks(run: Run, clock: Clock, unit: float) -> List[dict]:
+    """Where later sessions went on, for vertical lines; none where there would be too many to read."""
+    steps, per_epoch = resumed_at(run.starts), steps_per_epoch(run)
+    if len(steps) > _MOST_MARKS or not per_epoch:
+        return []
+    times = [clock.at(step) for step in steps]
+    return [
+        {"epoch": number(step / per_epoch), "step": step, "time": None if time is None else number(time / unit)}
+        for step, time in zip(steps, times)
+    ]
+
+
+def gaps(run: Run) -> List[str]:
+    """How often a quantity of the log was not finite, where it was."""
+    train = run.metrics.train
+    counts = [(name, sum(value != value for value in train[name])) for name in ("loss", "gradient_norm", "update_norm")]
+    return [f"{name}: {count} of {len(train)} lines are not finite" for name, count in counts if 0 < count < len(train)]
+
+
+def _events(run: Run, series: Series) -> Events:
+    return run.metrics.train if series.kind == "train" else run.metrics.evaluation
+
+
+def _column(run: Run, series: Series) -> Sequence[float]:
+    return _events(run, series)[series.column]
+
+
+def _has(run: Run, series: Series) -> bool:
+    return _events(run, series).has(series.column)
