@@ -3,8 +3,9 @@
     python evaluate.py --checkpoint runs/quickstart [section.key=value ...]
     python evaluate.py --checkpoint runs/quickstart --images FILE ...
 
-PATH is a run folder (its newest checkpoint), a checkpoint, or weights: .safetensors, a timm or torch file. Weights that
-do not carry their recipe need --config. Exit codes are train.py's: 0 done, 1 failed, 2 wrong input.
+PATH is a run folder (its newest checkpoint), a checkpoint, weights (.safetensors, a timm or torch file), or a program
+that tools.export wrote (.onnx, .pt2). Weights that do not carry their recipe need --config. Exit codes are train.py's:
+0 done, 1 failed, 2 wrong input.
 """
 
 import json
@@ -12,8 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from recipe import loading
-from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, DataError, UserError
+from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError, UserError
 from training.command import Parser
 
 _WORST = 10  # classes that the terminal shows; the file has all
@@ -41,7 +41,9 @@ def main(arguments=None) -> int:
 
 def _parser():
     parser = Parser(prog="evaluate.py", description="Score trained weights on validation images, or classify images.")
-    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="run folder, checkpoint or weights file")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="PATH", help="run folder, checkpoint, weights, .onnx, .pt2"
+    )
     parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
     parser.add_argument(
         "--weights",
@@ -56,26 +58,19 @@ def _parser():
 
 
 def _opened(options):
-    """The stored weights, their recipe, and an engine that holds them."""
+    """The file's model as it is described there, its recipe, and what predicts with it: an engine, or itself."""
     # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
-    from engines import factory
-    from recipe.batch import divide
-    from training import weights
+    from training import exported, weights
+    from training.predicting import engine_with
 
+    if exported.is_exported(options.checkpoint):
+        model = exported.read(options.checkpoint, options.weights)
+        recipe = weights.recipe_of(model, options.config, options.overrides)
+        model.check(recipe)
+        return model, recipe, model
     stored = weights.read(options.checkpoint, options.weights)
-    if options.config:
-        recipe = loading.load(options.config, options.overrides)
-    elif stored.recipe is None:
-        raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
-    else:
-        recipe = loading.loads(stored.recipe, str(stored.path), options.overrides)
-    exact = recipe
-    if recipe.run.device != "ipu":  # where weights live in the format of the arithmetic
-        # Averages are float32: nothing is rounded on its way in.
-        exact = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"weights": "float32"})})
-    engine = factory.create(exact, divide(recipe, 1))
-    engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
-    return stored, recipe, engine
+    recipe = weights.recipe_of(stored, options.config, options.overrides)
+    return stored, recipe, engine_with(stored, recipe)
 
 
 def _score(options) -> int:
@@ -100,7 +95,7 @@ def _score(options) -> int:
         engine.close()
     title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
-    about = f"{stored.path}, {options.weights} weights"
+    about = f"{stored.path}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
     run = run_folder_of(stored.path)
     folder = Path(options.output or (run / "evaluation" if run else "evaluation"))
@@ -108,7 +103,7 @@ def _score(options) -> int:
     scoring.write_class_table(folder / "classes.csv", rows)
     scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
     summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
-    summary = {"weights": options.weights, "file": str(stored.path), **summary}
+    summary = {"weights": stored.which, "file": str(stored.path), **summary}
     (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
     _print_classes(rows)
@@ -136,9 +131,10 @@ def _classify(options) -> int:
     from data.batches import MicroBatch
     from data.encoded import EncodedImage
     from data.transforms import Evaluation
+    from training import weights
 
     stored, recipe, engine = _opened(options)
-    names = _class_names(stored, recipe)
+    names = weights.class_names(stored, recipe) or [f"class {label}" for label in range(recipe.model.classes)]
     transform, size = Evaluation(recipe.data.crop_fraction), recipe.model.image_size
     for file in options.images:
         try:
@@ -153,18 +149,6 @@ def _classify(options) -> int:
         print(f"{file}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
     engine.close()
     return DONE
-
-
-def _class_names(stored, recipe) -> list:
-    """As the checkpoint has them, or the data; else numbers."""
-    from data.sources import open_source
-
-    if stored.classes:
-        return stored.classes
-    try:
-        return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
-    except DataError:
-        return [f"class {label}" for label in range(recipe.model.classes)]
 
 
 def _is_override(text: str) -> bool:

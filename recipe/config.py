@@ -265,6 +265,8 @@ class Log(Section):
     trace: int = Field(
         0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is drawn and written"
     )
+    wandb: bool = Field(False, description="also send the numbers to Weights & Biases (package wandb)")
+    mlflow: bool = Field(False, description="also send the numbers to MLflow (package mlflow-skinny, or mlflow)")
 
 
 class Evaluation(Section):

@@ -179,6 +179,14 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
         (("--checkpoint", "RUN", "model.width=0.5"), r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16"),
         (("--checkpoint", "RUN", "modl.width=0.5"), "command line: modl: unknown key"),
         (("--checkpoint", "RUN", "--config", "nowhere.yaml"), "nowhere.yaml: No such file"),
+        (
+            ("--checkpoint", "nowhere.onnx"),
+            "nowhere.onnx: No such file or directory; name a file that tools.export wrote",
+        ),
+        (
+            ("--checkpoint", "nowhere.pt2"),
+            "nowhere.pt2: No such file or directory; name a file that tools.export wrote",
+        ),
     ],
 )
 def test_refusals_are_one_line(run, command, arguments, said):

@@ -1,15 +1,18 @@
-"""What a run tells: metrics.jsonl, TensorBoard, and a progress bar (plain lines where there is no terminal)."""
+"""What a run tells: metrics.jsonl, loggers, and a progress bar (plain lines where there is no terminal)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import IO, Callable, Optional, Tuple, Union
+from typing import IO, Callable, Sequence, Tuple, Union
+
+from recipe.errors import DONE
+from training.loggers import Logger
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
 TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
@@ -55,45 +58,27 @@ class NoMetrics:
 
 
 class Monitor:
-    """Sends each event of a run to the metrics file, to TensorBoard if wanted, and to the terminal."""
+    """Sends each event of a run to the metrics file, to the loggers, and to the terminal."""
 
-    def __init__(self, metrics: Union[Metrics, NoMetrics], progress: Progress, tensorboard: Optional[Path], step: int):
-        """Args: step: updates done so far; TensorBoard's later events of an earlier session are dropped."""
+    def __init__(self, metrics: Union[Metrics, NoMetrics], progress: Progress, loggers: Sequence[Logger]):
         self.metrics = metrics
         self.progress = progress
-        self._writer = None
-        self._excepthook = threading.excepthook
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(tensorboard), purge_step=step + 1)
-            threading.excepthook = self._report
+        self._loggers = loggers
 
     def event(self, kind: str, step: int, values: dict, text: str) -> None:
-        """One event: its line in metrics.jsonl, its numbers under `kind/` in TensorBoard, `text` for people."""
+        """One event: its line in metrics.jsonl, its numbers to each logger, `text` for people."""
         self.metrics.write({"event": kind, "step": step, **values})
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._writer.add_scalar(f"{kind}/{name}", value, step)
-                elif isinstance(value, dict):
-                    for layer, number in value.items():
-                        self._writer.add_scalar(f"{name}/{layer}", number, step)
+        for logger in self._loggers:
+            logger.event(kind, step, values)
         self.progress.say(text)
 
-    def close(self) -> None:
-        self.progress.close()
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        finally:
-            threading.excepthook = self._excepthook
-            self.metrics.close()
-
-    def _report(self, failure: threading.ExceptHookArgs) -> None:
-        """Leaves out that the disk is full: the writer's thread hands this on to the next event, or to `close`."""
-        if not issubclass(failure.exc_type, OSError):
-            self._excepthook(failure)
+    def close(self, exit_code: int = DONE) -> None:
+        """Closes all of it, whatever fails. Args: exit_code: what the run ends with."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self.metrics.close)
+            for logger in self._loggers:
+                last_first.callback(logger.close, exit_code)
+            last_first.callback(self.progress.close)
 
 
 class Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
@@ -21,8 +22,8 @@ from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.division import Batch
-from recipe.errors import CheckpointError, ConfigError, DataError
-from training import weights
+from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
+from training import loggers, weights
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
@@ -62,6 +63,7 @@ def run(recipe: Recipe) -> None:
 
     def open_folder() -> Optional[dict]:
         nonlocal folder
+        loggers.check(recipe.log)
         folder = RunFolder(recipe)
         return folder.finished()
 
@@ -197,20 +199,28 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreemen
     finally:
         micro_batches.close()
         evaluation.close()
-        monitor.close()
+        monitor.close(_exit_code(sys.exc_info()[1]))
+
+
+def _exit_code(error: Optional[BaseException]) -> int:
+    """What train.py makes of what ends the run."""
+    if error is None:
+        return DONE
+    return STOPPED if isinstance(error, Stopped) else FAILED
 
 
 def _monitor(recipe: Recipe, folder: Path, lengths: Lengths, progression: Progression) -> Monitor:
     path, step = folder / "metrics.jsonl", progression.step
     if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
         print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
+    told = loggers.told_before(recipe.log, folder)
     metrics = Metrics(path, keep_bytes=progression.metrics_bytes)
-    tensorboard = folder / "tensorboard" if recipe.log.tensorboard else None
-    return Monitor(metrics, create_progress(lengths.total, step), tensorboard, step)
+    progress = create_progress(lengths.total, step)
+    return Monitor(metrics, progress, loggers.start(recipe, step, told, progress.say))
 
 
 def _silent_monitor(lengths: Lengths) -> Monitor:
-    return Monitor(NoMetrics(), Progress(lengths.total, _nothing), None, 0)
+    return Monitor(NoMetrics(), Progress(lengths.total, _nothing), ())
 
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:

@@ -26,7 +26,7 @@ _FREE = {
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas"},
     "data": {"root", "workers", "prefetch", "bad_images"},
-    "log": {"tensorboard", "trace"},
+    "log": {"tensorboard", "trace", "wandb", "mlflow"},
     "checkpoint": {"keep_last", "keep_best"},
     "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},

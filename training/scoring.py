@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from data.batches import MicroBatch
-from engines.base import Engine, summable
+from engines.base import summable
 from recipe.errors import DataError
+from training.predicting import Predictor
 
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
 
@@ -30,7 +31,7 @@ class Report(NamedTuple):
     confusion: torch.Tensor
 
 
-def score(engine: Engine, batches: Iterable[MicroBatch], classes: int) -> Report:
+def score(engine: Predictor, batches: Iterable[MicroBatch], classes: int) -> Report:
     """Classifies every image of `batches` once.
 
     Raises:

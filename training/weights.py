@@ -5,29 +5,41 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import torch
 
+from data.sources import open_source
 from models.efficientnet import timm_name
-from recipe.errors import CheckpointError
+from recipe import loading
+from recipe.config import Recipe
+from recipe.errors import CheckpointError, ConfigError, DataError
 from training.checkpoint import CheckpointFolder, load, unpickled
 
 TRAINED = "trained"
 _CLASSIFIER = "classifier."
 
 
+class Origin(Protocol):
+    """What is known of a file's model: `StoredWeights`, or a program (training/exported.py)."""
+
+    path: Path
+    recipe: Optional[str]
+    classes: Optional[List[str]]
+
+
 class StoredWeights(NamedTuple):
     """Weights of a model as a file has them.
 
     path: of the file. tensors: by name, on the CPU. recipe: YAML text of the run they come from, classes: names of
-    its classes; None where the file does not say.
+    its classes; None where the file does not say. which: `trained` or the average that they are.
     """
 
     path: Path
     tensors: Dict[str, torch.Tensor]
     recipe: Optional[str]
     classes: Optional[List[str]]
+    which: str = TRAINED
 
 
 def read(path: str, which: str = TRAINED) -> StoredWeights:
@@ -47,13 +59,38 @@ def read(path: str, which: str = TRAINED) -> StoredWeights:
     content = None if place.suffix == ".safetensors" else unpickled(place)
     if isinstance(content, dict) and "format" in content:
         return _of_checkpoint(place, load(place), which)
-    if which != TRAINED:
+    if place.suffix == ".safetensors":
+        stored = _of_safetensors(place)
+    else:
+        stored = StoredWeights(place, _state_dict(place, content), None, None)
+    if which not in (TRAINED, stored.which):
         raise CheckpointError(
             f"{path}: has no {which}: only run folders and checkpoints have averages; ask for {TRAINED}"
         )
-    if place.suffix == ".safetensors":
-        return _of_safetensors(place)
-    return StoredWeights(place, _state_dict(place, content), None, None)
+    return stored
+
+
+def recipe_of(stored: Origin, config: Optional[str], overrides: Sequence[str]) -> Recipe:
+    """The recipe in the file `config`, or else the one that the model was trained by, with overrides laid over it.
+
+    Raises:
+        ConfigError: neither is known, or the recipe cannot be used.
+    """
+    if config:
+        return loading.load(config, overrides)
+    if stored.recipe is None:
+        raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
+    return loading.loads(stored.recipe, str(stored.path), overrides)
+
+
+def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
+    """As the file has them, or the data; None where neither knows."""
+    if stored.classes:
+        return stored.classes
+    try:
+        return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
+    except DataError:
+        return None
 
 
 def fitted(
@@ -121,7 +158,7 @@ def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
             raise CheckpointError(f"{path}: has no {which}; it has {has}")
         state = averages[which]
     tensors = {**state["weights"], **state.get("buffers", {})}
-    return StoredWeights(path, tensors, content["recipe"], content.get("classes"))
+    return StoredWeights(path, tensors, content["recipe"], content.get("classes"), which)
 
 
 def _of_safetensors(path: Path) -> StoredWeights:
@@ -134,7 +171,7 @@ def _of_safetensors(path: Path) -> StoredWeights:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
     classes = json.loads(metadata["classes"]) if "classes" in metadata else None
-    return StoredWeights(path, tensors, metadata.get("recipe"), classes)
+    return StoredWeights(path, tensors, metadata.get("recipe"), classes, metadata.get("weights", TRAINED))
 
 
 def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ def start(tiny, tmp_path):
         recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
         lengths = Lengths(steps_per_epoch=6, dropped=0, total=recipe.run.steps, warmup=2)
         metrics = Metrics(tmp_path / "metrics.jsonl", 0)
-        monitor = Monitor(metrics, Progress(lengths.total, say), None, 0)
+        monitor = Monitor(metrics, Progress(lengths.total, say), ())
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         progression = progression or Progression()
         trainer = Trainer(

@@ -329,7 +329,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
 
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
-    monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(12, lambda line: None), None, 0)
+    monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(12, lambda line: None), ())
     checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
     trainer = Trainer(

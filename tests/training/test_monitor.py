@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from training import monitor
+from training.loggers import TensorBoardLogger
 from training.monitor import (
     BarProgress,
     Clock,
@@ -42,7 +43,8 @@ def watched(tmp_path, lines):
 
     def open_monitor(keep_bytes=0, step=0):
         metrics = Metrics(tmp_path / "metrics.jsonl", keep_bytes)
-        opened.append(Monitor(metrics, Progress(10, lines.append), tmp_path / "tensorboard", step))
+        tensorboard = TensorBoardLogger(tmp_path / "tensorboard", step)
+        opened.append(Monitor(metrics, Progress(10, lines.append), [tensorboard]))
         return opened[-1]
 
     yield open_monitor
@@ -166,7 +168,8 @@ def test_a_full_disk_reaches_the_run_through_tensorboard(tmp_path, lines, capfd)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("needs root and the right to mount")
     try:
-        one = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(9, lines.append), disk / "tensorboard", 0)
+        tensorboard = TensorBoardLogger(disk / "tensorboard", 0)
+        one = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(9, lines.append), [tensorboard])
         with pytest.raises(OSError) as caught:
             for step in range(100_000):
                 one.event("train", step, {"loss": 1.0}, "")
@@ -174,9 +177,30 @@ def test_a_full_disk_reaches_the_run_through_tensorboard(tmp_path, lines, capfd)
         with pytest.raises(OSError):
             one.close()
         assert capfd.readouterr().err == ""
-        assert threading.excepthook is not one._report
+        assert threading.excepthook != tensorboard._report
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_whatever_fails_as_it_closes_all_else_is_closed(tmp_path):
+    """The failure is still the run's to tell; each logger hears what the run ended with."""
+    heard = []
+
+    class Failing:
+        def close(self, exit_code):
+            heard.append(exit_code)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Bar(Progress):
+        def close(self):
+            heard.append("bar")
+
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
+    with pytest.raises(OSError, match="No space left"):
+        Monitor(metrics, Bar(9), [Failing(), Failing()]).close(75)
+    assert heard == ["bar", 75, 75]
+    with pytest.raises(ValueError, match="closed"):
+        metrics.position()
 
 
 def test_plain_progress_prints_log_steps_and_messages_only(lines):

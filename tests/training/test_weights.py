@@ -12,10 +12,10 @@ from engines import factory
 from models.efficientnet import timm_name
 from recipe import loading
 from recipe.batch import divide
-from recipe.errors import CheckpointError
+from recipe.errors import CheckpointError, ConfigError
 from tests.conftest import ROOT
 from training.checkpoint import CheckpointFolder
-from training.weights import fitted, read, run_folder_of
+from training.weights import class_names, fitted, read, recipe_of, run_folder_of
 
 MODEL = {"stem.conv_stem.weight": (2, 3), "blocks.0.0.bn1.running_mean": (2,), "head.classifier.weight": (10, 2)}
 
@@ -83,6 +83,41 @@ def test_safetensors_carry_recipe_and_classes_if_they_were_written_so(tmp_path):
     assert (read(str(plain)).recipe, read(str(plain)).classes) == (None, None)
     assert (read(str(full)).recipe, read(str(full)).classes) == ("run: {steps: 2}", ["a", "b"])
     assert set(read(str(full)).tensors) == set(MODEL)
+
+
+def test_exported_weights_say_which_they_are(tmp_path):
+    """So an average that was exported is none to be asked for again, but may be called what it is."""
+    path = str(tmp_path / "w.safetensors")
+    safetensors.torch.save_file(tensors(), path, {"weights": "step_average"})
+    assert read(path).which == read(path, "step_average").which == "step_average"
+    with pytest.raises(CheckpointError, match="has no epoch_average"):
+        read(path, "epoch_average")
+
+
+def test_a_checkpoint_says_which_weights_were_taken(run):
+    assert [read(str(run), which).which for which in ("trained", "step_average")] == ["trained", "step_average"]
+
+
+def test_the_recipe_is_the_named_one_or_the_files_own(run, tiny, tmp_path):
+    """Overrides are laid over either; the complaint about a wrong one names the command line."""
+    other = tmp_path / "other.yaml"
+    other.write_text(loading.dump(tiny("run.steps=5")))
+    stored = read(str(run))._replace(recipe=loading.dump(tiny("run.steps=3")))
+    assert recipe_of(stored, None, []) == tiny("run.steps=3")
+    assert recipe_of(stored, str(other), ["run.seed=3"]) == tiny("run.steps=5", "run.seed=3")
+    assert recipe_of(stored, None, ["run.seed=3"]) == tiny("run.steps=3", "run.seed=3")
+    with pytest.raises(ConfigError, match="command line: modl"):
+        recipe_of(stored, None, ["modl.classes=3"])
+    with pytest.raises(ConfigError, match=r"pt: does not say which recipe it was trained by; name it by --config FILE"):
+        recipe_of(stored._replace(recipe=None), None, [])
+
+
+def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_path):
+    stored = read(str(run))
+    assert class_names(stored, tiny()) == ["a", "b"]
+    nameless = stored._replace(classes=None)
+    assert class_names(nameless, tiny()) == [str(digit) for digit in range(10)]
+    assert class_names(nameless, tiny("data.source=folder", f"data.root={tmp_path / 'nowhere'}")) is None
 
 
 @pytest.mark.parametrize(

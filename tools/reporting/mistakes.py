@@ -15,13 +15,11 @@ from data.batches import MicroBatch
 from data.loader import EvaluationBatches
 from data.sources import open_source
 from data.transforms import Evaluation
-from engines import factory
 from engines.base import Engine
 from recipe import loading
-from recipe.batch import divide
-from recipe.config import Recipe
 from tools.reporting.pictures import Picture, data_uri, read_here
 from training import scoring, weights
+from training.predicting import engine_with
 
 _SECONDS = 60.0
 
@@ -63,7 +61,9 @@ def find(folder: Path, count: int, seconds: float = _SECONDS) -> Findings:
     recipe = loading.loads(str(stored.recipe), str(stored.path))
     data = read_here(recipe.data, min(recipe.data.workers, os.cpu_count() or 1))
     source = open_source(data, recipe.model.classes, "validation")
-    engine = _engine(recipe, stored)
+    # On what this machine has: the run may have had other devices.
+    here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})
+    engine = engine_with(stored, here)
     try:
         watched = _Watched(engine)
         spread = _Spread(source)
@@ -79,17 +79,6 @@ def find(folder: Path, count: int, seconds: float = _SECONDS) -> Findings:
     transform = Evaluation(data.crop_fraction)
     pictures = [_picture(mistake, spread, transform, size) for mistake in surest]
     return Findings(stored.path, report, len(source), source.classes, len(watched.mistakes), pictures)
-
-
-def _engine(recipe: Recipe, stored: weights.StoredWeights) -> Engine:
-    """One that holds the weights, on what this machine has: the run may have had other devices."""
-    run = recipe.run.model_copy(update={"device": "auto"})
-    # Nothing is rounded on its way in, as in evaluate.py.
-    precision = recipe.precision.model_copy(update={"weights": "float32"})
-    recipe = recipe.model_copy(update={"run": run, "precision": precision})
-    engine = factory.create(recipe, divide(recipe, 1))
-    engine.load_weights(weights.fitted(stored, engine.shapes(), new_classifier=False)[0])
-    return engine
 
 
 class _Watched:

@@ -1,0 +1,347 @@
+"""tools.export: what is written gives the model's logits, to programs that never saw this repository."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from PIL import Image
+
+import evaluate
+import train
+from data.sources import DigitsSource
+from engines import state
+from models.efficientnet import build, timm_name
+from recipe import loading
+from tests.conftest import QUICKSTART, ROOT, TINY
+from tools import export
+from training import exported
+from training.checkpoint import load
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+FORMATS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
+# timm's own b0: depthwise, expansion 6, batch normalisation; small images and few classes make it quick.
+B0 = (
+    "model.name=efficientnet_b0", "model.width=null", "model.depth=null", "model.dropout=0.2", "model.group_size=1",
+    "model.expansion=6", "model.norm=batch", "model.padding=same", "model.norm_eps=1e-3", "model.image_size=64",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, _one_thread):
+    """A run of one epoch of four steps, half weights, with an average over steps; its folder and end event."""
+    folder = tmp_path_factory.mktemp("runs") / "my run"
+    overrides = [*TINY, "batch.global=359", "batch.micro=359", "run.steps=4", "average.step_decay=0.5"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engines.torch_engine.TorchEngine.peak_flops", lambda engine: 1e12)
+        assert train.main(["--config", str(QUICKSTART), *overrides, f"run.output={folder}"]) == DONE
+    return folder, json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def files(run):
+    """The run in each format, where the command puts it: {format: path}, and what it said of each."""
+    said = {}
+    for format, suffix in FORMATS.items():
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert export.main([str(run[0]), "--format", format, "--json"]) == DONE
+        assert err.getvalue() == "", "nor do the exporters say anything"
+        said[format] = out.getvalue().splitlines()
+        assert json.loads(said[format][-1])["file"] == str(run[0] / "export" / f"quickstart{suffix}")
+    return {format: run[0] / "export" / f"quickstart{suffix}" for format, suffix in FORMATS.items()}, said
+
+
+@pytest.fixture
+def command(capsys):
+    """command(*arguments): exit code, lines of stdout, lines of stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = export.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Validation scans, uint8 [7, 3, 16, 16], as evaluation shows them."""
+    source = DigitsSource("validation")
+    scans = torch.stack([source.read(index) for index in range(7)]).float()
+    return torch.nn.functional.interpolate(scans, size=(16, 16)).round().to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def expected(run, digits):
+    """Logits of the run's weights, in float64."""
+    content = load(run[0] / "checkpoints" / "step-00000004.pt")
+    model = build(loading.loads(content["recipe"], "checkpoint").model, 0).double().eval()
+    model.load_state_dict({name: tensor.double() for name, tensor in content["engine"]["weights"].items()})
+    with torch.no_grad():
+        return model(digits).float()
+
+
+def test_each_format_says_what_was_written_and_how_it_was_checked(run, files):
+    paths, said = files
+    for format, path in paths.items():
+        about = json.loads(said[format][-1])
+        assert (about["bytes"], about["images"], about["batches"]) == (path.stat().st_size, "validation", [1, 2, 5])
+        assert 0 <= about["difference"] <= about["limit"] == 1e-4
+        assert said[format][-2] == f"score it: python evaluate.py --checkpoint '{path}'"
+        assert f"{about['difference']:.2g}" in said[format][-3]
+    assert json.loads(said["safetensors"][-1])["difference"] == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_evaluation_of_an_export_gives_the_runs_scores(run, files, format, tmp_path, capsys):
+    """Without --config. The loss is the mean of 360 images; float32 sums in another order differ by 1e-6 of it."""
+    folder, end = run
+    path = files[0][format]
+    assert evaluate.main(["--checkpoint", str(path), "--output", str(tmp_path)]) == DONE
+    assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in capsys.readouterr().out
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert evaluate.main(["--checkpoint", str(folder), "--output", str(tmp_path)]) == DONE
+    own = json.loads((tmp_path / "scores.json").read_text())
+    assert (scores["top1"], scores["top5"], scores["images"]) == (own["top1"], own["top5"], 360)
+    assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_classifies_images_as_the_run_does(run, files, format, tmp_path, capsys):
+    """Names and shares, to the tenth of a percent that is printed; but not at another size than it was made for."""
+    scan = tmp_path / "a digit.png"
+    Image.fromarray(DigitsSource("validation").read(0).permute(1, 2, 0).numpy()).save(scan)
+    told = []
+    for path in (run[0], files[0][format]):
+        assert evaluate.main(["--checkpoint", str(path), "--images", str(scan)]) == DONE
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and told[0].count("%") == 5
+    if format != "safetensors":
+        arguments = ["--checkpoint", str(files[0][format]), "--images", str(scan), "model.image_size=24"]
+        assert evaluate.main(arguments) == WRONG_INPUT
+        assert "was exported with model.image_size 16, not 24" in capsys.readouterr().err
+
+
+def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
+    """Another implementation of every operator, against float64; both round in float32, so 1e-4 at logits of about 1.
+    Batches of any size."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(files[0]["onnx"]), providers=["CPUExecutionProvider"])
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", ["batch", 3, 16, 16])
+    assert (logits.name, logits.type, logits.shape) == ("logits", "tensor(float)", ["batch", 10])
+    for batch in (digits[:1], digits[:3], digits):
+        actual = session.run(None, {"images": batch.numpy()})[0]
+        np.testing.assert_allclose(actual, expected[: len(batch)].numpy(), rtol=0, atol=1e-4)
+
+
+_ELSEWHERE = """
+import json, sys
+import torch
+texts = {"recipe": "", "classes": "", "image_size": ""}
+run = torch.export.load(sys.argv[1], extra_files=texts).module()
+images = torch.load(sys.argv[2])
+torch.save([run(images[:n]) for n in (1, 3, 7)], sys.argv[3])
+ours = [name for name in sys.modules if name.split(".")[0] in ("models", "recipe", "training", "engines", "timm")]
+print(json.dumps([ours, json.loads(texts["classes"]), json.loads(texts["image_size"])]))
+print(texts["recipe"])
+"""
+
+
+def test_a_process_without_this_repository_runs_the_torch_program(run, files, digits, expected, tmp_path):
+    """Of a .pt2 no class of ours is needed. Float32 against float64: 1e-4 at logits of about 1."""
+    torch.save(digits, tmp_path / "images.pt")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE, files[0]["torch"], tmp_path / "images.pt", tmp_path / "logits.pt"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    facts, _, recipe = result.stdout.partition("\n")
+    assert json.loads(facts) == [[], [str(digit) for digit in range(10)], 16]
+    assert recipe.rstrip() == (run[0] / "config.yaml").read_text().rstrip()
+    for logits in torch.load(tmp_path / "logits.pt"):
+        torch.testing.assert_close(logits, expected[: len(logits)], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_says_what_it_was_made_of(run, files, format):
+    path = files[0][format]
+    if format == "safetensors":
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata()
+    else:
+        metadata = exported.opened(path.suffix, path.read_bytes()).metadata
+    recipe = loading.loads(metadata["recipe"], "file")
+    assert recipe == loading.load(run[0] / "config.yaml")
+    texts = {key: json.loads(metadata[key]) for key in ("classes", "image_size", "mean", "std", "crop_fraction")}
+    assert texts == {
+        "classes": [str(digit) for digit in range(10)],
+        "image_size": 16,
+        "mean": list(recipe.model.mean),
+        "std": list(recipe.model.std),
+        "crop_fraction": recipe.data.crop_fraction,
+    }
+    assert metadata["weights"] == "trained"
+
+
+def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(run, files, command, tmp_path):
+    """Half weights have the same values in float32. The library alone would order the metadata otherwise each time."""
+    weights = load(run[0] / "checkpoints" / "step-00000004.pt")["engine"]["weights"]
+    tensors = safetensors.torch.load_file(files[0]["safetensors"])
+    assert tensors.keys() == {timm_name(name) for name in weights}
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float16 and tensors[timm_name(name)].dtype == torch.float32
+        assert torch.equal(tensors[timm_name(name)], tensor.float())
+    again = tmp_path / "again.safetensors"
+    for _ in range(3):
+        assert command(run[0], "--format", "safetensors", "--output", again)[0] == DONE
+        assert again.read_bytes() == files[0]["safetensors"].read_bytes()
+
+
+def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
+    """Strictly, into timm's model of the same architecture, whose forward pass is then the reference.
+
+    The statistics of the batch normalisation are drawn, so that each must be in its place. Both sum the same products
+    in float32; only the preprocessing differs, by one rounding of each pixel.
+    """
+    recipe = loading.load(QUICKSTART, B0)
+    ours = build(recipe.model, 1).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, buffer in state.persistent_buffers(ours).items():
+        buffer.copy_(torch.rand(buffer.shape, generator=generator) + (0.5 if name.endswith("var") else -0.5))
+    torch.save(ours.state_dict(), tmp_path / "ours.pth")
+    path = tmp_path / "b0.safetensors"
+    arguments = ("--config", QUICKSTART, "--format", "safetensors", "--output", path, *B0)
+    assert command(tmp_path / "ours.pth", *arguments)[0] == DONE
+    model = timm.create_model("tf_efficientnet_b0", num_classes=10).eval()
+    model.load_state_dict(safetensors.torch.load_file(path), strict=True)
+    images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
+    with torch.no_grad():
+        actual, expected = ours(images), model((images / 255 - mean) / std)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp_path, capsys):
+    code, lines, _ = command(run[0], "--format", "safetensors", "--weights", "step_average")
+    path = run[0] / "export" / "quickstart-step_average.safetensors"
+    assert code == DONE and lines[0].startswith(f"{run[0] / 'checkpoints' / 'step-00000004.pt'}, step_average weights")
+    top1 = f"{path}, step_average weights: top1 {run[1]['step_average']['top1']:.2%}"
+    for asked in ("trained", "step_average"):
+        assert evaluate.main(["--checkpoint", str(path), "--weights", asked, "--output", str(tmp_path)]) == DONE
+        assert top1 in capsys.readouterr().out
+    assert json.loads((tmp_path / "scores.json").read_text())["weights"] == "step_average"
+
+
+def test_what_has_no_data_is_checked_on_random_images(run, command, tmp_path):
+    path = tmp_path / "m.safetensors"
+    nowhere = ("data.source=folder", f"data.root={tmp_path / 'nowhere'}")
+    code, lines, _ = command(run[0], "--format", "safetensors", "--output", path, "--json", *nowhere)
+    assert (code, json.loads(lines[-1])["images"]) == (DONE, "random")
+
+
+def test_few_images_are_shown_more_than_once(monkeypatch):
+    """Three validation images for a check on eight."""
+    recipe = loading.load(QUICKSTART, [*TINY, "data.source=glyphs", "data.validation_images=3", "data.train_images=3"])
+    images, kind = export._images(recipe, 8)
+    assert (kind, tuple(images.shape), images.dtype) == ("validation", (8, 3, 16, 16), torch.uint8)
+    assert torch.equal(images[3:6], images[:3]) and not torch.equal(images[0], images[1])
+
+
+@pytest.mark.parametrize("wrong", [1.1e-4, float("nan")])
+def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_path, monkeypatch, wrong):
+    """One logit of the five in the last batch; what was there before stays."""
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"of before")
+    reader = export._reader
+
+    def a_little_off(*arguments):
+        def logits(images):
+            found = reader(*arguments)(images).clone()
+            found[-1, 3] += wrong * (len(images) == 5)
+            return found
+
+        return logits
+
+    monkeypatch.setattr(export, "_reader", a_little_off)
+    code, lines, errors = command(run[0], "--format", "safetensors", "--output", path)
+    assert (code, lines, len(errors)) == (FAILED, [], 1)
+    assert errors[0].startswith(f"{path}: not written: a logit differs by ") and "more than 0.0001" in errors[0]
+    assert path.read_bytes() == b"of before" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_leaves_nothing(run, command, small_disk):
+    disk = small_disk("64k")
+    code, lines, errors = command(run[0], "--format", "safetensors", "--output", disk / "m.safetensors")
+    assert (code, lines, len(errors)) == (FAILED, [], 1)
+    assert os.strerror(errno.ENOSPC) in errors[0]
+    assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere",), "nowhere: no such file or folder; name a run folder"),
+        (("RUN", "--weights", "epoch_average"), "has no epoch_average; it has trained, step_average"),
+        (("RUN", "--output", "m.pt2"), "m.pt2: --format onnx writes a .onnx file; name it m.onnx"),
+        (("m.onnx",), "m.onnx: a program, no weights; name the run or weights that it was made of"),
+        (("RUN", "modl.width=1"), "command line: modl: unknown key; did you mean model?"),
+        (("RUN", "model.width=0.5"), "the model's is [16, 3, 3, 3]; give the recipe"),
+        (("RUN/config.yaml",), "config.yaml: not weights"),
+    ],
+)
+def test_refusals_are_one_line(run, command, arguments, said):
+    given = (argument.replace("RUN", str(run[0])) for argument in arguments)
+    code, lines, errors = command("--format", "onnx", *given)
+    assert (code, lines, len(errors)) == (WRONG_INPUT, [], 1), errors
+    assert said in errors[0]
+
+
+def test_weights_without_a_recipe_are_refused(command, tmp_path):
+    torch.save({"stem.conv_stem.weight": torch.zeros(1)}, tmp_path / "w.pth")
+    code, _, errors = command(tmp_path / "w.pth", "--format", "torch")
+    said = f"{tmp_path / 'w.pth'}: does not say which recipe it was trained by; name it by --config FILE"
+    assert (code, errors) == (WRONG_INPUT, [said])
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_one_line(run, command, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, errors = command(run[0], "--format", "onnx")
+    said = f"--format onnx: the package {package} is not installed; pip install onnx onnxscript onnxruntime"
+    assert (code, errors) == (WRONG_INPUT, [said])
+
+
+@pytest.mark.parametrize("norm", [("model.norm=batch",), ("model.norm=layer",), ("model.proxy_norm=true",)])
+@pytest.mark.slow
+def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, norm):
+    """The command itself compares; random weights, whose logits are about 1."""
+    overrides = [*TINY, *norm]
+    torch.save(build(loading.load(QUICKSTART, overrides).model, 1).state_dict(), tmp_path / "w.pth")
+    for format in ("onnx", "torch"):
+        arguments = ("--config", QUICKSTART, "--format", format, "--output", tmp_path / f"m{FORMATS[format]}")
+        code, _, errors = command(tmp_path / "w.pth", *arguments, *overrides)
+        assert (code, errors) == (DONE, [])
+
+
+@pytest.mark.slow
+def test_the_large_model_can_be_exported_at_its_size(tmp_path, command):
+    """B4 G16 at 380 pixels, half weights."""
+    config = ROOT / "configs" / "gpu.yaml"
+    torch.save(build(loading.load(config).model, 0).half().state_dict(), tmp_path / "b4.pth")
+    arguments = ("--config", config, "--format", "onnx", "--output", tmp_path / "b4.onnx", "--json")
+    code, lines, errors = command(tmp_path / "b4.pth", *arguments, f"data.root={tmp_path}")
+    assert (code, errors) == (DONE, [])
+    assert json.loads(lines[-1])["image_size"] == 380

@@ -1,0 +1,299 @@
+"""Writes a trained model for other programs:
+
+    python -m tools.export CHECKPOINT --format safetensors|onnx|torch [--output FILE] [--json] [section.key=value ...]
+
+CHECKPOINT is a run folder, a checkpoint or weights, as evaluate.py takes them. What is to be written is first compared
+with the model: docs/export.md. Exit codes: 0 done, 1 failed (nothing is written), 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+
+from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, DataError, UserError
+from training.command import Parser, fail
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.stages import BlockList
+    from recipe.config import Recipe
+    from training.weights import StoredWeights
+
+LIMIT = 1e-4  # largest difference of a logit
+_BATCHES = (1, 2, 5)
+_SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
+
+
+class NotTheSame(Exception):
+    """What was exported does not compute what the model does; one line."""
+
+
+class Checked(NamedTuple):
+    """How a file compares with the model. images: what they were; difference: the largest of a logit."""
+
+    images: str
+    difference: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        about = _export(options)
+    except UserError as error:
+        return fail(error, WRONG_INPUT)
+    except NotTheSame as error:
+        return fail(error, FAILED)
+    except OSError as error:
+        return fail(f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
+    print(_told(about))
+    if options.json:
+        print(json.dumps(about, allow_nan=False))
+    return DONE
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m tools.export", description="Write a trained model for other programs.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder, checkpoint or weights file")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=tuple(_SUFFIXES),
+        help="safetensors: weights under timm's names; onnx, torch: programs from pixels to logits",
+    )
+    parser.add_argument("--output", metavar="FILE", help="default: export/NAME.SUFFIX in the run folder, or here")
+    parser.add_argument(
+        "--weights",
+        default="trained",
+        choices=("trained", "step_average", "epoch_average"),
+        help="which weights of a run (default: %(default)s)",
+    )
+    parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> dict:
+    """Writes the file; returns what is to be said about it.
+
+    Raises:
+        UserError: the input cannot be used, or a package is missing.
+        NotTheSame: what would be written computes something else.
+        OSError: it cannot be written.
+    """
+    format, output, suffix = options.format, options.output, _SUFFIXES[options.format]
+    if output and Path(output).suffix != suffix:
+        raise ConfigError(f"{output}: --format {format} writes a {suffix} file; name it {Path(output).stem}{suffix}")
+    if Path(options.checkpoint).suffix in (_SUFFIXES["onnx"], _SUFFIXES["torch"]):
+        raise ConfigError(f"{options.checkpoint}: a program, no weights; name the run or weights that it was made of")
+    if format == "onnx":
+        _check_packages()
+    # Imported late: a wrong command line is refused before torch is loaded.
+    import torch
+
+    from training import weights
+    from training.checkpoint import replacing
+
+    stored = weights.read(options.checkpoint, options.weights)
+    recipe = weights.recipe_of(stored, options.config, options.overrides)
+    model = _built(stored, recipe)
+    metadata = _metadata(stored, recipe)
+    with torch.no_grad():
+        content, opset = _WRITERS[format](model, recipe, metadata)
+        checked = _checked(model, _reader(suffix, content, recipe), recipe)
+    path = Path(output) if output else _place(stored, recipe, suffix)
+    if not checked.difference <= LIMIT:  # nor if it is no number
+        raise NotTheSame(
+            f"{path}: not written: a logit differs by {checked.difference:.2g} from the model's, more than {LIMIT:g}"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as stream:
+        stream.write(content)
+    return {
+        "format": format,
+        "file": str(path),
+        "bytes": len(content),
+        "opset": opset,
+        "checkpoint": str(stored.path),
+        "weights": stored.which,
+        "image_size": recipe.model.image_size,
+        "classes": recipe.model.classes,
+        "class_names": "classes" in metadata,
+        "images": checked.images,
+        "batches": list(_BATCHES),
+        "difference": checked.difference,
+        "limit": LIMIT,
+    }
+
+
+def _told(about: dict) -> str:
+    size, classes = about["image_size"], about["classes"]
+    opset = f", opset {about['opset']}" if about["opset"] else ""
+    lines = [
+        f"{about['checkpoint']}, {about['weights']} weights -> {about['file']}: {about['bytes'] / 1e6:.1f} MB, float32"
+        f"{opset}"
+    ]
+    if about["format"] != "safetensors":
+        lines.append(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {classes}]")
+    lines.append(
+        f"read again, on {sum(about['batches'])} {about['images']} images in batches of "
+        f"{', '.join(map(str, about['batches']))}: largest difference of a logit {about['difference']:.2g}"
+    )
+    lines.append(f"score it: python evaluate.py --checkpoint {shlex.quote(about['file'])}")
+    return "\n".join(lines)
+
+
+def _check_packages() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"--format onnx: the package {name} is not installed; pip install onnx onnxscript onnxruntime"
+            )
+
+
+def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
+    """The model that evaluation uses, float32, on the CPU."""
+    from engines import state
+    from models.efficientnet import build
+    from training import weights
+
+    model = build(recipe.model, recipe.run.seed).eval().requires_grad_(False)
+    tensors, _ = weights.fitted(stored, state.shapes(model), new_classifier=False)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return model
+
+
+def _metadata(stored: StoredWeights, recipe: Recipe) -> dict[str, str]:
+    """What a file says of itself, as texts: JSON where it is not plain."""
+    from recipe import loading
+    from training import weights
+
+    plain = {
+        "image_size": recipe.model.image_size,
+        "mean": recipe.model.mean,
+        "std": recipe.model.std,
+        "crop_fraction": recipe.data.crop_fraction,
+    }
+    names = weights.class_names(stored, recipe)
+    return {
+        "recipe": loading.dump(recipe),
+        "weights": stored.which,
+        **({"classes": json.dumps(names)} if names else {}),
+        **{name: json.dumps(value) for name, value in plain.items()},
+    }
+
+
+def _place(stored: StoredWeights, recipe: Recipe, suffix: str) -> Path:
+    from training.weights import TRAINED, run_folder_of
+
+    average = "" if stored.which == TRAINED else f"-{stored.which}"
+    return (run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
+
+
+def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, None]:
+    """Weights under timm's names, the same bytes each time: the library orders metadata by chance."""
+    from safetensors.torch import save
+
+    from models.efficientnet import timm_name
+
+    tensors = {timm_name(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+    content = save(tensors, metadata)
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # what follows stays aligned
+    return len(text).to_bytes(8, "little") + text + content[8 + length :], None
+
+
+def _example(recipe: Recipe) -> tuple:
+    """Arguments and keywords of torch's exporters: two images, for of one they would make a constant."""
+    import torch
+
+    size = recipe.model.image_size
+    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+    return (images,), {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+
+
+def _onnx(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, int]:
+    """The file's content and the version of its operators."""
+    import onnx
+    import torch
+
+    from training.exported import INPUT, OUTPUT
+
+    arguments, keywords = _example(recipe)
+    names = {"input_names": [INPUT], "output_names": [OUTPUT]}
+    program = torch.onnx.export(model, arguments, **keywords, **names, dynamo=True, verbose=False, external_data=False)
+    proto = program.model_proto
+    onnx.helper.set_model_props(proto, metadata)
+    content = proto.SerializeToString()
+    onnx.checker.check_model(content, full_check=True)
+    return content, next(each.version for each in proto.opset_import if not each.domain)
+
+
+def _program(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, None]:
+    import torch
+
+    arguments, keywords = _example(recipe)
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(model, arguments, **keywords), buffer, extra_files=metadata)
+    return buffer.getvalue(), None
+
+
+_WRITERS = {"safetensors": _safetensors, "onnx": _onnx, "torch": _program}
+
+
+def _reader(suffix: str, content: bytes, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From images to logits by what a file's content has, as evaluate.py would read it."""
+    from training import exported, weights
+
+    if suffix != _SUFFIXES["safetensors"]:
+        return exported.opened(suffix, content).logits
+    from safetensors.torch import load
+
+    return _built(weights.StoredWeights(Path("the file"), load(content), None, None), recipe)
+
+
+def _checked(model: BlockList, logits: Callable[[torch.Tensor], torch.Tensor], recipe: Recipe) -> Checked:
+    """Compares the model with what was exported, on batches of several sizes."""
+    import torch
+
+    images, kind = _images(recipe, sum(_BATCHES))
+    differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
+    return Checked(kind, differences.max().item())
+
+
+def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str]:
+    """uint8 [count, 3, size, size]: the first validation images, again and again where they are fewer; else random."""
+    import torch
+
+    from data.loader import EvaluationBatches
+    from data.sources import open_source
+
+    size = recipe.model.image_size
+    data = recipe.data.model_copy(update={"workers": 0, "reader": "torch", "bad_images": "skip"})
+    try:
+        source = open_source(data, recipe.model.classes, "validation")
+        batches = EvaluationBatches(source, data=data, image_size=size, batch=min(count, len(source)))
+        batch = next(iter(batches))
+    except DataError:
+        batch = None
+    if batch is None or not batch.valid:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator), "random"
+    rows = torch.arange(count) % batch.valid
+    return batch.images[rows].contiguous(), "validation"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
