@@ -1,0 +1,132 @@
+"""Reading and decoding are told apart, and a rate of the disk is one of files that were in no cache."""
+
+import mmap
+import os
+import time
+
+import pytest
+import torch
+from PIL import Image
+
+from data.decode import decode
+from data.loader import NotLeftOut
+from data.sources import DigitsSource, FolderSource, open_source
+from recipe import loading
+from tests.conftest import QUICKSTART
+from tools.diagnosis import images
+
+SECONDS = 0.3
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Folder with JPEG files of two classes, of noise, so that each has some kilobytes."""
+    torch.manual_seed(0)
+    for number in range(6):
+        folder = tmp_path / "train" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return tmp_path
+
+
+def recipe(folder, *overrides):
+    place = ("data.source=folder", f"data.root={folder}", "model.classes=2", "model.image_size=32")
+    return loading.load(QUICKSTART, [*place, *overrides])
+
+
+def read(of):
+    return images.read(of, open_source(of.data, of.model.classes, "train"), 0, 1, SECONDS)
+
+
+def test_images_in_memory_have_no_bytes():
+    of = loading.load(QUICKSTART)
+    found = images.read(of, DigitsSource("train"), 0, 1, SECONDS)
+    assert found.rate.low > 0 and found.rate.repetitions >= 3
+    assert (found.image_bytes, found.cached, found.disk, found.share_of_bytes) == (None, None, None, None)
+
+
+def test_files_have_the_bytes_that_they_have(photos):
+    found = read(recipe(photos))
+    sizes = [path.stat().st_size for path in photos.rglob("*.jpg")]
+    assert min(sizes) <= found.image_bytes <= max(sizes)
+    assert 0 < found.share_of_bytes < 1
+
+
+def test_a_slow_disk_is_told_from_slow_decoding(photos, monkeypatch):
+    """10 ms to read a file, then 10 ms to decode it: a rate of at most 50 images a second, half of it reading."""
+    encoded = FolderSource.encoded
+
+    def slowly(source, index):
+        time.sleep(0.01)
+        return encoded(source, index)
+
+    monkeypatch.setattr(FolderSource, "encoded", slowly)
+    reading = read(recipe(photos))
+    assert reading.rate.high < 100 and reading.share_of_bytes > 0.5
+    monkeypatch.setattr(FolderSource, "encoded", encoded)
+
+    def decoded(*arguments):
+        time.sleep(0.01)
+        return decode(*arguments)
+
+    monkeypatch.setattr("data.decode.decode", decoded)
+    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
+    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
+    decoding = read(recipe(photos))
+    assert decoding.rate.high < 100 and decoding.share_of_bytes < 0.5
+
+
+def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):
+    path = photos / "large"
+    path.write_bytes(b"x" * 10 * mmap.PAGESIZE)
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    assert images._resident(file) == 1.0  # just written
+    if not images._forgotten(str(path)):
+        pytest.skip("a file system in memory")
+    assert images._resident(file) == 0.0
+    os.pread(file, 10, 0)
+    assert images._resident(file) > 0.0
+    os.close(file)
+
+
+def test_a_file_that_cannot_be_dropped_is_no_measure_of_the_disk(photos, monkeypatch):
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
+    assert read(recipe(photos)).disk is None
+
+
+def test_other_peoples_files_are_left_alone(photos, monkeypatch):
+    """Their cache is not ours to empty: then the disk alone is not known."""
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("dropped"))
+    found = read(recipe(photos))
+    assert found.disk is None and found.cached.low > 0
+
+
+def test_the_file_that_holds_an_image(tmp_path):
+    shard = tmp_path / "000.tar"
+    shard.write_text("")
+    assert images._file(f"{shard}/some/image.jpg") == str(shard)
+    assert images._file(str(shard)) == str(shard)
+    assert images._file("https://host/shards/000.tar/image.jpg") is None
+
+
+def test_unreadable_images_are_named_or_left_out(photos):
+    for path in photos.rglob("*.jpg"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(NotLeftOut, match=r"\.jpg"):
+        read(recipe(photos))
+    assert read(recipe(photos, "data.bad_images=skip")).rate.low > 0
+
+
+def test_threads_are_as_before():
+    before = torch.get_num_threads()
+    images.read(loading.load(QUICKSTART), DigitsSource("train"), 0, 1, 0.01)
+    assert torch.get_num_threads() == before
+
+
+def test_a_copy_has_a_rate():
+    found = images.to_device(loading.load(QUICKSTART), torch.device("cpu"), 0.1)
+    # From a thousandth to a hundred times what memory does today.
+    assert 1e7 < found.median < 1e13

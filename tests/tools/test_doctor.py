@@ -1,0 +1,261 @@
+"""The doctor on one process and on several: what it says of a slow rank and of slow images, what it leaves behind."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from engines.stage import Stage
+from engines.torch_engine import TorchEngine
+from parallel.costs import Link
+from recipe import loading
+from tests import ranks
+from tests.conftest import QUICKSTART, TINY
+from tools import doctor
+from tools.diagnosis import examination, loopback
+from tools.diagnosis.splitting import PARTS
+from tools.planning import machine, scaling, workload
+
+SHORT = ("--config", str(QUICKSTART), *TINY, "run.device=cpu", "--json", "--seconds", "0.1")
+LAG = 0.05  # seconds that a slow rank sleeps in each forward pass; the pass itself takes a few milliseconds
+PAUSE = 0.01  # likewise, a slow source for each image
+
+
+def measured_elsewhere(monkeypatch=None):
+    """The machine's peak and the link between two of its processes take seconds, and have tests of their own."""
+    patch = monkeypatch.setattr if monkeypatch else setattr
+    patch(TorchEngine, "peak_flops", lambda engine: 1e12)
+    patch(loopback, "measure", lambda: [Link(1e-4, 1e-9)] * 3)
+
+
+@pytest.fixture
+def examined(tmp_path, monkeypatch, capfd):
+    """examined(*arguments): exit code, JSON and other lines of stdout, lines of stderr; in an empty folder."""
+    measured_elsewhere(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = doctor.main([*SHORT, *arguments])
+        captured = capfd.readouterr()
+        lines = captured.out.splitlines()
+        data = json.loads(lines.pop()) if code == 0 else None
+        return code, data, lines, captured.err.splitlines()
+
+    return call
+
+
+def test_one_process_is_examined(examined, tmp_path):
+    code, data, lines, errors = examined("batch.global=12")
+    assert (code, errors) == (0, [])
+    assert all(len(line) <= 80 for line in lines)
+    assert list(data["parts"]) == list(PARTS)
+    assert sum(data["parts"].values()) == pytest.approx(data["step_seconds"])
+    # The recipe's step is one micro batch, and so measured as it is.
+    assert data["measured"]["seconds"]["as_trained"]["median"] == pytest.approx(data["step_seconds"])
+    assert data["images_per_second"] == pytest.approx(12 / data["step_seconds"])
+    nobody_else = ("exchange", "straggling", "bubble", "imbalance")
+    assert [data["parts"][name] for name in nobody_else] == [0, 0, 0, 0]
+    assert data["images"]["bytes"] is None and data["images"]["per_core"]["median"] > 0
+    assert data["methods"] == [] and data["measured"]["seconds"]["without_exchange"] is None
+    assert data["advice"]["text"] and [row["rank"] for row in data["ranks"]] == [0]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["doctor", "machine.yaml", "step.png"]
+    assert (tmp_path / "doctor" / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_is_one_that_plans_take(examined, tmp_path):
+    _, data, _, _ = examined()
+    found = machine.load(str(tmp_path / "doctor" / "machine.yaml"))
+    assert found.device == "cpu"
+    assert found.rate.source.startswith(f"measured by tools.doctor on {data['machine']['date']}")
+    recipe = loading.load(QUICKSTART, TINY)
+    work = workload.of(recipe)
+    row = scaling.predict(recipe, found, 2, work)
+    assert row.images_per_second == pytest.approx(data["next_doubling"]["images_per_second"])
+    # The plan of what was measured is what was measured, to the five digits that are written down.
+    alone = scaling.predict(recipe, found, 1, work)
+    assert alone.parts["compute"] == pytest.approx(data["parts"]["compute"], rel=1e-4)
+    assert alone.parts["update"] == pytest.approx(data["parts"]["update"], rel=1e-4)
+
+
+def test_a_longer_step_is_measured_by_few_micro_batches(examined):
+    _, data, lines, _ = examined("batch.global=960", "batch.micro=12")
+    assert data["batch"]["accumulation"] == 80 and data["measured"]["accumulation"] in (1, 4)
+    factor = 80 / data["measured"]["accumulation"]
+    assert data["parts"]["compute"] == pytest.approx(factor * data["measured"]["parts"]["compute"])
+    assert data["parts"]["update"] == data["measured"]["parts"]["update"]
+    assert any("from steps of" in line for line in lines)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, workers):
+    from data.sources import DigitsSource
+
+    read = DigitsSource.read
+
+    def slowly(source, index):
+        time.sleep(PAUSE)
+        return read(source, index)
+
+    monkeypatch.setattr(DigitsSource, "read", slowly)
+    _, data, _, _ = examined(f"data.workers={workers}", "data.prefetch=1")
+    assert data["images"]["per_core"]["high"] < 1 / PAUSE
+    # 24 images a step, one after the other; a worker reads them while the step computes.
+    least = 24 * PAUSE if workers == 0 else 0.0
+    assert data["parts"]["input"] > least
+    assert data["advice"]["limit"] == "input"
+    assert "would keep up" in data["advice"]["text"]
+
+
+def test_reading_that_keeps_up_is_not_waited_for(examined, monkeypatch):
+    """The other way round: steps that take long."""
+    forward = Stage.forward
+    monkeypatch.setattr(Stage, "forward", lambda stage, x: time.sleep(LAG) or forward(stage, x))
+    _, data, _, _ = examined()
+    assert data["parts"]["compute"] > 2 * LAG  # of two micro batches
+    assert data["parts"]["input"] < data["parts"]["compute"] and data["advice"]["limit"] != "input"
+
+
+def examined_in_ranks(size, *arguments, slow=None, output="."):
+    """How each of `size` ranks ended."""
+    return ranks.run(size, _examine, arguments, slow, str(output))
+
+
+def _examine(rank, size, arguments, slow, output):
+    from training.command import finish
+
+    measured_elsewhere()
+    if rank == slow:
+        forward = Stage.forward
+        Stage.forward = lambda stage, x: time.sleep(LAG) or forward(stage, x)
+    finish(lambda: doctor.main([*SHORT, "--output", output, *arguments]))
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_give_one_report(tmp_path):
+    ends = examined_in_ranks(2, output=tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert ends[1].out == []
+    data = json.loads(ends[0].out[-1])
+    assert [(row["rank"], row["replica"]) for row in data["ranks"]] == [(0, 0), (1, 1)]
+    assert [method["name"] for method in data["methods"]] == ["dense", "half", "topk", "gtopk butterfly", "gtopk tree"]
+    assert all(method["measured"]["median"] > 0 for method in data["methods"])
+    assert data["links"]["between"] == "replicas" and data["links"]["latency"]["high"] > 0
+    assert sum(data["parts"].values()) == pytest.approx(data["step_seconds"])
+    assert data["measured"]["seconds"]["without_exchange"]["repetitions"] >= 6
+    assert data["next_doubling"]["replicas"] == 4
+    assert machine.load(str(tmp_path / "machine.yaml")).name.startswith("2 x ")
+
+
+@pytest.mark.multiprocess
+def test_a_slow_rank_is_named(tmp_path):
+    ends = examined_in_ranks(2, slow=1, output=tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    data = json.loads(ends[0].out[-1])
+    slow, other = data["ranks"][1], data["ranks"][0]
+    assert slow["mean"] > LAG and slow["lag"] > 0 > other["lag"]
+    # Replicas wait for the mean of the two half as long as one is behind the other, whatever else the machine does.
+    behind = (slow["mean"] - other["mean"]) / 2
+    assert data["parts"]["straggling"] == pytest.approx(behind, rel=0.5)
+    assert data["advice"]["limit"] == "straggling" and "rank 1 on host" in data["advice"]["text"]
+    assert data["straggling"] > 0.2
+
+
+@pytest.mark.multiprocess
+def test_a_pipeline_has_a_bubble(tmp_path):
+    ends = examined_in_ranks(2, "parallel.stages=2", output=tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
+    data = json.loads(ends[0].out[-1])
+    assert data["batch"]["stages"] == 2 and [row["stage"] for row in data["ranks"]] == [0, 1]
+    # Two micro batches on two stages leave at least a third of the time without work for a stage, even or not.
+    computing = data["parts"]["compute"]
+    assert data["parts"]["bubble"] + data["parts"]["imbalance"] > 0.25 * computing
+    assert [row["lag"] for row in data["ranks"]] == [None, None]
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_other_recipes_are_refused(tmp_path):
+    ends = ranks.run(2, _examine_other, str(tmp_path))
+    assert [end.code for end in ends] == [2, 2]
+    errors = [line for end in ends for line in end.errors]
+    assert errors == [
+        f"{QUICKSTART}: rank 1 has another recipe than rank 0; give all hosts the same files and overrides"
+    ]
+
+
+def _examine_other(rank, size, output):
+    from training.command import finish
+
+    finish(lambda: doctor.main([*SHORT, "--output", output, f"run.seed={rank}"]))
+
+
+@pytest.mark.multiprocess
+def test_two_processes_of_this_host_are_a_link():
+    found = loopback.measure()
+    assert len(found) == 5
+    for link in found:
+        assert 0 < link.message(1e6) < 60  # seconds of a megabyte, on whatever busy machine
+
+
+def test_without_a_link_there_is_no_machine(examined, tmp_path, monkeypatch):
+    monkeypatch.setattr(loopback, "measure", lambda: None)
+    code, data, lines, _ = examined()
+    assert code == 0 and data["links"] is None and data["next_doubling"] is None
+    assert any("could not be connected" in line for line in lines)
+    assert sorted(path.name for path in (tmp_path / "doctor").iterdir()) == ["step.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.device=ipu"], "the doctor measures CPUs and GPUs"),
+        (["batch.global=25"], "batch.global 25 is not a multiple"),
+        (["data.source=folder", "data.root=nowhere"], "nowhere: no such folder"),
+        (["--output", "full\nfile/below"], "Not a directory; choose another --output"),
+        (["--output", "a run"], "is the folder of a run, as it holds metrics.jsonl"),
+        (["--config", "no.yaml"], "no.yaml: No such file"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(examined, tmp_path, arguments, message):
+    (tmp_path / "full\nfile").write_text("")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "metrics.jsonl").write_text("kept")
+    code, _, _, errors = examined(*arguments)
+    assert code == 2 and len(errors) == 1 and message in errors[0]
+    assert [path.name for path in (tmp_path / "a run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan", "inf"])
+def test_seconds_are_a_positive_number(examined, capfd, seconds):
+    with pytest.raises(SystemExit) as ended:
+        examined("--seconds", seconds)
+    assert ended.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_wrong_command_line_is_refused_before_torch_is_loaded(tmp_path):
+    import subprocess
+
+    program = (
+        "import sys; from tools import doctor; code = doctor.main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "--config", str(QUICKSTART), "run.device=ipu"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=QUICKSTART.parent.parent)
+    assert ended.stdout.split() == ["2", "False"]
+
+
+def test_a_full_disk_is_one_line(examined, small_disk):
+    disk = small_disk("64k")
+    (disk / "filled").write_bytes(b"x" * 56 * 1024)
+    code, _, lines, errors = examined("--output", str(disk))
+    assert code == 1 and len(errors) == 1 and "No space left on device" in errors[0]
+    assert any(line.startswith("first") for line in lines)  # what was found is told all the same
+
+
+def test_a_signal_ends_it_with_its_own_code(examined, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examination, "examine", interrupted)
+    code, _, _, errors = examined()
+    assert code == 75 and errors == ["stopped; nothing was written"]
+    assert list((tmp_path / "doctor").iterdir()) == []

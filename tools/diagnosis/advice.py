@@ -1,0 +1,269 @@
+"""What to change first, by rule from the measured figures: the part of a step that costs most beside computing."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, List, NamedTuple, Optional
+
+from engines.choice import Candidate, pick
+from recipe.exchange import SPARSE
+from training.monitor import workers_needed
+from training.timeline import ideal
+
+# The parts that something can be done about; of equal ones the first is named: its remedy costs least.
+_ORDER = ("input", "straggling", "exchange", "bubble", "imbalance", "update")
+_WORTH = 0.05  # share of a step below which a part is not worth a change
+_LAG = 0.1  # by which one rank falls behind the others so that it is to blame
+_UNEXPLAINED = 0.15
+
+
+class Figures(NamedTuple):
+    """What the rules look at.
+
+    parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda. cores: of a rank. threads: in which a rank
+    computes on a CPU. split: whether the recipe says itself where stages are cut. mixes: whether images of a micro
+    batch are mixed, so that it needs two. reading: share of an image's time that is reading its bytes, None where
+    images are no files. delay: of gradients, in steps. method: the exchange, as `methods` calls it; these are seconds
+    by themselves. reset: overrides without which another method is refused, by whether that is sparse. bandwidth:
+    bytes a second between replicas. slowest, lag, host: the rank farthest behind the others of its stage, by which
+    share, and where; None of one replica. mfu: share of the devices' peak.
+    """
+
+    parts: Dict[str, float]
+    device: str
+    cores: int
+    threads: int
+    replicas: int
+    stages: int
+    virtual: int
+    split: bool
+    mixes: bool
+    accumulation: int
+    micro: int
+    workers: int
+    reading: Optional[float]
+    delay: int
+    compiled: bool
+    bandwidth: Optional[float]
+    method: str
+    methods: Dict[str, float]
+    reset: Dict[bool, List[str]]
+    slowest: Optional[int]
+    lag: Optional[float]
+    host: str
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return math.fsum(self.parts.values())
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return self.micro * self.accumulation * self.replicas
+
+    def share(self, part: str) -> float:
+        """Of a step."""
+        return self.parts[part] / self.step
+
+
+class Advice(NamedTuple):
+    """limit: the part to be mended first, or compute. text: sentences. overrides: what to try, as the command line
+    takes it; none where the remedy is no key."""
+
+    limit: str
+    text: str
+    overrides: List[str]
+
+
+def advise(figures: Figures) -> Advice:
+    """The first thing to fix. A pure function of the figures."""
+    limit = max(_ORDER, key=lambda part: figures.share(part))  # the first of equal ones
+    if figures.share(limit) < _WORTH:
+        limit = "compute"
+    advice = _RULES[limit](figures)
+    unexplained = figures.share("rest")
+    if abs(unexplained) < _UNEXPLAINED:
+        return advice
+    what = f"{_percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
+    workers = "workers that read take cores from computing, or " if figures.workers else ""
+    return advice._replace(
+        text=f"{advice.text} But {what}: {workers}the machine is busy with something else; measure again when it is "
+        "quiet."
+    )
+
+
+def _input(figures: Figures) -> Advice:
+    share, needed = figures.share("input"), workers_needed(figures.workers, figures.share("input"))
+    said = f"Waiting for images takes {_percent(share)} of a step"
+    more = [f"data.workers={needed}"]
+    if figures.reading is not None and figures.reading >= 0.5:
+        return Advice(
+            "input",
+            f"{said}, and {_percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
+            "shards (python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
+            f"{more[0]} would keep up.",
+            more,
+        )
+    if needed > figures.cores:
+        smaller = (
+            "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
+            if figures.reading is not None
+            else "draw less for each image (data.augment, data.glyph_size)"
+        )
+        dali = ["data.reader=dali"] if figures.device == "cuda" and figures.reading is not None else []
+        gpu = ", or let the GPU decode: data.reader=dali" if dali else ""
+        return Advice(
+            "input",
+            f"{said}: {needed} workers would keep up, but a rank has {figures.cores} "
+            f"{'core' if figures.cores == 1 else 'cores'}; {smaller}{gpu}, or give it more cores.",
+            dali,
+        )
+    busy = figures.device == "cpu" and figures.threads + needed > figures.cores
+    but = ", though the cores that they need compute as well: measure it" if busy else ""
+    return Advice("input", f"{said}: {more[0]} would keep up{but}.", more)
+
+
+def _straggling(figures: Figures) -> Advice:
+    share = figures.share("straggling")
+    said = f"Waiting for the slowest replica takes {_percent(share)} of a step"
+    if figures.lag is not None and figures.lag >= _LAG:
+        return Advice(
+            "straggling",
+            f"{said}: rank {figures.slowest} on host {figures.host} computes {_percent(figures.lag)} slower than the "
+            "others. Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it.",
+            [],
+        )
+    return Advice(
+        "straggling",
+        f"{said}, now of one and now of another: something else runs on the machines. More micro batches a step "
+        f"average it out: batch.global={2 * figures.batch}, with the learning rate that goes with it.",
+        [f"batch.global={2 * figures.batch}"],
+    )
+
+
+def _exchange(figures: Figures) -> Advice:
+    share = figures.share("exchange")
+    link = f" over links of {_bits(figures.bandwidth)}" if figures.bandwidth else ""
+    said = f"The exchange takes {_percent(share)} of a step{link}"
+    larger = f"batch.global={2 * figures.batch} makes it once in twice as many images"
+    faster = _faster_exchange(figures)
+    if faster is not None:
+        method, _, pattern = faster.name.partition(" ")
+        overrides = [f"exchange.method={method}", *([f"exchange.pattern={pattern}"] if pattern else [])]
+        overrides += figures.reset[method in SPARSE]
+        return Advice(
+            "exchange",
+            f"{said}: {' '.join(overrides)} takes {_milliseconds(faster.seconds)} by itself in place of "
+            f"{_milliseconds(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
+            f"Without that, {larger}.",
+            overrides,
+        )
+    if figures.device == "cpu" and not figures.delay:
+        return Advice(
+            "exchange",
+            f"{said}, and no other method is worth a change: {larger}; exchange.delay=1 lets it run beside the next "
+            "step, with gradients that are one step late (docs/exchange.md).",
+            [f"batch.global={2 * figures.batch}"],
+        )
+    return Advice(
+        "exchange",
+        f"{said}, and no other method is worth a change: {larger}.",
+        [f"batch.global={2 * figures.batch}"],
+    )
+
+
+def _faster_exchange(figures: Figures) -> Optional[Candidate]:
+    """The exchange to change to, by the rule of exchange.method=auto; None where that is the recipe's own."""
+    candidates = [Candidate(name, seconds, 0.0) for name, seconds in figures.methods.items()]
+    if figures.method not in figures.methods:
+        return None
+    taken = pick(candidates)[0]
+    slower = taken.seconds >= figures.methods[figures.method]
+    return None if slower or taken.name == figures.method else taken
+
+
+def _bubble(figures: Figures) -> Advice:
+    share, stages, virtual = figures.share("bubble"), figures.stages, figures.virtual
+    now = ideal(figures.accumulation, stages, virtual)
+    said = (
+        f"A pipeline's stages stand still for {_percent(share)} of a step: {figures.accumulation} micro "
+        f"{'batch' if figures.accumulation == 1 else 'batches'} on {stages} stages leave {_percent(1 - now)} at best"
+    )
+    doubled = ideal(2 * figures.accumulation, stages, virtual)
+    least = 2 if figures.mixes else 1
+    if figures.micro % 2 == 0 and figures.micro // 2 >= least:
+        override = f"batch.micro={figures.micro // 2}"
+    else:
+        override = f"batch.global={2 * figures.batch}"
+    return Advice("bubble", f"{said}; {override} makes twice as many, and that {_percent(1 - doubled)}.", [override])
+
+
+def _imbalance(figures: Figures) -> Advice:
+    share = figures.share("imbalance")
+    said = f"The slowest stage takes {_percent(share)} of a step longer than the mean of all"
+    if figures.split:
+        return Advice(
+            "imbalance",
+            f"{said}: parallel.split=auto cuts the model by what its blocks cost here.",
+            ["parallel.split=auto"],
+        )
+    return Advice(
+        "imbalance",
+        f"{said}, and the cut is the best between blocks: fewer stages and more replicas waste less: "
+        f"parallel.stages={max(1, figures.stages // 2)}.",
+        [f"parallel.stages={max(1, figures.stages // 2)}"],
+    )
+
+
+def _update(figures: Figures) -> Advice:
+    compiled = figures.device == "cpu" and not figures.compiled
+    overrides = ["engine.compile=true"] if compiled else [f"batch.global={2 * figures.batch}"]
+    first = "engine.compile=true makes one program of it where there is a compiler; " if compiled else ""
+    return Advice(
+        "update",
+        f"The optimizer's update takes {_percent(figures.share('update'))} of a step: {first}it is made once a "
+        f"step, so batch.global={2 * figures.batch} makes it once in twice as many images.",
+        overrides,
+    )
+
+
+def _compute(figures: Figures) -> Advice:
+    said = (
+        f"No other part takes {_percent(_WORTH)} of a step: computing is the limit, at {_percent(figures.mfu)} of what "
+        "large matrix products reach here (MFU)."
+    )
+    if figures.accumulation % 2 == 0:
+        larger = f"batch.micro={2 * figures.micro}"
+        return Advice(
+            "compute",
+            f"{said} {larger} may use the device better, with the same batch, if the memory suffices; else more "
+            "replicas make it faster.",
+            [larger],
+        )
+    return Advice("compute", f"{said} More replicas make it faster.", [])
+
+
+_RULES = {
+    "input": _input,
+    "straggling": _straggling,
+    "exchange": _exchange,
+    "bubble": _bubble,
+    "imbalance": _imbalance,
+    "update": _update,
+    "compute": _compute,
+}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def _bits(bandwidth: float) -> str:
+    bits = 8 * bandwidth
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,0 +1,236 @@
+"""The whole examination of a recipe on the machines where it is to train: every measurement, and what follows."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+
+from data.base import Source
+from data.sources import open_source
+from engines import choice, factory, tuning
+from engines.devices import device_of
+from parallel import topology
+from parallel.processes import Processes
+from recipe import batch as arithmetic
+from recipe import loading
+from recipe.batch import Lengths
+from recipe.config import Recipe
+from recipe.distribution import Parallel
+from recipe.division import Batch
+from recipe.errors import ConfigError, DataError
+from recipe.exchange import ONLY_SPARSE, Exchange
+from tools.diagnosis import advice, images, links, splitting, steps
+from tools.diagnosis import machine as machines
+from tools.diagnosis.advice import Advice, Figures
+from tools.diagnosis.images import Reading
+from tools.diagnosis.links import Links, Method
+from tools.diagnosis.splitting import Rank, Spread, Times, spread
+from tools.planning import scaling, workload
+from tools.planning.machine import Machine
+from tools.planning.scaling import Row
+from training.run import flops_per_image
+
+# Shares of the time that is given.
+_READING, _TO_DEVICE, _STEPS, _METHODS = 0.15, 0.03, 0.6, 0.15
+_PEAKS = 3
+
+
+class Findings(NamedTuple):
+    """Everything that was measured, and what follows.
+
+    parts: seconds of a step of the recipe, by `splitting.PARTS`. complete: see `steps.Measured`. straggling: standard
+    deviation of a replica's step, in units of its mean. peak: floating-point operations a second, of all devices.
+    machine, doubling: None where no link could be measured. seconds: that the examination took.
+    """
+
+    batch: Batch
+    images: int
+    about: dict
+    hosts: List[str]
+    reading: Reading
+    to_device: Spread
+    links: Optional[Links]
+    methods: List[Method]
+    times: Times
+    complete: bool
+    parts: Dict[str, float]
+    ranks: List[Rank]
+    straggling: float
+    peak: Spread
+    mfu: float
+    machine: Optional[Machine]
+    doubling: Optional[Row]
+    advice: Advice
+    notes: List[str]
+    seconds: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step of the recipe."""
+        return sum(self.parts.values())
+
+    @property
+    def images_per_second(self) -> float:
+        """Of all replicas."""
+        return self.batch.global_ / self.step
+
+
+def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optional[Findings]:
+    """Measures on this and all other ranks, each of which calls this; the main one gets the findings, others None.
+
+    Args:
+        seconds: that measuring may take; large steps take longer.
+        say: is told on the main rank what goes on.
+
+    Raises:
+        UserError: recipe or data cannot be used, or ranks do not meet.
+    """
+    started = time.perf_counter()
+    place = topology.from_environment(recipe)
+    batch = arithmetic.divide(recipe, place.replicas)
+    processes = factory.connect(recipe, place)
+    assert isinstance(processes, Processes)
+    _check_one_recipe(recipe, processes)
+    source, lengths, count = _opened(recipe, processes)
+    notes: List[str] = []
+    say = say if place.is_main else _nothing
+    recipe = tuning.resolve(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
+    device = processes.together(lambda: device_of(recipe, place))
+    ranks = f"{place.world} rank" + ("" if place.world == 1 else "s")
+    say(f"measuring for about {seconds:.0f} s on {ranks}: images, links, steps, exchanges")
+    reading = _reading(recipe, source, processes, _READING * seconds)
+    to_device = _slower(processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds)))
+    found_links = links.measure(processes, device)
+    measured = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
+    engine = measured.engine
+    peak = spread([engine.peak_flops() for _ in range(_PEAKS)])
+    methods: List[Method] = []
+    if place.replicas > 1 and found_links is not None:
+        gradient = links.gradient_of(engine, recipe, processes)
+        methods = links.methods(engine, recipe, batch, processes, gradient, found_links.link, _METHODS * seconds)
+    facts = processes.gather((platform.node(), machines.about(device)))
+    engine.close()
+    if not place.is_main:
+        return None
+    hosts = [host for host, _ in facts]
+    times = measured.times
+    parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
+    rows = splitting.ranks(times.passes, place.stages, hosts)
+    flops = flops_per_image(recipe, recipe.model.image_size) * batch.global_
+    mfu = flops / sum(parts.values()) / peak.median
+    figures = _figures(recipe, batch, place.stages, device.type, parts, reading, found_links, methods, rows, mfu)
+    machine = doubling = None
+    if found_links is not None:
+        planned = _planned(recipe, place.stages)
+        own = next((method for method in methods if method.name == links.name_of(recipe.exchange)), None)
+        work = workload.of(planned)
+        machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
+        doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
+    return Findings(
+        batch, count, facts[0][1], hosts, reading, to_device, found_links, methods, times, measured.complete, parts,
+        rows, splitting.straggling(times, batch.accumulation), peak, mfu, machine, doubling, advice.advise(figures),
+        notes, time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def _nothing(_: str) -> None:
+    """What ranks other than the main one say."""
+
+
+def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
+    """Raises ConfigError where ranks were started with different recipes."""
+    texts = processes.gather(loading.dump(recipe))
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        text = f"rank {other} has another recipe than rank 0; give all hosts the same files and overrides"
+        raise ConfigError(text if processes.topology.is_main else "")
+
+
+def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:
+    """The training images, on ranks where they enter, and their number. Raises DataError."""
+
+    def opened() -> Optional[Source]:
+        if not processes.topology.is_first:
+            return None
+        return open_source(recipe.data, recipe.model.classes, "train")
+
+    source = processes.together(opened)
+    counts = [count for count in processes.gather(None if source is None else len(source)) if count is not None]
+    if len(set(counts)) > 1:
+        text = f"ranks find {min(counts)} to {max(counts)} training images; give all hosts the same data.root"
+        raise DataError(text if processes.topology.is_main else "")
+    return source, processes.together(lambda: arithmetic.lengths(recipe, counts[0])), counts[0]
+
+
+def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, seconds: float) -> Reading:
+    """That of the slowest rank: a step waits for it."""
+    place = processes.topology
+
+    def read() -> Optional[Reading]:
+        return None if source is None else images.read(recipe, source, place.replica, place.replicas, seconds)
+
+    found = [each for each in processes.gather(processes.together(read)) if each is not None]
+    return min(found, key=lambda each: each.rate.median)
+
+
+def _slower(found: List[Spread]) -> Spread:
+    return min(found, key=lambda each: each.median)
+
+
+def _planned(recipe: Recipe, stages: int) -> Recipe:
+    """As it was measured: a process that computes all stages by itself has one device for them."""
+    if stages == recipe.parallel.stages:
+        return recipe
+    parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def _figures(
+    recipe: Recipe,
+    batch: Batch,
+    stages: int,
+    device: str,
+    parts: Dict[str, float],
+    reading: Reading,
+    found_links: Optional[Links],
+    methods: List[Method],
+    rows: List[Rank],
+    mfu: float,
+) -> Figures:
+    """What the rules look at."""
+    exchange, slowest = recipe.exchange, splitting.slowest(rows)
+    ranks_here = sum(row.host == rows[0].host for row in rows)
+    default = Exchange().model_dump()
+    only_sparse = [f"exchange.{key}={_value(default[key])}" for key in ONLY_SPARSE if getattr(exchange, key)]
+    tree = ["exchange.order=fast"] if exchange.order == "tree" else []
+    return Figures(
+        parts=parts,
+        device=device,
+        cores=max(1, machines.cores() // ranks_here),
+        threads=machines.threads(),
+        replicas=batch.replicas,
+        stages=stages,
+        virtual=recipe.parallel.virtual_stages or 1,
+        split=recipe.parallel.split is not None,
+        mixes=bool(recipe.data.mixup or recipe.data.cutmix is not None),
+        accumulation=batch.accumulation,
+        micro=batch.micro,
+        workers=recipe.data.workers,
+        reading=reading.share_of_bytes,
+        delay=exchange.delay,
+        compiled=recipe.engine.compile,
+        bandwidth=found_links.bandwidth.median if found_links else None,
+        method=links.name_of(exchange),
+        methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
+        reset={True: tree, False: [*tree, *only_sparse]},
+        slowest=slowest and slowest.rank,
+        lag=slowest and slowest.lag,
+        host=slowest.host if slowest else rows[0].host,
+        mfu=mfu,
+    )
+
+
+def _value(default: object) -> str:
+    """As the command line writes it."""
+    return str(default).lower()

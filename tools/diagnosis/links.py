@@ -1,0 +1,140 @@
+"""What messages between replicas cost, and how long each exchange of this model's gradient takes by itself."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+
+from engines import choice
+from engines.choice import Gradient
+from engines.exchange import GradientExchange
+from engines.torch_engine import TorchEngine
+from parallel import probe
+from parallel.costs import Link
+from parallel.processes import Processes
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.exchange import Exchange
+from tools.diagnosis import loopback
+from tools.diagnosis.splitting import Spread, spread
+from tools.diagnosis.steps import timed
+
+_REPETITIONS = 5
+_LARGEST = 262144  # bytes; the largest message of parallel.probe
+
+
+class Links(NamedTuple):
+    """Between replicas, or, of one process, between two processes of its host (`loopback`).
+
+    latency: seconds of a message however short. bandwidth: bytes a second.
+    """
+
+    latency: Spread
+    bandwidth: Spread
+    loopback: bool
+
+    @property
+    def link(self) -> Link:
+        """As predictions take it."""
+        return Link(self.latency.median, 1 / self.bandwidth.median)
+
+
+class Method(NamedTuple):
+    """An exchange by itself, nothing beside it. predicted: seconds on the network; measured: seconds, processors'
+    included, None where it would take too long."""
+
+    name: str
+    predicted: float
+    measured: Optional[Spread]
+
+
+def measure(processes: Processes, device: torch.device) -> Optional[Links]:
+    """Every rank calls this. None where two processes of this host cannot be connected."""
+    if processes.topology.replicas > 1:
+        own = [probe.measure(processes.replica_group, device) for _ in range(_REPETITIONS)]
+        # Stages have groups of their own, and of each the ranks agree already: the slowest counts.
+        found = [Link(*map(max, zip(*links))) for links in zip(*processes.gather(own))]
+    else:
+        own = loopback.measure() if processes.topology.is_main else None
+        found = processes.gather(own)[0]
+    if found is None:
+        return None
+    # A link on which bytes cost nothing that could be measured: at least this fast.
+    bandwidth = [1 / link.seconds_per_byte if link.seconds_per_byte else _LARGEST / link.latency for link in found]
+    return Links(spread([link.latency for link in found]), spread(bandwidth), processes.topology.replicas == 1)
+
+
+def gradient_of(engine: TorchEngine, recipe: Recipe, processes: Processes) -> Gradient:
+    """Of the largest stage, the same on all ranks."""
+    sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
+    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.dense_1d else 0
+    return max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
+
+
+def methods(
+    engine: TorchEngine,
+    recipe: Recipe,
+    batch: Batch,
+    processes: Processes,
+    gradient: Gradient,
+    link: Link,
+    seconds: float,
+) -> List[Method]:
+    """Every exchange that there is, of this model's gradient. Every rank calls this; the gradient is lost.
+
+    Args:
+        seconds: for all of them; one that is predicted to take longer by itself is only predicted.
+    """
+    sections = _sections(recipe)
+    predicted = choice.predict(sections.pop("auto"), batch.replicas, gradient, link, 0.0, 0.0)
+    found = []
+    for name, network in ((candidate.name, candidate.network) for candidate in predicted):
+        measured = None
+        if network < seconds:
+            tried = recipe.model_copy(update={"exchange": sections[name]})
+            measured = spread(_seconds(engine, tried, batch, processes, seconds / len(predicted)))
+        found.append(Method(name, network, measured))
+    return found
+
+
+def name_of(section: Exchange) -> str:
+    """The exchange of a recipe, as the methods here are called."""
+    return f"gtopk {section.pattern}" if section.method == "gtopk" else section.method
+
+
+def _sections(recipe: Recipe) -> Dict[str, Exchange]:
+    """The section of each method, with what the recipe says of it; and of `auto`, from which methods are predicted."""
+    own = recipe.exchange
+    sparse = {"density": own.density, "wire": "float16" if own.sparse and own.wire == "float16" else None}
+    if own.sparse:
+        kept = ("dense_1d", "conserve", "momentum_correction", "factor_masking", "stage_share")
+        sparse.update({key: getattr(own, key) for key in kept})
+    return {
+        "dense": Exchange(method="dense", order=own.order if own.method == "dense" else "fast"),
+        "half": Exchange(method="half", wire=own.wire if own.method == "half" else None),
+        "topk": Exchange(method="topk", **sparse),
+        "gtopk butterfly": Exchange(method="gtopk", pattern="butterfly", **sparse),
+        "gtopk tree": Exchange(method="gtopk", pattern="tree", **sparse),
+        "auto": Exchange(method="auto", **sparse),
+    }
+
+
+def _seconds(
+    engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, seconds: float
+) -> Sequence[float]:
+    """Of one exchange, of the slowest rank, again and again."""
+    weights = engine.weights
+    run = GradientExchange(weights, recipe, batch, processes, 1)
+    for view in weights.gradients.views:
+        view.normal_()
+    buffer, scale = weights.gradients.flat, torch.ones((), device=engine.device)
+    gradient = buffer.clone()
+
+    def once(number: int) -> None:
+        run(number, scale)
+
+    try:
+        return timed(once, processes, engine.synchronize, seconds, lambda: buffer.copy_(gradient))
+    finally:
+        run.close()

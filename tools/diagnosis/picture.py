@@ -1,0 +1,74 @@
+"""A step as a picture: its parts, now and after the next doubling of replicas, and how long each rank computes."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+from tools.diagnosis.examination import Findings
+from tools.diagnosis.looks import LOOKS
+
+_MOST_RANKS = 64
+
+
+def draw(found: Findings, config: str, output: Path) -> None:
+    """Writes a PNG. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    steps, ranks = figure.subplots(2, 1, height_ratios=(2, 1.4))
+    bars = _bars(found)
+    for place, (_, parts) in enumerate(bars):
+        _stack(steps, place, parts)
+    steps.set_yticks(range(len(bars)), [label for label, _ in bars])
+    steps.invert_yaxis()
+    steps.set_xlabel("milliseconds of a step")
+    shown = [name for name in LOOKS if any(parts.get(name, 0.0) > 0 for _, parts in bars)]
+    handles = [steps.barh(0, 0, color=LOOKS[name][3], label=LOOKS[name][1]) for name in shown]
+    steps.legend(handles=handles, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+    steps.set_title(f"{config.replace('$', chr(92) + '$')}: {found.images_per_second:,.0f} images/s", loc="left")
+    _draw_ranks(ranks, found)
+    advice = textwrap.fill(found.advice.text.replace("$", r"\$"), 120)
+    figure.suptitle(advice, fontsize=9, x=0.01, ha="left")
+    figure.savefig(output, dpi=110)
+
+
+def _bars(found: Findings) -> List[Tuple[str, Dict[str, float]]]:
+    def replicas(number: int) -> str:
+        return f"{number} replica" + ("" if number == 1 else "s")
+
+    bars = [(f"{replicas(found.batch.replicas)},\nmeasured", found.parts)]
+    if found.doubling is not None:
+        row = found.doubling
+        images = f"\nbatch {row.global_batch}" if row.grown else ""
+        bars.append((f"{replicas(row.replicas)},\npredicted{images}", row.parts))
+    return bars
+
+
+def _stack(axis, place: int, parts: Dict[str, float]) -> None:
+    """One bar, with the share of each part in it that is wide enough."""
+    left, total = 0.0, sum(max(0.0, seconds) for seconds in parts.values())
+    for name, (_, _, _, colour) in LOOKS.items():
+        seconds = max(0.0, parts.get(name, 0.0))
+        axis.barh(place, 1e3 * seconds, left=1e3 * left, color=colour, height=0.6)
+        if seconds > 0.04 * total:
+            dark = name in ("compute", "exchange", "update", "rest")
+            text = f"{100 * seconds / sum(parts.values()):.0f} %"
+            axis.text(1e3 * (left + seconds / 2), place, text, ha="center", va="center", color="w" if dark else "k")
+        left += seconds
+
+
+def _draw_ranks(axis, found: Findings) -> None:
+    rows = found.ranks[:_MOST_RANKS]
+    numbers = [row.rank for row in rows]
+    deviations = [1e3 * row.deviation for row in rows]
+    axis.bar(
+        numbers, [1e3 * row.mean for row in rows], yerr=deviations, color=LOOKS["compute"][3], width=0.6, capsize=3
+    )
+    axis.set_xticks(numbers if len(numbers) <= 16 else numbers[:: len(numbers) // 8])
+    axis.set_xlim(min(numbers) - 1, max(numbers) + 1)
+    micro_batches = found.times.shape.accumulation
+    axis.set(xlabel="rank", ylabel="ms")
+    count = f"{micro_batches} micro batch" + ("" if micro_batches == 1 else "es")
+    axis.set_title(f"forward and backward passes of {count}, mean and deviation over steps", loc="left", fontsize=10)

@@ -1,0 +1,184 @@
+"""From measured times to the parts of a step: pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+
+if TYPE_CHECKING:
+    from engines.base import Span
+
+# In the order in which a bar shows them. `rest` is what the others do not explain, and may be negative.
+PARTS = ("compute", "input", "imbalance", "bubble", "exchange", "straggling", "update", "rest")
+_PASSES = ("load", "forward", "backward")
+
+
+class Spread(NamedTuple):
+    """Repetitions of one measurement: their median, smallest and largest."""
+
+    median: float
+    low: float
+    high: float
+    repetitions: int
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of at least one repetition."""
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+class Shape(NamedTuple):
+    """Of a replica's step: micro batches, ranks that share the replica, and parts of the model on each of them."""
+
+    accumulation: int
+    stages: int
+    virtual: int = 1
+
+
+class Passes(NamedTuple):
+    """Forward and backward passes, by step.
+
+    own: rank -> seconds that it computed. lengths: replica -> seconds from the start of its first pass to the end of
+    its last one.
+    """
+
+    own: Dict[int, List[float]]
+    lengths: Dict[int, List[float]]
+
+
+class Times(NamedTuple):
+    """Seconds of steps of `shape`.
+
+    as_trained: with images from the loader. waited: those of them in which a device stood still for want of images.
+    from_memory: of steps whose images lie in memory; without_exchange: the same with exchange.method none, turn by
+    turn, or nothing where nothing is exchanged anyway. update: the optimizer's update alone. passes: of steps without
+    exchange.
+    """
+
+    shape: Shape
+    as_trained: List[float]
+    waited: List[float]
+    from_memory: List[float]
+    without_exchange: List[float]
+    update: List[float]
+    passes: Passes
+
+
+def passes(spans: Sequence[Span], stages: int) -> Passes:
+    """What traced steps say; spans of all ranks, each of which has some in every step."""
+    steps = sorted({span.step for span in spans})
+    computed = [span for span in spans if span.kind in _PASSES]
+    own: Dict[int, Dict[int, float]] = {}
+    edges: Dict[int, Dict[int, List[float]]] = {}
+    for span in computed:
+        by_step = own.setdefault(span.rank, dict.fromkeys(steps, 0.0))
+        by_step[span.step] += span.end - span.start
+        edge = edges.setdefault(span.rank // stages, {}).setdefault(span.step, [math.inf, -math.inf])
+        edge[0], edge[1] = min(edge[0], span.start), max(edge[1], span.end)
+    own_by_step = {rank: list(by_step.values()) for rank, by_step in sorted(own.items())}
+    lengths = {
+        replica: [end - start for start, end in (found[step] for step in steps)]
+        for replica, found in sorted(edges.items())
+    }
+    return Passes(own_by_step, lengths)
+
+
+def parts(times: Times) -> Dict[str, float]:
+    """Seconds of each part of the step that was measured. They add up to the median of `as_trained`, by `rest`.
+
+    compute: forward and backward passes, the mean over replicas and, of a pipeline, over its stages. imbalance: what
+    its slowest stage takes longer than that. bubble: what that stage waits from its replica's first pass to the last.
+    straggling: how much longer the slowest replica took than the mean. exchange: what a step takes longer than without
+    one, so without what overlaps.
+    """
+    stages = times.shape.stages
+    lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
+    length = statistics.median(map(statistics.mean, lengths))
+    busy = _by_stage(times.passes, stages)
+    exchanged = [whole - without for whole, without in zip(times.from_memory, times.without_exchange)]
+    found = {
+        # One rank's passes follow each other: what lies between them belongs to them.
+        "compute": length if stages == 1 else statistics.mean(busy),
+        "input": statistics.median(times.waited),
+        "imbalance": max(busy) - statistics.mean(busy),
+        "bubble": max(0.0, length - max(busy)) if stages > 1 else 0.0,
+        "exchange": max(0.0, statistics.median(exchanged)) if exchanged else 0.0,
+        "straggling": statistics.median(max(each) - statistics.mean(each) for each in lengths),
+        "update": statistics.median(times.update),
+    }
+    return {**found, "rest": statistics.median(times.as_trained) - math.fsum(found.values())}
+
+
+def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[str, float]:
+    """The parts of a step of `accumulation` micro batches, where fewer were measured.
+
+    Computing and waiting for images are so many times as long; update and exchange come once a step. So does filling
+    and emptying a pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage; what its
+    ranks wait beyond that comes with every micro batch. Of straggling the part that a replica owes to its device grows
+    with the micro batches, chance with their square root. Of the rest grows what steps take longer as trained than from
+    memory, since workers take time from each micro batch; what else it is, such as errors of update and exchange, does
+    not.
+    """
+    before, stages, virtual = times.shape
+    factor = accumulation / before
+    once = ("update", "exchange", "rest")
+    found = {name: measured[name] * (1.0 if name in once else factor) for name in PARTS}
+    turn = (measured["compute"] + measured["imbalance"]) / before
+    filling = min(measured["bubble"], (stages - 1) / virtual * turn)
+    found["bubble"] = filling + factor * (measured["bubble"] - filling)
+    beside = statistics.median(times.as_trained) - measured["input"] - statistics.median(times.from_memory)
+    found["rest"] += (factor - 1) * beside
+    medians = [statistics.median(lengths) for lengths in times.passes.lengths.values()]
+    lasting = min(measured["straggling"], max(medians) - statistics.mean(medians))
+    found["straggling"] = factor * lasting + math.sqrt(factor) * (measured["straggling"] - lasting)
+    return found
+
+
+def _by_stage(found: Passes, stages: int) -> List[float]:
+    """Seconds that each stage computes in a step, the mean over replicas of medians over steps."""
+    medians = {rank: statistics.median(values) for rank, values in found.own.items()}
+    by_stage = [[value for rank, value in medians.items() if rank % stages == stage] for stage in range(stages)]
+    return list(map(statistics.mean, by_stage))
+
+
+def straggling(times: Times, accumulation: int) -> float:
+    """Standard deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, in
+    units of their mean: what differs from step to step averages out over the micro batches, what differs from replica
+    to replica does not."""
+    lengths = list(times.passes.lengths.values())
+    means = [statistics.mean(values) for values in lengths]
+    between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))
+    factor = accumulation / times.shape.accumulation
+    return math.sqrt(between + within / factor) / statistics.mean(means)
+
+
+class Rank(NamedTuple):
+    """One rank's own forward and backward passes: seconds of a measured step, and by how much longer they take than
+    those of the other replicas' ranks of the same stage (None without any)."""
+
+    rank: int
+    replica: int
+    stage: int
+    host: str
+    mean: float
+    deviation: float
+    lag: Optional[float]
+
+
+def ranks(found: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
+    """A row for each rank. Args: hosts: by rank."""
+    means = {rank: statistics.mean(values) for rank, values in found.own.items()}
+    rows = []
+    for rank, values in found.own.items():
+        others = [mean for other, mean in means.items() if other != rank and other % stages == rank % stages]
+        lag = means[rank] / statistics.mean(others) - 1 if others else None
+        deviation = statistics.pstdev(values)
+        rows.append(Rank(rank, rank // stages, rank % stages, hosts[rank], means[rank], deviation, lag))
+    return rows
+
+
+def slowest(rows: Sequence[Rank]) -> Optional[Rank]:
+    """The rank that falls farthest behind the others of its stage; None where there are none."""
+    behind = [row for row in rows if row.lag is not None]
+    return max(behind, key=lambda row: row.lag, default=None)

@@ -1,0 +1,287 @@
+"""Measures training steps of a recipe: as it trains, with images in memory, without exchange, and the update alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from data.base import Source
+from data.batches import MicroBatch
+from engines import factory, feed
+from engines.torch_engine import TorchEngine
+from optim import schedule
+from parallel.processes import Processes
+from recipe import batch as arithmetic
+from recipe.batch import Lengths
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.exchange import Exchange
+from tools.diagnosis import splitting
+from tools.diagnosis.splitting import Passes, Shape, Times
+
+_FEWEST, _MOST = 3, 40  # repetitions of each measurement
+# Steps whose timeline is recorded. On a GPU each span of it waits for the device, so these are not timed as a whole; on
+# a CPU all are recorded, and passes and whole steps are those of the same moments.
+_TRACED, _TRACED_ON_CPU = 8, 1000
+_TURN = 0.05  # seconds: a turn has as many steps as that takes, since a few milliseconds are no measurement
+_WINDOW = (
+    0.2  # likewise, seconds of steps as trained, that come in bursts of as many micro batches as there are workers
+)
+_MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange and update to be small beside them
+_LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
+
+
+class Measured(NamedTuple):
+    """What was measured, and the engine of the recipe, on which more can be.
+
+    complete: whether enough images were used up that those which were loaded ahead of the first step do not count.
+    """
+
+    times: Times
+    engine: TorchEngine
+    complete: bool
+
+
+class _Bench:
+    """An engine, and the micro batches of a step for it, in memory; the same ones in each step."""
+
+    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, lengths: Lengths, source: Optional[Source]):
+        self.processes, self.batch, self._recipe = processes, batch, recipe
+        self._rate = schedule.create(recipe, lengths)
+        self.engine = processes.together(lambda: factory.create(recipe, batch, processes, lengths.steps_per_epoch))
+        self._memory = processes.together(lambda: self._loaded(source))
+        self._step = 0
+        self._count = self._update_count = 1
+
+    def _loaded(self, source: Optional[Source]) -> List[MicroBatch]:
+        without_workers = self._recipe.model_copy(update={"data": self._recipe.data.model_copy(update={"workers": 0})})
+        arguments = (source, without_workers, self.batch, self.engine.topology, range(1), self.engine.device)
+        batches = feed.training_batches(*arguments)
+        try:
+            return list(batches)
+        finally:
+            batches.close()
+
+    def step(self, batches: Optional[Iterator[MicroBatch]] = None) -> float:
+        """Seconds of one step, with the images in memory or those of a loader."""
+        images = iter(self._memory) if batches is None else batches
+        start = time.perf_counter()
+        self.engine.train_step(images, self._step, self._rate(self._step))
+        self.engine.synchronize()
+        self._step += 1
+        return time.perf_counter() - start
+
+    def steps(self, count: int, batches: Optional[Iterator[MicroBatch]] = None) -> float:
+        """Seconds of a step, of so many that all ranks begin together."""
+        self.processes.wait_for_all()
+        return math.fsum(self.step(batches) for _ in range(count)) / count
+
+    def until_steady(self) -> float:
+        """Steps that do not count: the first finds nothing ready, and a late gradient's makes no update. Seconds of
+        one after them, the slowest rank's."""
+        for _ in range(1 + self._recipe.exchange.delay):
+            self.step()
+        of_step = max(self.processes.gather(self.steps(1)))
+        of_update = max(self.processes.gather(self._updates(1)))
+        self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
+        return of_step
+
+    def turn(self) -> float:
+        """Seconds of a step with the images in memory.
+
+        Where steps are short a first one does not count: it finds memory and caches as others left them.
+        """
+        if self._count > 1:
+            self.step()
+        return self.steps(self._count)
+
+    def updates(self) -> float:
+        """Seconds of the optimizer's update alone, from the gradient of the step before."""
+        return self._updates(self._update_count)
+
+    def _updates(self, count: int) -> float:
+        one = torch.ones((), device=self.engine.device)
+        self.processes.wait_for_all()
+        start = time.perf_counter()
+        for _ in range(count):
+            self.engine.weights.update(self._step, _LEARNING_RATE, one, False)
+        self.engine.synchronize()
+        return (time.perf_counter() - start) / count
+
+
+def measure(
+    recipe: Recipe,
+    batch: Batch,
+    processes: Processes,
+    lengths: Lengths,
+    source: Optional[Source],
+    seconds: float,
+    say: Callable[[str], None],
+) -> Measured:
+    """Every rank calls this; all get the same times.
+
+    Args:
+        recipe: without `auto` in exchange and engine.
+        source: None where images do not enter.
+        seconds: that this may take; with large steps it takes longer, since each is repeated `_FEWEST` times.
+        say: is told how long, then.
+    """
+    recipe = _settled(recipe)
+    fewest = min(batch.accumulation, batch.stages)
+    bench = _Bench(*_shrunk(_silent(recipe), batch, fewest), processes, lengths, source)
+    of_step = bench.until_steady()
+    accumulation = min(batch.accumulation, max(fewest, 2 * batch.stages, _MICRO_BATCHES))
+    exchanges = recipe.exchange.sparse or (batch.replicas > 1 and recipe.exchange.method != "none")
+    # As trained, and twice in turns, with those that do not count.
+    repetitions = _FEWEST * (9 if exchanges else 3) + 3
+    if accumulation > fewest and of_step / fewest * accumulation * repetitions > seconds:
+        accumulation = fewest
+    of_step *= accumulation / fewest
+    if of_step * repetitions > seconds:
+        say(f"the least step to be measured takes {of_step:.2g} s: steps take {of_step * repetitions:.0f} s in all")
+    on_cpu = bench.engine.device.type == "cpu"
+    traced = _TRACED_ON_CPU if on_cpu else min(_TRACED, max(_FEWEST, int(seconds / 8 / of_step)))
+    del bench
+    shrunk = _shrunk(recipe, batch, accumulation)
+    without = _silent(shrunk[0]) if exchanges else shrunk[0]
+    alone = _Bench(_traced(without, traced), shrunk[1], processes, lengths, source)
+    alone.steps(1 if on_cpu else 1 + traced)
+    whole = _Bench(*shrunk, processes, lengths, source) if exchanges else alone
+    benches = [whole, alone] if exchanges else [whole]
+    for bench in benches:
+        bench.until_steady()
+    sides = [bench.turn for bench in benches] + [whole.updates]
+    # Before and after the steps as trained, since a machine does not stay as fast as it was.
+    before = _turns(sides, processes, 0.25 * seconds)
+    as_trained, waited, complete = _as_trained(whole, source, recipe.data.workers, before[0], 0.4 * seconds)
+    after = _turns(sides, processes, 0.25 * seconds)
+    from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
+    passes = _passes(alone)
+    virtual = recipe.parallel.virtual_stages or 1
+    shape = Shape(accumulation, processes.topology.stages, virtual)
+    times = Times(shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
+    return Measured(times, whole.engine, complete)
+
+
+def _settled(recipe: Recipe) -> Recipe:
+    """As it trains when its first epochs are over: the full image size, the last density. Late gradients take the same
+    time however late they are."""
+    exchange = recipe.exchange.model_copy(
+        update={"density_warmup": [], "dense_steps": 0, "delay": min(1, recipe.exchange.delay)}
+    )
+    data = recipe.data.model_copy(update={"image_sizes": None})
+    return recipe.model_copy(update={"exchange": exchange, "data": data})
+
+
+def _shrunk(recipe: Recipe, batch: Batch, accumulation: int) -> Tuple[Recipe, Batch]:
+    """The recipe with so many micro batches a step, and its batch."""
+    section = recipe.batch.model_copy(update={"global_": batch.micro * accumulation * batch.replicas})
+    shrunk = recipe.model_copy(update={"batch": section})
+    return shrunk, arithmetic.divide(shrunk, batch.replicas)
+
+
+def _silent(recipe: Recipe) -> Recipe:
+    """Without exchange."""
+    return recipe.model_copy(update={"exchange": Exchange(method="none")})
+
+
+def _traced(recipe: Recipe, steps: int) -> Recipe:
+    """With the timeline of so many steps."""
+    return recipe.model_copy(update={"log": recipe.log.model_copy(update={"trace": steps})})
+
+
+def _passes(bench: _Bench) -> Passes:
+    """Of the steps that the engine has recorded, which begin with its second."""
+    spans = bench.engine.timeline()
+    return bench.processes.from_main(lambda: splitting.passes(spans, bench.engine.topology.stages))
+
+
+def _turns(sides: Sequence[Callable[[], float]], processes: Processes, seconds: float) -> List[List[float]]:
+    """The seconds that each side gives, turn by turn, the slowest rank's. The order turns round from turn to turn."""
+    own: List[List[float]] = [[] for _ in sides]
+    for number in _rounds(processes, seconds):
+        for which in range(len(sides))[:: -1 if number % 2 else 1]:
+            own[which].append(sides[which]())
+    return [_slowest(found) for found in zip(*processes.gather(own))]
+
+
+def timed(
+    work: Callable[[int], None],
+    processes: Processes,
+    synchronize: Callable[[], None],
+    seconds: float,
+    prepare: Optional[Callable[[], None]] = None,
+) -> List[float]:
+    """Seconds of one call of `work`, which is given the number of the call; the slowest rank's, of each repetition.
+
+    Every rank calls this; all begin each repetition together. The first call does not count.
+
+    Args:
+        prepare: called before each call of `work`, and not timed.
+    """
+
+    def repetition(calls: int, number: int) -> float:
+        if prepare is not None:
+            prepare()
+        processes.wait_for_all()
+        start = time.perf_counter()
+        for call in range(calls):
+            work(number + call)
+        synchronize()
+        return (time.perf_counter() - start) / calls
+
+    repetition(1, 0)
+    once = max(processes.gather(repetition(1, 1)))
+    calls = 1 if prepare else max(1, math.ceil(_TURN / max(once, 1e-9)))
+    own = [repetition(calls, 2 + number * calls) for number in _rounds(processes, seconds)]
+    return _slowest(processes.gather(own))
+
+
+def _as_trained(
+    bench: _Bench, source: Optional[Source], workers: int, from_memory: Sequence[float], seconds: float
+) -> Tuple[List[float], List[float], bool]:
+    """Seconds of steps that take their images from the loader, and of waiting in them; whether they are all that is
+    asked for.
+
+    Workers begin together and hand over their first micro batches together, so what counts comes after these, in
+    windows that are as long or longer.
+    """
+    processes = bench.processes
+    burst = max(1, math.ceil(workers / bench.batch.accumulation))
+    affordable = max(1, int(seconds / 4 / min(from_memory)))
+    complete = processes.from_main(lambda: burst <= affordable)
+    window = burst if complete else 1
+    window *= max(1, math.ceil(_WINDOW / (window * min(from_memory))))
+    batches = bench.engine.training_batches(source, range(10**9))
+    as_trained, waited = [], []
+    try:
+        bench.steps(burst if complete else 1, batches)
+        before = bench.engine.data_wait()
+        for _ in _rounds(processes, seconds):
+            as_trained.append(bench.steps(window, batches))
+            so_far = bench.engine.data_wait()
+            waited.append((so_far - before) / window)
+            before = so_far
+    finally:
+        batches.close()
+    return _slowest(processes.gather(as_trained)), waited, complete
+
+
+def _rounds(processes: Processes, seconds: float) -> Iterator[int]:
+    """Numbers of repetitions, as many on every rank, until the main one's clock says that it is enough."""
+    start, number = time.perf_counter(), 0
+
+    def goes_on() -> bool:
+        return time.perf_counter() - start < seconds
+
+    while number < _FEWEST or (number < _MOST and processes.from_main(goes_on)):
+        yield number
+        number += 1
+
+
+def _slowest(by_rank: Sequence[Sequence[float]]) -> List[float]:
+    """Repetition by repetition, the rank that took longest."""
+    return [max(values) for values in zip(*by_rank)]

@@ -1,0 +1,255 @@
+"""The findings in words for a terminal of 80 columns, and as one object for JSON."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Callable, Dict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.diagnosis import splitting
+from tools.diagnosis.examination import Findings
+from tools.diagnosis.looks import LOOKS
+from tools.diagnosis.splitting import Spread
+
+_WIDTH = 80
+_INDENT = 11  # of what is said, behind the word for it
+_MOST_RANKS = 16  # rows of the table of ranks
+
+
+def tell(found: Findings, config: str) -> None:
+    """Prints everything."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+    def line(name: str, text: str, style: str = "") -> None:
+        indent = " " * _INDENT
+        for number, part in enumerate(textwrap.wrap(text, console.width - _INDENT)):
+            console.print(Text(f"{name:<{_INDENT}}" if number == 0 else indent).append(part, style=style))
+
+    about = found.about
+    ranks, hosts = len(found.hosts), len(set(found.hosts))
+    line("recipe", f"{config}: {found.batch.describe()}")
+    line("machine", f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}; {_described(about)}")
+    for note in found.notes:
+        line("note", note)
+    console.print()
+    _print_step(console, line, found)
+    line("images", _images(found))
+    line("to device", _to_device(found))
+    line("links", _links(found))
+    if found.methods:
+        _print_methods(console, found)
+    _print_ranks(console, found)
+    line("straggling", f"{_percent(found.straggling, 1)}: deviation of a replica's passes, over replicas and steps")
+    line("next", _doubling(found))
+    console.print()
+    line("first", found.advice.text, "bold")
+
+
+def as_data(found: Findings, config: str) -> dict:
+    """One object with all figures; spreads have median, low, high and repetitions."""
+    reading, links, row = found.reading, found.links, found.doubling
+    batch, times = found.batch, found.times
+    steps = {
+        "as_trained": times.as_trained,
+        "waited": times.waited,
+        "from_memory": times.from_memory,
+        "without_exchange": times.without_exchange,
+        "update": times.update,
+    }
+    return {
+        "config": config,
+        "machine": found.about,
+        "hosts": sorted(set(found.hosts)),
+        "batch": {
+            "global": batch.global_,
+            "micro": batch.micro,
+            "accumulation": batch.accumulation,
+            "replicas": batch.replicas,
+            "stages": batch.stages,
+        },
+        "training_images": found.images,
+        "images": {
+            "per_core": reading.rate._asdict(),
+            "bytes": reading.image_bytes,
+            "share_of_reading": reading.share_of_bytes,
+            "cached_bytes_per_second": _or_none(reading.cached),
+            "disk_bytes_per_second": _or_none(reading.disk),
+            "over_network": reading.remote,
+        },
+        "to_device_bytes_per_second": found.to_device._asdict(),
+        "measured": {
+            "accumulation": times.shape.accumulation,
+            "waiting_is_complete": found.complete,
+            "seconds": {name: splitting.spread(values)._asdict() if values else None for name, values in steps.items()},
+            "parts": splitting.parts(times),
+        },
+        "step_seconds": found.step,
+        "images_per_second": found.images_per_second,
+        "parts": found.parts,
+        "peak_flops": found.peak._asdict(),
+        "mfu": found.mfu,
+        "ranks": [rank._asdict() for rank in found.ranks],
+        "straggling": found.straggling,
+        "links": {
+            "latency": links.latency._asdict(),
+            "bytes_per_second": links.bandwidth._asdict(),
+            "between": "processes of one host" if links.loopback else "replicas",
+        }
+        if links
+        else None,
+        "methods": [
+            {"name": each.name, "predicted": each.predicted, "measured": _or_none(each.measured)}
+            for each in found.methods
+        ],
+        "next_doubling": row._asdict() if row else None,
+        "advice": found.advice._asdict(),
+        "notes": found.notes,
+        "seconds": found.seconds,
+    }
+
+
+def _or_none(found: Spread | None) -> dict | None:
+    return found._asdict() if found else None
+
+
+def _print_step(console: Console, line: Callable[..., None], found: Findings) -> None:
+    """A step as a bar, and a line for each of its parts."""
+    times, step = found.times, found.step
+    own = splitting.spread(times.as_trained)
+    measured = times.shape.accumulation
+    if measured == found.batch.accumulation:
+        spread = f" ({_time(own.low)} to {_time(own.high)}, {own.repetitions} times)"
+    else:
+        micro_batches = f"{measured} micro " + ("batch" if measured == 1 else "batches")
+        spread = f", from steps of {micro_batches}: {_time(own.median)} ({_time(own.low)} to {_time(own.high)})"
+    line("a step", f"{_time(step)}{spread}")
+    rate = f"{_number(found.images_per_second)} images/s"
+    line("", f"{rate}, MFU {_percent(found.mfu)} of {_number(found.peak.median / 1e9)} GFLOP/s")
+    console.print(_bar(found.parts, console.width))
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for side in ("left", "left", "right", "right"):
+        table.add_column(justify=side)
+    for name, (letter, words, style, _) in LOOKS.items():
+        seconds = found.parts[name]
+        if seconds:
+            table.add_row(Text(letter, style=style), words, _time(seconds), _percent(seconds / step))
+    console.print(table)
+    if not found.complete:
+        line(
+            "",
+            "too few micro batches for all that was loaded ahead: waiting for images may be more; try more --seconds",
+        )
+    console.print()
+
+
+def _bar(parts: Dict[str, float], width: int) -> Text:
+    """The parts side by side, each as many letters as it takes of the step; of negative ones nothing."""
+    shown = {name: max(0.0, seconds) for name, seconds in parts.items()}
+    total, bar, edge, done = sum(shown.values()), Text(), 0, 0.0
+    for name, seconds in shown.items():
+        letter, _, style, _ = LOOKS[name]
+        done += seconds
+        end = round(width * done / total)
+        bar.append(letter * (end - edge), style=style)
+        edge = end
+    return bar
+
+
+def _images(found: Findings) -> str:
+    reading = found.reading
+    text = f"{_number(reading.rate.median)} a second of one core, read, decoded and augmented"
+    if reading.image_bytes is None:
+        return f"{text}; they are no files"
+    text += f", from files of {reading.image_bytes / 1e3:,.0f} kB"
+    if reading.remote:
+        return f"{text}, over the network at {_bytes(reading.cached.median)}/s"
+    disk = f"{_bytes(reading.disk.median)}/s from the disk" if reading.disk else "the disk alone was not measurable"
+    return f"{text}: {_bytes(reading.cached.median)}/s out of the page cache, {disk}"
+
+
+def _to_device(found: Findings) -> str:
+    note = "" if found.about["device"] != "cpu" else ", a copy in memory: there is no other device"
+    return f"{_bytes(found.to_device.median)}/s{note}"
+
+
+def _links(found: Findings) -> str:
+    links = found.links
+    if links is None:
+        return "two processes of this host could not be connected: no link, and so no prediction"
+    where = "between two processes of this host" if links.loopback else "between replicas"
+    latency = f"latency {_time(links.latency.median)} ({_time(links.latency.low)} to {_time(links.latency.high)})"
+    return f"{latency}, {_number(8 * links.bandwidth.median / 1e6)} Mbit/s {where}"
+
+
+def _print_methods(console: Console, found: Findings) -> None:
+    table = _table("exchange by itself", "measured", "fastest to slowest", "predicted, network")
+    for each in found.methods:
+        own = each.measured
+        cells = (_time(own.median), f"{_time(own.low)} to {_time(own.high)}") if own else ("not, too long", "")
+        table.add_row(each.name, *cells, _time(each.predicted))
+    console.print(table)
+
+
+def _print_ranks(console: Console, found: Findings) -> None:
+    """The ranks that fall behind most, where there are many."""
+    rows = found.ranks
+    if len(rows) > _MOST_RANKS:
+        rows = sorted(rows, key=lambda row: row.lag or 0.0, reverse=True)[:_MOST_RANKS]
+    table = _table("rank", "host", "forward, backward", "deviation", "behind others", text=2)
+    for row in rows:
+        who = f"{row.rank} (replica {row.replica}, stage {row.stage})"
+        lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
+        table.add_row(who, Text(row.host), _time(row.mean), _time(row.deviation), lag)
+    console.print(table)
+
+
+def _doubling(found: Findings) -> str:
+    row = found.doubling
+    if row is None:
+        return "not predicted"
+    grown = f", with batch.global={row.global_batch}" if row.grown else ""
+    return (
+        f"{_count(row.replicas, 'replica')} are predicted to make {_number(row.images_per_second)} images/s{grown}: "
+        f"{_percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
+    )
+
+
+def _table(*columns: str, text: int = 1) -> Table:
+    """Args: text: columns to the left that are no numbers."""
+    table = Table(box=None, padding=(0, 1), header_style="")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < text else "right", overflow="fold")
+    return table
+
+
+def _described(about: dict) -> str:
+    device = "" if about["device"] == "cpu" else f"{about['device']}, "
+    threads = _count(about["threads"], "thread")
+    return f"{device}{about['cpu']}, {_count(about['cores'], 'core')}, {threads}, torch {about['torch']}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no minus before 0
+
+
+def _time(seconds: float) -> str:
+    size = abs(seconds)
+    if size >= 1:
+        return f"{seconds:,.3g} s" if size < 100 else f"{seconds:,.0f} s"
+    return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def _bytes(rate: float) -> str:
+    return f"{rate / 1e9:,.3g} GB" if rate >= 1e9 else f"{rate / 1e6:,.3g} MB"

@@ -1,0 +1,132 @@
+"""Why a recipe does not scale here, and what to fix first: python -m tools.doctor [--config FILE] [overrides]
+
+Measures, within about a minute and with the recipe's own model, micro batch and images: reading and decoding, copies to
+the device, links between replicas, every kind of exchange, and training steps, each split into its parts. Under
+several processes all are measured: torchrun --nproc-per-node 2 -m tools.doctor --config FILE (docs/doctor.md).
+
+Writes machine.yaml, from which tools.plan makes its predictions, and step.png. No run folder is made or touched. With
+--json the last line is one JSON object. Exit codes: 0 done, 1 the machine failed, 2 the input is wrong, 75 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Optional, Sequence
+
+from recipe import batch, loading
+from recipe.config import Recipe
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
+from training.command import Parser, fail, finish, naming
+
+_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        recipe = loading.load(options.config, options.overrides)
+        naming(options.config, _check, recipe)
+        if _is_main():
+            _prepare(options.output)
+        return naming(options.config, lambda recipe: _examine(recipe, options), recipe)
+    except UserError as error:
+        return fail(error, WRONG_INPUT)
+    except OSError as error:
+        return fail(f"{error.filename or options.output}: {error.strerror or error}", FAILED)
+    except KeyboardInterrupt:
+        return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m tools.doctor",
+        description="Measure where a training step's time goes on these machines, and say what to fix first.",
+        epilog="Several processes: torchrun --nproc-per-node N -m tools.doctor ... (docs/doctor.md).",
+    )
+    parser.add_argument(
+        "--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    parser.add_argument(
+        "--output", type=Path, default=Path("doctor"), metavar="FOLDER", help="for machine.yaml and step.png (doctor)"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="N", help="of measuring, about; more with large steps (60)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
+    return seconds
+
+
+def _is_main() -> bool:
+    """Whether launchers call this process the first one. `parallel.topology` knows better, but loads torch."""
+    number = next((os.environ[name] for name in ("RANK", "SLURM_PROCID") if name in os.environ), "0")
+    return number == "0"
+
+
+def _check(recipe: Recipe) -> None:
+    """Raises ConfigError for what can be told without loading torch."""
+    if recipe.run.device == "ipu":
+        raise ConfigError(
+            "run.device ipu: the doctor measures CPUs and GPUs; PopVision's profiler shows where an IPU's time goes "
+            "(ipu.profile=FOLDER, docs/ipu.md), and python -m tools.plan predicts what pods make"
+        )
+    batch.describe(recipe)
+
+
+def _prepare(output: Path) -> None:
+    """Refuses, before anything is measured, a folder that cannot be written or holds a run. Raises UserError."""
+    run = next((name for name in _OF_RUNS if (output / name).exists()), None)
+    if run is not None:
+        raise UserError(f"{output}: is the folder of a run, as it holds {run}; choose another --output")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
+    except OSError as error:
+        raise UserError(f"{output}: {error.strerror}; choose another --output") from None
+
+
+def _examine(recipe: Recipe, options: argparse.Namespace) -> int:
+    # Imported late: a wrong command line is refused before torch is loaded.
+    from tools.diagnosis import picture, telling
+    from tools.diagnosis.examination import examine
+    from tools.planning.machine import dump
+
+    found = examine(recipe, options.seconds, lambda line: print(line, flush=True))
+    if found is None:
+        return DONE
+    telling.tell(found, options.config)
+    files = [options.output / "step.png"]
+    picture.draw(found, options.config, files[0])
+    if found.machine is not None:
+        files.append(options.output / "machine.yaml")
+        files[1].write_text(dump(found.machine), encoding="utf-8")
+    print(f"files      {', '.join(map(str, files))}")
+    if options.json:
+        print(json.dumps({**telling.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
+    return DONE
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    finish(main)
