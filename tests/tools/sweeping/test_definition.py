@@ -1,0 +1,107 @@
+"""What a sweep file may say, and the one line that tells what is wrong with it."""
+
+import pytest
+
+from recipe.errors import ConfigError
+from tests.conftest import ROOT
+from tools.sweeping.definition import Axis, read
+
+FILE = """
+recipe: quickstart.yaml
+trials: 4
+space:
+  optimizer.momentum: {low: 0.8, high: 0.95}
+"""
+
+
+@pytest.fixture
+def said(tmp_path):
+    """said(before, after): what is said of the sweep file above, once `before` in it is `after`."""
+
+    def make(before, after):
+        assert before in FILE
+        (tmp_path / "some.yaml").write_text(FILE.replace(before, after))
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path / "some.yaml")
+        place = f"{tmp_path}/some.yaml: "
+        assert str(caught.value).startswith(place)
+        return str(caught.value)[len(place) :]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("trials: 4", "trails: 4", "trails: unknown key; did you mean trials?"),
+        ("trials: 4", "colour: red", "colour: unknown key; there are recipe, overrides, trials,"),
+        ("low: 0.8", "lo: 0.8", "space: optimizer.momentum: lo: unknown key; did you mean low?"),
+        ("low: 0.8", "low: 1", "space: optimizer.momentum: low 1 is above high 0.95"),
+        ("low: 0.8, high: 0.95", "low: 0.8", "space: optimizer.momentum: give choices, or low and high"),
+        ("low: 0.8", "choices: [1], low: 0.8", "space: optimizer.momentum: choices and a range are both given"),
+        ("low: 0.8", "log: true, step: 0.1, low: 0.8", "space: optimizer.momentum: log and step are both given"),
+        ("low: 0.8", "log: true, low: 0", "space: optimizer.momentum: a logarithmic range must begin above 0"),
+        ("low: 0.8", "integer: true, low: 0.8", "space: optimizer.momentum: low, high and step of whole numbers must"),
+        ("low: 0.8", "step: 0.1, low: 0.8", "space: optimizer.momentum: from low 0.8 no whole number of steps of 0.1"),
+        ("low: 0.8, high: 0.95", "choices: [0.9, 0.9]", "space: optimizer.momentum: choices has 0.9 twice"),
+        (
+            "low: 0.8, high: 0.95",
+            "choices: []",
+            "space: optimizer.momentum: choices: must have at least 1 item, found []",
+        ),
+        ("trials: 4", "trials: 0", "trials: must be greater than 0, found 0"),
+        ("trials: 4", "seed: 1", "trials: how many is needed for the sampler tpe"),
+        ("trials: 4", "sampler: grid", "space: optimizer.momentum: the range has no end of values"),
+        ("trials: 4", "trials: 4\nsampler: bayes", "sampler: must be 'tpe', 'random' or 'grid', found 'bayes'"),
+        ("trials: 4", "trials: 4\nmetric: top2", "metric: 'top2' is none of best_top1, top1, top5, loss, step_average"),
+        ("trials: 4", "trials: 4\noverrides: [run.name=x]", "run.name is given to each trial by the sweep; remove it"),
+        (
+            "trials: 4",
+            "trials: 4\noverrides: [optimizer.momentum=0]",
+            "optimizer.momentum is in the space and in the overrides; keep one",
+        ),
+        ("low: 0.8, high: 0.95", "choices: [0.8, 0.9]", "trials: 4, but the space has 2 combinations; give at most 2"),
+        ("optimizer.momentum", "run.output", "run.output is given to each trial by the sweep; remove it"),
+        (
+            "  optimizer.momentum",
+            "  schedule.peak: {low: 1, high: 2}\n  schedule.peak_per_image",
+            "space: schedule.peak and schedule.peak_per_image say the same; keep one",
+        ),
+        ("recipe: quickstart.yaml", "", "recipe: is needed"),
+        ("space:", "space: {}\nspare:", "space: must have at least 1 item, found {}"),
+        ("trials: 4", "extends: a.yaml\ntrials: 4", "extends: unknown key"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(said, before, after, expected):
+    line = said(before, after)
+    assert line.startswith(expected)
+    assert "\n" not in line
+
+
+def test_a_recipe_is_not_taken_for_a_sweep():
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml: a recipe, not a sweep file; train it by train\.py"):
+        read(ROOT / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("axis", "values"),
+    [
+        ({"low": 0.1, "high": 0.5, "step": 0.1}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"low": 2, "high": 5, "integer": True}, [2, 3, 4, 5]),
+        ({"low": 2, "high": 8, "step": 3, "integer": True}, [2, 5, 8]),
+        ({"low": 2, "high": 2}, [2.0]),
+        ({"low": 2, "high": 3}, None),
+        ({"choices": [1, None, [2]]}, [1, None, [2]]),
+    ],
+)
+def test_a_grid_has_all_values(axis, values):
+    found = Axis(**axis)
+    assert found.grid() == values
+    if found.step is not None and not found.integer:
+        assert [found.on_step(value + 1e-17) for value in values] == values
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_sweeps_that_come_along_open_with_their_command(path):
+    assert read(path).recipe.exists()
+    assert f"python -m tools.sweep --config {path.relative_to(ROOT)}" in path.read_text().split("\n\n")[0]

@@ -1,0 +1,145 @@
+"""What is drawn is a function of the seed and of the trials before, and what mattered is told."""
+
+import math
+
+import optuna
+import pytest
+
+from tests.conftest import QUICKSTART
+from tools.sweeping.definition import read
+from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING
+from tools.sweeping.study import Study
+
+SPACE = "{optimizer.momentum: {low: 0.1, high: 0.9}, optimizer.weight_decay: {low: 1e-6, high: 1e-3, log: true}}"
+
+
+@pytest.fixture
+def study(tmp_path):
+    """study(more, space, name): that of a sweep in a file; the same name opens it again."""
+    opened = []
+
+    def make(more="trials: 50", space=SPACE, name="study"):
+        (tmp_path / "some.yaml").write_text(f"recipe: {QUICKSTART}\nmetric: top1\n{more}\nspace: {space}\n")
+        opened.append(Study(tmp_path / f"{name}.db", read(tmp_path / "some.yaml")))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def value(parameters):
+    """Momentum alone matters."""
+    return 1 - (parameters["optimizer.momentum"] - 0.3) ** 2
+
+
+def carry_on(study, trials):
+    """Runs a study on to a number of trials, all complete."""
+    for number in study.cut_off():
+        study.end(number, COMPLETE, value(study.record(number).parameters), 1.0, 1.0)
+    for _ in range(trials - len(study.records())):
+        number = study.begin()
+        study.end(number, COMPLETE, value(study.record(number).parameters), 1.0, 1.0)
+    return [(each.parameters, each.value) for each in study.records()]
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_study_that_is_opened_again_and_again_draws_as_one_that_is_not(study, sampler):
+    """Beyond TPE's first ten trials, which are random."""
+    more = f"trials: 50\nsampler: {sampler}"
+    expected = carry_on(study(more, name="one"), 13)
+    for trials in (3, 11):
+        again = study(more, name="other")
+        carry_on(again, trials)
+        again.begin()  # cut off before it has run
+        again.close()
+    assert carry_on(study(more, name="other"), 13) == expected
+    assert len({str(parameters) for parameters, _ in expected}) == 13
+
+
+def test_another_seed_draws_otherwise_from_the_first_trial_on(study):
+    first = carry_on(study("trials: 50\nseed: 1", name="one"), 4)
+    second = carry_on(study("trials: 50\nseed: 2", name="two"), 4)
+    assert not {str(each) for each in first} & {str(each) for each in second}
+
+
+def test_tpe_learns_where_the_best_is(study):
+    """At random, draws are 0.25 from the best momentum on average, and the mean of 15 varies by 0.045."""
+    drawn = [parameters["optimizer.momentum"] for parameters, _ in carry_on(study(), 30)[15:]]
+    assert sum(abs(momentum - 0.3) for momentum in drawn) / len(drawn) < 0.15
+
+
+def test_numbers_are_drawn_within_their_range_evenly_as_it_is_meant(study):
+    """Of 40 random ones, in halves: fewer than 8 in one half have a probability below 1 in 10,000."""
+    some = study("trials: 40\nsampler: random")
+    for _ in range(40):
+        some.begin()
+    decays = [each.parameters["optimizer.weight_decay"] for each in some.records()]
+    assert all(1e-6 <= decay <= 1e-3 and float(f"{decay:.6g}") == decay for decay in decays)
+    assert 8 <= sum(math.log10(decay) < -4.5 for decay in decays) <= 32
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
+def test_no_combination_is_trained_twice_while_there_are_others(study, sampler):
+    space = "{optimizer.momentum: {choices: [0.1, 0.2, 0.3]}, model.norm: {choices: [group, layer]}}"
+    found = carry_on(study(f"trials: 6\nsampler: {sampler}", space), 6)
+    assert len({str(parameters) for parameters, _ in found}) == 6
+
+
+def test_values_come_back_as_they_were_given(study):
+    space = (
+        "{data.crop_area: {choices: [[0.5, 1], [0.75, 1]]}, "
+        "batch.global: {low: 32, high: 96, step: 32, integer: true}, "
+        "optimizer.momentum: {low: 0.1, high: 0.7, step: 0.2}, optimizer.clip_norm: {choices: [null, 1.5]}}"
+    )
+    some = study("trials: 20\nsampler: random", space)
+    for _ in range(20):
+        some.begin()
+    found = [each.parameters for each in some.records()]
+    for key, values in {
+        "data.crop_area": [[0.5, 1], [0.75, 1]],
+        "batch.global": [32, 64, 96],
+        "optimizer.momentum": [0.1, 0.3, 0.5, 0.7],
+        "optimizer.clip_norm": [None, 1.5],
+    }.items():
+        drawn = [parameters[key] for parameters in found]
+        assert all(each in values for each in drawn) and len({str(each) for each in drawn}) == len(values)
+        assert {type(each) for each in drawn} == {type(each) for each in values}
+
+
+def test_states_and_reasons_are_kept(study):
+    some = study()
+    for state in (COMPLETE, PRUNED, IMPOSSIBLE, FAILED):
+        number = some.begin()
+        some.end(number, state, 0.5 if state == COMPLETE else None, 2.0, 3.0, None if state == COMPLETE else "why")
+    some.report(some.begin(), 0, 0.25)
+    some.close()
+    found = study().records()
+    assert [each.state for each in found] == [COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING]
+    assert [each.value for each in found] == [0.5, None, None, None, 0.25]
+    assert [each.reason for each in found] == [None, "why", "why", "why", None]
+    assert [(each.epochs, each.seconds) for each in found] == [(2.0, 3.0)] * 4 + [(None, None)]
+
+
+def test_a_study_is_one_that_optuna_opens(study, tmp_path):
+    carry_on(study(), 3)
+    opened = optuna.load_study(study_name="some", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert [each.value for each in opened.trials] == [value(each.params) for each in opened.trials]
+    opened._storage._backend.engine.dispose()
+
+
+def test_what_matters_is_told_once_there_are_enough_trials(study):
+    some = study("trials: 50\nsampler: random")
+    carry_on(some, 9)
+    assert some.importances() is None
+    carry_on(some, 20)
+    shares = some.importances()
+    assert sum(shares.values()) == pytest.approx(1)  # of float64
+    assert shares["optimizer.momentum"] > 0.7
+
+
+def test_of_trials_that_are_all_alike_nothing_is_said(study):
+    some = study()
+    for _ in range(12):
+        some.end(some.begin(), COMPLETE, 0.5)
+    assert some.importances() is None

@@ -1,0 +1,117 @@
+"""Searches a recipe's best values: python -m tools.sweep --config SWEEP.yaml [--workers N] [section.key=value ...]
+
+Every trial is an ordinary run in the sweep's folder, sweeps/NAME or --output. The same command again goes on: also
+after kill -9. See docs/sweeps.md. With --json the last line is one JSON object. Exit codes: 0 all trials are done,
+1 failed, or no trial is complete, 2 the input is wrong, 75 stopped by a signal: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Optional, Sequence
+
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError, first_line
+from tools.sweeping.candidates import Candidates, candidates, survey
+from tools.sweeping.definition import read
+from tools.sweeping.folder import SweepFolder
+from tools.sweeping.stopping import StopRequest
+from training.command import Parser, fail
+
+_TRAINER = (str(Path(__file__).resolve().parent.parent / "train.py"),)
+
+
+def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TRAINER) -> int:
+    """Runs the command; returns its exit code. Args: trainer: what trains a trial, as Python is given it."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        found = candidates(read(Path(options.config), options.overrides, options.trials))
+        for note in survey(found):
+            print(f"note: {note}", flush=True)
+        return _run(found, options, trainer)
+    except UserError as error:
+        return fail(error, WRONG_INPUT)
+    except OSError as error:
+        place = error.filename or options.output or options.config
+        return fail(f"{place}: {error.strerror or error}; mend it and repeat the command: it goes on", FAILED)
+    except KeyboardInterrupt:
+        return fail("stopped before the first trial; the same command goes on", STOPPED)
+
+
+def _run(found: Candidates, options: argparse.Namespace, trainer: Sequence[str]) -> int:
+    path = Path(options.output or f"sweeps/{found.sweep.word}")
+    with StopRequest() as stop:
+        folder = SweepFolder(path, found)
+        try:
+            return _search(found, folder, options, trainer, stop)
+        finally:
+            folder.close()
+
+
+def _search(
+    found: Candidates, folder: SweepFolder, options: argparse.Namespace, trainer: Sequence[str], stop: StopRequest
+) -> int:
+    # Imported late: a wrong command line is refused before Optuna is loaded.
+    from tools.sweeping.report import Report
+    from tools.sweeping.scheduler import Scheduler
+    from tools.sweeping.study import StorageError, Study
+
+    trials = found.sweep.definition.trials or found.sweep.definition.combinations()
+    study = None
+    try:
+        study = Study(folder.study, found.sweep)
+        report = Report(found, study, folder)
+        with report:
+            Scheduler(found, study, folder, options.workers, trainer, report.changed).run(trials, stop)
+        data = {**report.last(), "trials": trials}
+    except StorageError as error:
+        text = first_line(error.orig if getattr(error, "orig", None) else error)
+        return fail(f"{folder.study}: {text}; mend it and repeat the command: it goes on", FAILED)
+    finally:
+        if study is not None:
+            study.close()
+    return _conclude(data, trials, stop, options.json)
+
+
+def _conclude(data: dict, trials: int, stop: StopRequest, as_json: bool) -> int:
+    """Says how the sweep stands; returns the exit code."""
+    done = sum(count for state, count in data["counts"].items() if state != "running")
+    if data["best"] is not None:
+        best, place = data["best"], data["files"]["best"]
+        print(f"best: trial {best['trial']}, {data['metric']} {best['value']:.6g}: {place}")
+    code = DONE
+    if done < trials:
+        code = fail(f"{stop.name}: {done} of {trials} trials are done; the same command goes on", STOPPED)
+    elif data["best"] is None:
+        reason = next((row["reason"] for row in reversed(data["leaderboard"]) if row["reason"]), "")
+        code = fail(f"no trial is complete; the last says: {reason}; mend it and choose another --output", FAILED)
+    if as_json:
+        print(json.dumps(data, allow_nan=False))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m tools.sweep", description="Search a recipe's best values; a sweep that was cut off goes on."
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="SWEEP.yaml", help="what is searched, e.g. configs/sweeps/digits.yaml"
+    )
+    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="trials at once (1)")
+    parser.add_argument("--trials", type=_positive, metavar="N", help="in the place of the file's number")
+    parser.add_argument("--output", metavar="FOLDER", help="in the place of sweeps/NAME")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe in all trials")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

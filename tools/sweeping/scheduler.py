@@ -1,0 +1,237 @@
+"""Runs the trials of a sweep, some at once, each as a process that trains into its own run folder.
+
+One thread watches all of them: Linux ends a child when the thread that started it ends, not only the process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Tuple
+
+from recipe import loading
+from recipe.config import Recipe
+from recipe.errors import DONE, STOPPED, UserError
+from tools.sweeping.candidates import Candidates, as_text
+from tools.sweeping.folder import SweepFolder, run_in_use
+from tools.sweeping.process import TrialProcess, threads_each
+from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
+from tools.sweeping.standing import Standing, standing
+from tools.sweeping.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from tools.sweeping.study import Study
+
+_LOOK_SECONDS = 0.2
+_STARTS = 3  # of a process that others kill, before its trial counts as failed
+
+
+class Scheduler:
+    """Begins trials, goes on with those that were cut off, and ends each with what came of it."""
+
+    def __init__(
+        self,
+        found: Candidates,
+        study: Study,
+        folder: SweepFolder,
+        workers: int,
+        trainer: Sequence[str],
+        changed: Callable[[str, Optional[Record]], None],
+    ):
+        """
+        Args:
+            workers: trials at once.
+            trainer: the program that trains, as Python is given it.
+            changed: is told a line for people, or nothing where a trial has a new evaluation, and the record of a
+                trial that has ended.
+        """
+        self._found, self._study, self._folder = found, study, folder
+        self._workers, self._trainer, self._changed = workers, trainer, changed
+        self._running: List[_Trial] = []
+
+    def run(self, trials: int, stop: StopRequest) -> None:
+        """Until `trials` trials have come to an end, or `stop` asks to leave and all processes have."""
+        waiting = self._study.cut_off()
+        begun = len(self._study.records())
+        told = False
+        try:
+            while True:
+                while not stop.asked and len(self._running) < self._workers and (waiting or begun < trials):
+                    if waiting:
+                        self._begin(waiting.pop(0), again=True)
+                    else:
+                        self._begin(self._study.begin(), again=False)
+                        begun += 1
+                if stop.asked and not told:
+                    told = True
+                    self._changed(f"{stop.name}: the trials that run finish their step, save and end", None)
+                    for trial in self._running:
+                        trial.ask_to_end()
+                if not self._running:
+                    return
+                for trial in list(self._running):
+                    if stop.hurry:
+                        trial.kill()
+                    self._watch(trial, stop)
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            for trial in self._running:
+                trial.kill()
+
+    def _begin(self, number: int, again: bool) -> None:
+        parameters = self._study.record(number).parameters
+        text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
+        place = (
+            f"run.output={as_text(str(self._folder.trial(number)))}",
+            f"run.name={as_text(f'{self._found.sweep.word}-{number:04d}')}",
+        )
+        fault = self._found.fault(parameters, place)
+        if fault:
+            self._end(number, IMPOSSIBLE, reason=fault)
+            return
+        overrides = [*self._found.overrides(parameters), *place]
+        recipe = loading.load(self._found.sweep.recipe, overrides)
+        command = [*self._trainer, "--config", str(self._found.sweep.recipe.resolve()), *overrides]
+        self._running.append(_Trial(number, recipe, command))
+        self._changed(f"trial {number} {'goes on' if again else 'begins'}: {text}", None)
+
+    def _watch(self, trial: _Trial, stop: StopRequest) -> None:
+        """One look at a trial: what it has reached, whether its process runs, and what its end means."""
+        code = trial.poll()
+        if code is None and not trial.new_metrics(self._folder):
+            if trial.process is None:
+                self._start(trial, stop)
+            return
+        try:
+            reached = standing(self._folder.trial(trial.number), self._found.sweep.definition.metric, trial.recipe)
+        except UserError as error:
+            trial.kill()
+            return self._end_of(trial, FAILED, Standing([], False, False, None, None), str(error))
+        if not trial.pruned and self._report(trial, reached):
+            trial.pruned = True
+            trial.ask_to_end()
+        if trial.process is None:
+            # Whether there is still something to do is known before a process is started for it.
+            if trial.pruned or reached.ended:
+                self._conclude(trial, reached)
+            else:
+                self._start(trial, stop)
+        elif code is not None:
+            self._after(trial, code, reached, stop)
+
+    def _start(self, trial: _Trial, stop: StopRequest) -> None:
+        if stop.asked:
+            self._running.remove(trial)
+        elif not run_in_use(self._folder.trial(trial.number)):
+            trial.start(self._folder, threads_each(self._workers))
+
+    def _report(self, trial: _Trial, reached: Standing) -> bool:
+        """Tells the study of the evaluations that are new; returns whether the trial is to be pruned.
+
+        The last evaluation of a run saves nothing any more, so the pruner is not asked: else it would depend on the
+        moment at which it is seen.
+        """
+        last = len(reached.values) - 1
+        new = trial.reported <= last
+        for evaluation in range(trial.reported, len(reached.values)):
+            trial.reported = evaluation + 1
+            value = reached.values[evaluation]
+            if value is None:
+                continue
+            bad = self._study.report(trial.number, evaluation, value)
+            if bad and not (evaluation == last and reached.last_is_final):
+                return True
+        if new:
+            self._changed("", None)
+        return False
+
+    def _after(self, trial: _Trial, code: int, reached: Standing, stop: StopRequest) -> None:
+        """What the end of a trial's process means."""
+        if trial.pruned or (code == DONE and reached.ended):
+            self._conclude(trial, reached)
+        elif stop.asked and (code == STOPPED or code < 0):
+            self._running.remove(trial)  # goes on when the same command is given again
+        elif code == STOPPED or (code < 0 and trial.starts < _STARTS):
+            why = f"was ended by signal {-code}" if code < 0 else "was stopped from outside"
+            self._changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
+            trial.forget_process()
+        elif code < 0:
+            self._end_of(trial, FAILED, reached, f"was ended by signal {-code} {_STARTS} times")
+        else:
+            said = trial.last_line() or f"{self._folder.log(trial.number)} is empty"
+            self._end_of(trial, FAILED, reached, said if code else f"ended without an end event: {said}")
+
+    def _conclude(self, trial: _Trial, reached: Standing) -> None:
+        """Of a run that is over, or was pruned."""
+        value = reached.values[-1] if reached.values else None
+        if trial.pruned:
+            count = trial.reported
+            evaluations = "1 evaluation" if count == 1 else f"{count} evaluations"
+            self._end_of(trial, PRUNED, reached, f"worse than the median after {evaluations}")
+        elif value is None or not math.isfinite(value):
+            metric = self._found.sweep.definition.metric
+            self._end_of(trial, FAILED, reached, f"the run ended without a finite {metric}")
+        else:
+            self._end_of(trial, COMPLETE, reached, None, value)
+
+    def _end_of(
+        self, trial: _Trial, state: str, reached: Standing, reason: Optional[str], value: Optional[float] = None
+    ) -> None:
+        self._running.remove(trial)
+        self._end(trial.number, state, value, reached.epochs, reached.seconds, reason)
+
+    def _end(
+        self,
+        number: int,
+        state: str,
+        value: Optional[float] = None,
+        epochs: Optional[float] = None,
+        seconds: Optional[float] = None,
+        reason: Optional[str] = None,
+    ) -> None:
+        record = self._study.end(number, state, value, epochs, seconds, reason)
+        text = f"trial {number} {'' if state == FAILED else 'is '}{state}"
+        if value is not None:
+            text += f": {self._found.sweep.definition.metric} {value:.6g} after {epochs:.4g} epochs, {seconds:.1f} s"
+        self._changed(text + (f": {reason}" if reason else ""), record)
+
+
+class _Trial:
+    """A trial that is begun: its process, once there is one, and what of its metrics was seen."""
+
+    def __init__(self, number: int, recipe: Recipe, command: List[str]):
+        self.number, self.recipe = number, recipe
+        self.process: Optional[TrialProcess] = None
+        self.starts, self.reported, self.pruned = 0, 0, False
+        self._command = command
+        self._seen: Optional[Tuple[int, int]] = None
+
+    def start(self, folder: SweepFolder, threads: int) -> None:
+        self.process = TrialProcess(self._command, folder.log(self.number), threads)
+        self.starts += 1
+
+    def poll(self) -> Optional[int]:
+        return None if self.process is None else self.process.poll()
+
+    def new_metrics(self, folder: SweepFolder) -> bool:
+        """Whether metrics.jsonl is another than when this was last asked."""
+        try:
+            status = (folder.trial(self.number) / "metrics.jsonl").stat()
+        except FileNotFoundError:
+            return False
+        before, self._seen = self._seen, (status.st_size, status.st_mtime_ns)
+        return self._seen != before
+
+    def ask_to_end(self) -> None:
+        if self.process is not None:
+            self.process.ask_to_end()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def last_line(self) -> str:
+        return "" if self.process is None else self.process.last_line()
+
+    def forget_process(self) -> None:
+        self.process = None

@@ -1,0 +1,62 @@
+"""How far the run of a trial is, as its metrics.jsonl tells while it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List, NamedTuple, Optional
+
+from recipe.batch import in_steps
+from recipe.config import Recipe
+from tools.curves import read_events
+
+
+class Standing(NamedTuple):
+    """A run so far. Without a run all is empty."""
+
+    values: List[Optional[float]]  # of the metric at each evaluation; None: not finite, or not there yet
+    last_is_final: bool  # the last of them is that of the run's end
+    ended: bool
+    epochs: Optional[float]
+    seconds: Optional[float]  # of training, over all its sessions
+
+
+def standing(run_folder: Path, metric: str, recipe: Recipe) -> Standing:
+    """Reads where the run of `recipe` in a folder is.
+
+    Args:
+        metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events, of an average after
+            its name and a dot.
+
+    Raises:
+        UserError: metrics.jsonl is damaged.
+    """
+    if not (run_folder / "metrics.jsonl").exists():
+        return Standing([], False, False, None, None)
+    events = read_events(run_folder)
+    evaluations = events.get("eval", [])
+    timed = [*events.get("train", []), *events.get("end", [])]
+    return Standing(
+        _values(evaluations, metric),
+        bool(evaluations) and _is_final(evaluations[-1], recipe),
+        "end" in events,
+        max((event["epoch"] for kind in ("train", "eval") for event in events.get(kind, [])), default=None),
+        timed[-1]["seconds"] if timed else None,
+    )
+
+
+def _values(evaluations: List[dict], metric: str) -> List[Optional[float]]:
+    if metric != "best_top1":
+        average, _, name = metric.rpartition(".")
+        return [(event.get(average) or {}).get(name) if average else event.get(name) for event in evaluations]
+    values: List[Optional[float]] = []
+    for event in evaluations:
+        seen = [value for value in (*values[-1:], event["top1"]) if value is not None]
+        values.append(max(seen, default=None))
+    return values
+
+
+def _is_final(evaluation: dict, recipe: Recipe) -> bool:
+    per_epoch = round(evaluation["step"] / evaluation["epoch"])
+    run = recipe.run
+    total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, recipe.batch.global_))
+    return evaluation["step"] >= total

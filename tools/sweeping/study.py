@@ -1,0 +1,214 @@
+"""The study of a sweep: which trials there are, what the sampler draws next, what the pruner decides.
+
+An ordinary Optuna study in an SQLite file, so that its own tools open it. Optuna is slow to load: import this late.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
+
+from recipe.errors import ConfigError
+from recipe.randomness import MASK32, key
+from tools.sweeping.candidates import Parameters, grid
+from tools.sweeping.definition import Axis, Definition, SweepFile, Value
+from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, Record
+
+# An impossible combination is pruned as Optuna sees it: so the sampler learns to keep away from it.
+_TOLD = {
+    COMPLETE: TrialState.COMPLETE, PRUNED: TrialState.PRUNED, IMPOSSIBLE: TrialState.PRUNED, FAILED: TrialState.FAIL,
+}  # fmt: skip
+_BY_OPTUNA = {TrialState.COMPLETE: COMPLETE, TrialState.PRUNED: PRUNED, TrialState.FAIL: FAILED}  # who tells it by hand
+_DIGITS = 6  # of a drawn number: recipes are read by people
+_DRAWS = 20  # until one is new
+_TARGET = 5  # trials that PED-ANOVA should have among the best (its documentation), of at least twice as many
+StorageError = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
+
+
+class Study:
+    """The study in a file."""
+
+    def __init__(self, path: Path, sweep: SweepFile):
+        """Opens it, or makes a new one. Raises ConfigError if the file is no study."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._definition = sweep.definition
+        self._distributions = {key: _distribution(axis) for key, axis in sweep.definition.space.items()}
+        if not path.exists():
+            _create(path, sweep)
+        try:
+            self._storage = _storage(path)
+            # What samples is made anew for each draw: see `_draw`.
+            self._study = optuna.load_study(
+                study_name=None, storage=self._storage, sampler=optuna.samplers.RandomSampler(), pruner=_pruner(sweep)
+            )
+        except (DatabaseError, ValueError, KeyError) as error:
+            if isinstance(error, OperationalError):  # of the disk, not of what is on it
+                raise
+            raise ConfigError(f"{path}: no study; remove it, or choose another folder by --output FOLDER") from None
+
+    def close(self) -> None:
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    def records(self) -> List[Record]:
+        """All trials by number."""
+        return [self._record(each) for each in self._trials()]
+
+    def record(self, number: int) -> Record:
+        return self._record(self._trials()[number])
+
+    def cut_off(self) -> List[int]:
+        """Numbers of the trials that a sweep which is no more has begun and not ended."""
+        return [each.number for each in self._trials() if each.state == TrialState.RUNNING]
+
+    def begin(self) -> int:
+        """Adds the next trial, with all its parameters in one transaction; returns its number."""
+        drawn = self._draw()
+        stored = {key: _stored(value) for key, value in drawn.items()}
+        self._study.add_trial(create_trial(state=TrialState.RUNNING, params=stored, distributions=self._distributions))
+        return self._trials()[-1].number
+
+    def report(self, number: int, evaluation: int, value: float) -> bool:
+        """Notes the metric at an evaluation (from 0) of a running trial; returns whether to end it."""
+        trial = self._running(number)
+        if evaluation not in self._trials()[number].intermediate_values:
+            trial.report(value, evaluation)
+        return self._definition.pruner != "none" and trial.should_prune()
+
+    def end(
+        self,
+        number: int,
+        state: str,
+        value: Optional[float] = None,
+        epochs: Optional[float] = None,
+        seconds: Optional[float] = None,
+        reason: Optional[str] = None,
+    ) -> Record:
+        """A running trial has come to its end. Args: value: of the metric; for complete ones only."""
+        trial = self._running(number)
+        outcome = {"state": state, "epochs": epochs, "seconds": seconds, "reason": reason}
+        trial.set_user_attr("outcome", outcome)  # all at once: the disk is waited for each time
+        self._study.tell(trial, value, state=_TOLD[state])
+        return self.record(number)
+
+    def importances(self) -> Optional[Dict[str, float]]:
+        """Shares of the parameters in what makes a trial one of the best, by PED-ANOVA; None: too few trials.
+
+        Source: Watanabe, Bansal and Hutter, 2304.10255. Optuna's other evaluators need scikit-learn.
+        """
+        values = [each.value for each in self._trials() if each.state == TrialState.COMPLETE]
+        if len(values) < 2 * _TARGET or min(values) == max(values):
+            return None
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=max(0.1, _TARGET / len(values)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties: then all are alike, which the figures say
+            found = get_param_importances(self._study, evaluator=evaluator, params=list(self._distributions))
+        return {name: float(share) for name, share in found.items()} if math.isfinite(sum(found.values())) else None
+
+    def _trials(self) -> List[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _running(self, number: int) -> Trial:
+        return Trial(self._study, self._trials()[number]._trial_id)
+
+    def _record(self, trial: FrozenTrial) -> Record:
+        # One that was cut off between its outcome and its state runs again.
+        outcome = trial.user_attrs.get("outcome", {}) if trial.state.is_finished() else {}
+        return Record(
+            trial.number,
+            outcome.get("state", _BY_OPTUNA.get(trial.state, RUNNING)),
+            {name: self._original(name, trial.params[name]) for name in self._distributions if name in trial.params},
+            trial.value if trial.state == TrialState.COMPLETE else trial.intermediate_values.get(trial.last_step),
+            outcome.get("epochs"),
+            outcome.get("seconds"),
+            outcome.get("reason"),
+        )
+
+    def _draw(self) -> Parameters:
+        """The parameters of the next trial: a function of the seed and of the trials before it."""
+        trials = self._trials()
+        before = [self._record(each).parameters for each in trials]
+        number = len(trials)
+        if self._definition.sampler == "grid":
+            return grid(self._definition)[number]
+        for attempt in range(_DRAWS):
+            # In memory, since what is drawn one by one in the file could be cut off half-way.
+            study = optuna.create_study(
+                direction=self._definition.direction,
+                sampler=_sampler(self._definition, key("sweep", self._definition.seed, number, attempt) & MASK32),
+            )
+            study.add_trials(trials)
+            drawn = study.ask(self._distributions).params
+            parameters = {name: self._rounded(name, value) for name, value in drawn.items()}
+            if parameters not in before:
+                return parameters
+        if self._definition.combinations() is None:
+            return parameters
+        return next(each for each in grid(self._definition) if each not in before)
+
+    def _rounded(self, name: str, value: Any) -> Value:
+        axis = self._definition.space[name]
+        if axis.choices is not None:
+            return self._original(name, value)
+        if axis.integer:
+            return value
+        if axis.step is not None:
+            return axis.on_step(value)
+        return min(max(float(f"{value:.{_DIGITS}g}"), axis.low), axis.high)
+
+    def _original(self, name: str, value: Any) -> Value:
+        """A value as the sweep file has it: lists are kept as text in the study."""
+        choices = self._definition.space[name].choices or ()
+        return next((each for each in choices if isinstance(each, list) and _stored(each) == value), value)
+
+
+def _create(path: Path, sweep: SweepFile) -> None:
+    """Makes an empty study, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    storage = _storage(temporary)
+    optuna.create_study(storage=storage, study_name=sweep.name, direction=sweep.definition.direction)
+    storage.remove_session()
+    storage.engine.dispose()
+    os.replace(temporary, path)
+
+
+def _storage(path: Path) -> optuna.storages.RDBStorage:
+    url = URL.create("sqlite", database=str(path)).render_as_string()
+    return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+
+
+def _distribution(axis: Axis) -> BaseDistribution:
+    if axis.choices is not None:
+        return CategoricalDistribution([_stored(choice) for choice in axis.choices])
+    if axis.integer:
+        return IntDistribution(int(axis.low), int(axis.high), log=axis.log, step=int(axis.step or 1))
+    return FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)
+
+
+def _stored(value: Value) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def _sampler(definition: Definition, seed: int) -> optuna.samplers.BaseSampler:
+    if definition.sampler == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(seed=seed)
+
+
+def _pruner(sweep: SweepFile) -> optuna.pruners.BasePruner:
+    definition = sweep.definition
+    if definition.pruner == "none":
+        return optuna.pruners.NopPruner()
+    return optuna.pruners.MedianPruner(definition.pruner_startup_trials, definition.pruner_warmup)
