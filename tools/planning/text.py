@@ -16,7 +16,7 @@ def lines(plan: Summary) -> Iterator[str]:
     machine, work = plan.machine, plan.workload
     yield f"machine    {machine.name}; its rate is from {machine.calibrated_on}"
     yield (
-        f"model      {work.parameters:,} parameters, {work.multiply_adds / 1e9:.2f} G multiply-adds an image forward; "
+        f"model      {work.parameters:,} parameters, {_count(work.multiply_adds)} multiply-adds an image forward; "
         f"stages: {work.cut}"
     )
     yield from _stages(plan)
@@ -177,4 +177,10 @@ def _seconds(value: float) -> str:
 def _duration(hours: float) -> str:
     if hours >= 48:
         return f"{hours / 24:.3g} days"
-    return f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"
+    if hours >= 1:
+        return f"{hours:.3g} h"
+    return f"{hours * 60:.3g} min" if hours * 60 >= 1 else _seconds(hours * 3600)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
