@@ -21,23 +21,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from parallel.hosts import Hosts, interface_towards
 from parallel.meeting import MasterLost, Meeting, Others, Outcome, Stopped
+from parallel.mortal import mortal
 from parallel.signals import Signals, kill
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
-
-# Becomes the rank, which dies with the launcher whatever kills that (prctl 1 is PR_SET_PDEATHSIG), and which leaves
-# Ctrl-C to the launcher from its first moment on.
-_BECOME = """\
-import ctypes, os, signal, sys
-launcher, *command = sys.argv[1:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(launcher):
-    sys.exit(1)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-os.execv(command[0], command)
-"""
 
 
 def run(hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: int, signals: Signals) -> int:
@@ -80,15 +68,12 @@ def run(hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: 
 
 
 def _once(others: Others, attempt: int, local: int, command: List[str], signals: Signals) -> Outcome:
+    python, *arguments = mortal([sys.executable, "-u", *command], ignores_interrupts=True)
     spec = WorkerSpec(
         role="rank",
         local_world_size=local,
-        entrypoint=sys.executable,
-        # torch's agent reads these as templates.
-        args=tuple(
-            part.replace("$", "$$")
-            for part in ("-I", "-S", "-c", _BECOME, str(os.getpid()), sys.executable, "-u", *command)
-        ),
+        entrypoint=python,
+        args=tuple(part.replace("$", "$$") for part in arguments),  # which torch's agent reads as templates
         rdzv_handler=Meeting(others, attempt),
         max_restarts=0,
         monitor_interval=0.05,

@@ -25,7 +25,8 @@ SLOW = ("torch", "numpy", "timm", "torchvision")
 # Present on some machines only, or slow to load and seldom needed.
 OPTIONAL = (
     "poptorch", "popdist", "horovod", "nvidia.dali", "triton", "tensorboard", "torch.utils.tensorboard", "optuna",
-    "matplotlib", "plotly", "rich", "fsspec", "aiohttp", "scipy", "onnx", "onnxscript", "onnxruntime", "wandb", "mlflow", "sqlalchemy",
+    "matplotlib", "plotly", "rich", "fsspec", "aiohttp", "scipy", "onnx", "onnxscript", "onnxruntime",
+    "wandb", "mlflow", "sqlalchemy",
 )  # fmt: skip
 # What comes with the IPU's SDK, and the only files that may import it, be it in a function.
 OF_THE_SDK = {"poptorch": "engines/ipu_engine.py", "popdist": "engines/ipu_engine.py", "horovod": "engines/ipu_*.py"}

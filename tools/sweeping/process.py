@@ -11,19 +11,10 @@ import sys
 from pathlib import Path
 from typing import Optional, Sequence
 
+from parallel.mortal import mortal
+
 _TAIL = 64 * 1024  # bytes of a log in which its last line is looked for
 _LINE = 300  # characters of it that are told
-
-# Becomes the trainer, which dies with the sweep whatever kills that (prctl 1 is PR_SET_PDEATHSIG).
-_BECOME = """\
-import ctypes, os, signal, sys
-sweep, *command = sys.argv[1:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sweep):
-    sys.exit(1)
-os.execv(command[0], command)
-"""
 
 
 class TrialProcess:
@@ -43,7 +34,7 @@ class TrialProcess:
             self._since = stream.tell()
             stream.flush()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command],
+                mortal(command),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

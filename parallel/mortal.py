@@ -1,0 +1,32 @@
+"""Processes that die with the one that started them, whatever kills it. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import List, Sequence
+
+# Becomes the program. prctl 1 is PR_SET_PDEATHSIG; elsewhere than on Linux there is nothing like it.
+_BECOME = """\
+import ctypes, os, signal, sys
+parent, ignored, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(parent):
+    sys.exit(1)
+if ignored:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.execv(command[0], command)
+"""
+
+
+def mortal(command: Sequence[str], ignores_interrupts: bool = False) -> List[str]:
+    """The command line that starts `command`, which begins with a program's full path, as a child of this process.
+
+    Linux kills the child once the thread that started it has ended.
+
+    Args:
+        ignores_interrupts: Ctrl-C is left to this process, from the child's first moment on.
+    """
+    ignored = "SIGINT" if ignores_interrupts else ""
+    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
