@@ -53,8 +53,10 @@ class Model(Section):
         "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3",
         "efficientnet_b4", "efficientnet_b5", "efficientnet_b6", "efficientnet_b7",
     ] = Field("efficientnet_b4", description="compound scale: sets width, depth, image size and dropout")  # fmt: skip
-    width: Optional[float] = Field(None, gt=0, description="channel multiplier; null takes the name's (B4: 1.4)")
-    depth: Optional[float] = Field(None, gt=0, description="layer multiplier; null takes the name's (B4: 1.8)")
+    width: Optional[float] = Field(
+        None, gt=0, le=100, description="channel multiplier; null takes the name's (B4: 1.4)"
+    )
+    depth: Optional[float] = Field(None, gt=0, le=10, description="layer multiplier; null takes the name's (B4: 1.8)")
     group_size: int = Field(16, ge=1, description="channels per group of the spatial convolutions; 1 is depthwise")
     expansion: int = Field(4, ge=1, description="expansion of the inverted bottlenecks (4 with G16, 6 in the original)")
     norm: Literal["group", "layer", "batch"] = Field(

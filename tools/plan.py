@@ -10,6 +10,7 @@ option that PopTorch would be given. Exit codes: 0 done, 1 the picture cannot be
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Optional, Sequence
@@ -47,11 +48,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         if options.picture:
             _draw(plan, Path(options.picture))
         if options.json:
-            print(json.dumps(as_data(plan), allow_nan=False))
+            print(json.dumps(as_data(plan), allow_nan=False), flush=True)
     except UserError as error:
         return fail(error, WRONG_INPUT)
+    except BrokenPipeError:  # whoever read the lines has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return fail(f"{error.filename or options.picture}: {error.strerror or error}", FAILED)
+        return fail(f"{options.picture}: {error.strerror or error}; name another file by --picture", FAILED)
     return DONE
 
 

@@ -55,7 +55,8 @@ def test_every_recipe_can_be_planned_for_every_machine(config, capsys):
         for row in (data["step"], *data["scaling"]):
             assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
         assert f"{data['model']['parameters']:,} parameters" in text
-        assert f"{data['step']['images_per_second']:,.0f} images/s" in text
+        rate = data["step"]["images_per_second"]
+        assert (f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s") in text
 
 
 def test_hours_are_those_of_all_updates(capsys):
@@ -69,6 +70,23 @@ def test_a_plan_needs_no_torch():
     code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "--config", str(POD256), *FULL_POD]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_reader_that_goes_away_is_no_fault():
+    command = f"{sys.executable} -m tools.plan --config {POD256} --json | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_that_a_machine_was_guessed_is_said(capsys):
+    assert "others by --machine bow_pod, " in printed(capsys, "--config", str(QUICKSTART))
+    assert "others by" not in printed(capsys, "--config", str(QUICKSTART), "--machine", "dgx_a100")
+
+
+def test_missing_times_are_explained(capsys):
+    assert "no time: so large a batch" in printed(capsys, "--config", str(QUICKSTART))
+    unknown = ("--config", str(ROOT / "configs" / "gpu.yaml"), "data.train_images=null")
+    assert "no time: the number of images is known once" in printed(capsys, *unknown)
 
 
 def test_what_does_not_fit_is_said(capsys):
@@ -90,7 +108,11 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     [
         (["--machine", "cray"], 2, "cray: no machine; name a file that python -m tools.doctor has written, or one of"),
         (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
-        (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory"),
+        (
+            ["--picture", "/nowhere/scaling.png"],
+            1,
+            "/nowhere/scaling.png: No such file or directory; name another",
+        ),
         (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),
     ],
 )

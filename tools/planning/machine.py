@@ -22,6 +22,13 @@ class Figure(Section):
     source: str = Field(min_length=1)
 
 
+def _at_work(value: Figure) -> Figure:
+    """What is divided by; a millionth a second of anything is as good as nothing."""
+    if value.value < 1e-6:
+        raise ValueError("must be positive")
+    return value
+
+
 class Reach(Section):
     """Links among the devices that are near each other: those of one host, of one rack, of all."""
 
@@ -32,9 +39,7 @@ class Reach(Section):
     @field_validator("bandwidth")
     @classmethod
     def _carries(cls, value: Figure) -> Figure:
-        if not value.value:
-            raise ValueError("must be positive")
-        return value
+        return _at_work(value)
 
 
 class Machine(Section):
@@ -53,7 +58,7 @@ class Machine(Section):
     straggling: Figure = Field(description="standard deviation of the seconds a replica's step takes, over their mean")
     links: List[Reach] = Field(min_length=1, description="from the nearest devices to the farthest")
     overlap: float = Field(
-        0.0, ge=0, le=1, description="share of the exchange that runs beside the backward pass of the last micro batch"
+        0.0, ge=0, le=1, description="share of a step's last backward pass beside which the exchange runs"
     )
     cores: float = Field(gt=0, description="processor cores for each device")
     decode: Figure = Field(description="images a second that one core reads, decodes and augments")
@@ -71,9 +76,7 @@ class Machine(Section):
     @field_validator("rate", "update", "decode", "to_device")
     @classmethod
     def _positive(cls, value: Figure) -> Figure:
-        if not value.value:
-            raise ValueError("must be positive")
-        return value
+        return _at_work(value)
 
 
 def names() -> List[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence
+from typing import Dict, FrozenSet, List, NamedTuple, Optional
 
+from models import shapes
 from models.shapes import BlockShape
 from recipe import ipu
+from recipe.batch import training_image_sizes
 from recipe.config import Model, Recipe
 from recipe.division import Batch
 from tools.planning import workload
@@ -57,13 +58,13 @@ def by_stage(
     held = in_flight(recipe, device, batch, len(work.stages))
     each = workload.compute_bytes(recipe, device) * batch.micro
     per_parameter = workload.state_bytes(recipe, device)
-    return [
-        StageBytes(
-            per_parameter * stage.parameters,
-            each * _activations(stage.names, work.shapes, entering, again, count, device),
-        )
-        for stage, count in zip(work.stages, held)
-    ]
+    found = []
+    for stage, count in zip(work.stages, held):
+        part = _Part(work.shapes, entering, again, device)
+        for name in stage.names:
+            part.add(name)
+        found.append(StageBytes(per_parameter * stage.parameters, each * part.activations(count)))
+    return found
 
 
 def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[int]:
@@ -104,52 +105,55 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
 
 def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> tuple:
     """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
-    found = workload.blocks(model)
+    found = shapes.blocks(model, max(training_image_sizes(recipe)))
     names = list(found)
     again, entering = workload.recomputed(recipe, names), _inputs(found)
     held = in_flight(recipe, device, batch, stages)
     each = workload.compute_bytes(recipe, device) * batch.micro
     per_parameter = workload.state_bytes(recipe, device)
-
-    def size(stage: int, start: int, end: int) -> int:
-        part = names[start:end]
-        activations = _activations(part, found, entering, again, held[stage], device)
-        return per_parameter * sum(found[name].parameters for name in part) + each * activations
-
     # Dynamic programming over the blocks: the least possible maximum of the first stages up to each block.
     best = {0: 0}
     for stage in range(stages):
         reached: Dict[int, int] = {}
-        ends = [len(names)] if stage == stages - 1 else range(stage + 1, len(names) - (stages - stage - 1) + 1)
-        for (start, before), end in itertools.product(best.items(), ends):
-            if start < end:
-                fullest = max(before, size(stage, start, end))
-                reached[end] = min(fullest, reached.get(end, fullest))
+        last = len(names) - (stages - stage - 1)
+        for start, before in best.items():
+            part = _Part(found, entering, again, device)
+            for end in range(start + 1, last + 1):
+                part.add(names[end - 1])
+                if stage < stages - 1 or end == len(names):
+                    size = per_parameter * part.parameters + each * part.activations(held[stage])
+                    reached[end] = min(max(before, size), reached.get(end, max(before, size)))
         best = reached
     return best[len(names)], sum(shape.parameters for shape in found.values())
 
 
-def _activations(
-    names: Sequence[str],
-    found: Dict[str, BlockShape],
-    entering: Dict[str, int],
-    again: FrozenSet[str],
-    held: int,
-    device: str,
-) -> int:
-    """Elements that one device keeps for each image of a micro batch.
+class _Part:
+    """Consecutive blocks on one device, and the elements that it keeps for each image of a micro batch.
 
     Of recomputed blocks only inputs are kept in flight: on IPUs that of the stage, which is computed again as a
     whole; elsewhere that of each block, one of which is computed again at a time.
     """
-    saved = [found[name].saved for name in names if name not in again]
-    twice = [name for name in names if name in again]
-    if not twice:
-        return held * sum(saved)
-    transient = [found[name].saved for name in twice]
-    if device == "ipu":
-        return held * (sum(saved) + entering[twice[0]]) + sum(transient)
-    return held * (sum(saved) + sum(entering[name] for name in twice)) + max(transient)
+
+    def __init__(self, found: Dict[str, BlockShape], entering: Dict[str, int], again: FrozenSet[str], device: str):
+        self._found, self._entering, self._again, self._whole = found, entering, again, device == "ipu"
+        self.parameters = self._kept = self._transient = 0
+        self._recomputes = False
+
+    def add(self, name: str) -> None:
+        """One more block behind the others."""
+        shape = self._found[name]
+        self.parameters += shape.parameters
+        if name not in self._again:
+            self._kept += shape.saved
+            return
+        if not (self._whole and self._recomputes):
+            self._kept += self._entering[name]
+        self._transient = self._transient + shape.saved if self._whole else max(self._transient, shape.saved)
+        self._recomputes = True
+
+    def activations(self, held: int) -> int:
+        """Elements, of `held` micro batches in flight."""
+        return held * self._kept + self._transient
 
 
 def _inputs(found: Dict[str, BlockShape]) -> Dict[str, int]:

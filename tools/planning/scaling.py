@@ -52,12 +52,13 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
         bubble       F t: K - 1 micro batches to fill and drain a pipeline, (K - 1) / V with V stages a device in turn;
                      2 (K - 1) on IPUs, where a stage alternates forward and backward passes
         exchange     of the largest stage's gradient, over links from the nearest to the farthest (see `exchange`),
-                     less what is hidden behind the last micro batch's backward pass
+                     less what is hidden behind the last micro batch's backward pass, or on CPUs, where gradients are
+                     late (exchange.delay), behind a whole step
         update       its parameters
         straggling   the slowest of P replicas: s E[max of P normals] of the time so far
         input        what reading, or copying to the device, takes longer than all of that
     """
-    batch, accumulation, grown = _division(recipe, replicas)
+    batch, accumulation, grown = _division(recipe, machine, replicas)
     one = _seconds(recipe, machine, 1, max(1, batch // recipe.batch.micro), workload)
     parts = _seconds(recipe, machine, replicas, accumulation, workload)
     seconds = sum(parts.values())
@@ -127,18 +128,18 @@ def slowest_of(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
-def least_accumulation(recipe: Recipe) -> int:
-    """Micro batches that a replica needs in each step to fill its pipeline."""
+def least_accumulation(recipe: Recipe, device: str) -> int:
+    """Micro batches that a replica needs in each step to fill its pipeline, on devices of that kind."""
     stages = recipe.parallel.stages
-    if recipe.run.device == "ipu" and ipu.pipelined(recipe):
+    if device == "ipu" and ipu.pipelined(recipe):
         return 2 * stages - 1
     return stages if recipe.parallel.schedule in ("1f1b", "interleaved") else 1
 
 
-def _division(recipe: Recipe, replicas: int) -> tuple:
+def _division(recipe: Recipe, machine: Machine, replicas: int) -> tuple:
     """Global batch, accumulation, and whether the batch had to grow."""
     micro = recipe.batch.micro
-    accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least_accumulation(recipe))
+    accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least_accumulation(recipe, machine.device))
     batch = accumulation * micro * replicas
     return batch, accumulation, batch > recipe.batch.global_
 
@@ -154,10 +155,12 @@ def _seconds(
     parts = {
         "compute": accumulation * mean,
         "imbalance": accumulation * (slowest - mean),
-        "bubble": _fill(recipe, len(work)) * slowest,
+        "bubble": _fill(recipe, machine, len(work)) * slowest,
     }
     # Two thirds of a micro batch are its backward pass, or a half where all is computed again.
     hidden = machine.overlap * slowest * (0.5 if workload.recomputed else 2 / 3)
+    if recipe.exchange.delay and machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
+        hidden = sum(parts.values())
     parts["exchange"] = max(0.0, _exchange(recipe, machine, replicas, workload, method_of(recipe)) - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
@@ -172,11 +175,11 @@ def _exchange(recipe: Recipe, machine: Machine, replicas: int, workload: Workloa
     return exchange(machine, method, replicas, stages, elements, workload.gradient_bytes, entries)
 
 
-def _fill(recipe: Recipe, stages: int) -> float:
+def _fill(recipe: Recipe, machine: Machine, stages: int) -> float:
     """Micro batches' time that a pipeline's slowest stage stands still in a step."""
     if stages == 1 or recipe.parallel.schedule == "sharded":
         return 0.0
-    return 2.0 * (stages - 1) if recipe.run.device == "ipu" else (stages - 1) / (recipe.parallel.virtual_stages or 1)
+    return 2.0 * (stages - 1) if machine.device == "ipu" else (stages - 1) / (recipe.parallel.virtual_stages or 1)
 
 
 def _input(recipe: Recipe, machine: Machine, workload: Workload) -> float:

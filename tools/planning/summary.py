@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Optional
 
-from recipe.batch import lengths, planned
+from recipe.batch import image_count, lengths, planned
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
@@ -43,7 +43,10 @@ class Input(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A plan. own: the step on the replicas that the recipe, or the launcher, names. hours: of each of `rows`."""
+    """A plan. own: the step on the replicas that the recipe, or the launcher, names. hours: of each of `rows`.
+
+    widest_1f1b: as `widest`, under that schedule; empty where the recipe's is no other, and on IPUs.
+    """
 
     recipe: Recipe
     machine: Machine
@@ -51,6 +54,7 @@ class Summary(NamedTuple):
     workload: Workload
     memory: Memory
     widest: List[Widest]
+    widest_1f1b: List[Widest]
     methods: Dict[str, float]
     input: Input
     own: Row
@@ -71,14 +75,26 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         batch,
         work,
         _memory(recipe, machine, batch, work),
-        [memory.widest(recipe, machine, batch, stages) for stages in STAGES],
+        _widest(recipe, machine, batch),
+        _widest_1f1b(recipe, machine, batch),
         scaling.methods(recipe, machine, batch.replicas, work),
         _input(recipe, machine, own, work),
         own,
         rows,
-        [_hours(recipe, row) for row in rows],
-        _hours(recipe, own),
+        [_hours(recipe, machine, row) for row in rows],
+        _hours(recipe, machine, own),
     )
+
+
+def _widest(recipe: Recipe, machine: Machine, batch: Batch) -> List[Widest]:
+    return [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
+
+
+def _widest_1f1b(recipe: Recipe, machine: Machine, batch: Batch) -> List[Widest]:
+    if machine.device == "ipu" or recipe.parallel.schedule != "gpipe":
+        return []
+    parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
+    return _widest(recipe.model_copy(update={"parallel": parallel}), machine, batch)
 
 
 def _memory(recipe: Recipe, machine: Machine, batch: Batch, work: Workload) -> Memory:
@@ -100,14 +116,24 @@ def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
     )
 
 
-def _hours(recipe: Recipe, row: Row) -> Optional[float]:
-    """Of training alone; None where the number of images is not known, or so large a batch cannot be trained with."""
-    images = workload.training_images(recipe)
+def _hours(recipe: Recipe, machine: Machine, row: Row) -> Optional[float]:
+    """Of training alone; None where the number of images is not known, or so large a batch cannot be trained with.
+
+    Epochs with other image sizes take other times, those of images whose size changes in the midst of an epoch are
+    counted in whole steps.
+    """
+    images = image_count(recipe.data, "train")
     if images is None:
         return None
     size = recipe.batch.model_copy(update={"global_": row.global_batch})
     try:
-        steps = lengths(recipe.model_copy(update={"batch": size}), images).total
+        length = lengths(recipe.model_copy(update={"batch": size}), images)
     except UserError:
         return None
-    return steps * row.seconds / 3600
+    seconds = 0.0
+    sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
+    firsts = [first * length.steps_per_epoch for first, _ in sizes]
+    for (_, pixels), first, end in zip(sizes, firsts, [*firsts[1:], length.total]):
+        step = scaling.predict(recipe, machine, row.replicas, workload.of(recipe, pixels)).seconds
+        seconds += max(0, min(end, length.total) - first) * step
+    return seconds / 3600

@@ -1,10 +1,12 @@
-"""A plan for people, in lines of at most 100 characters, and for programs."""
+"""A plan for people, and for programs."""
 
 from __future__ import annotations
 
 from typing import Iterator, List, Sequence, Tuple
 
 from recipe.division import count
+from tools.planning.machine import names
+from tools.planning.memory import Widest
 from tools.planning.scaling import Row
 from tools.planning.summary import Summary
 
@@ -15,6 +17,8 @@ def lines(plan: Summary) -> Iterator[str]:
     """The plan below the lines that `--dry-run` prints."""
     machine, work = plan.machine, plan.workload
     yield f"machine    {machine.name}; its rate is from {machine.calibrated_on}"
+    if plan.recipe.run.device == "auto" and machine.device == "cpu":
+        yield f"           others by --machine {', '.join(names())}, or a file that tools.doctor has written"
     yield (
         f"model      {work.parameters:,} parameters, {_count(work.multiply_adds)} multiply-adds an image forward; "
         f"stages: {work.cut}"
@@ -53,6 +57,7 @@ def as_data(plan: Summary) -> dict:
         "stages": stages,
         "memory": {"available": plan.memory.available, "fits": plan.memory.fits},
         "widest": [each._asdict() for each in plan.widest],
+        "widest_1f1b": [each._asdict() for each in plan.widest_1f1b],
         "exchange": plan.methods,
         "input": plan.input._asdict(),
         "step": {**plan.own._asdict(), "hours": plan.own_hours},
@@ -92,13 +97,21 @@ def _stages(plan: Summary) -> Iterator[str]:
 
 
 def _widest(plan: Summary) -> Iterator[str]:
+    now = f"now {plan.recipe.model.width:g}"
+    yield f"widest     width multiplier that fits ({now}): {_widths(plan.widest)}"
+    if plan.widest_1f1b:
+        yield (
+            f"           gpipe keeps all {plan.batch.accumulation:,} micro batches of a step; "
+            f"1f1b: {_widths(plan.widest_1f1b)}"
+        )
+
+
+def _widths(found: Sequence[Widest]) -> str:
     shown = []
-    for each in plan.widest:
-        if each.width is None:
-            shown.append(f"{count(each.stages, 'stage')} none")
-        else:
-            shown.append(f"{count(each.stages, 'stage')} {each.width:.2f} ({each.parameters / 1e6:,.0f} M parameters)")
-    yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {'; '.join(shown)}"
+    for each in found:
+        size = f"{each.width:.2f} ({each.parameters / 1e6:,.0f} M parameters)" if each.width else "none"
+        shown.append(f"{count(each.stages, 'stage')} {size}")
+    return "; ".join(shown)
 
 
 def _step(plan: Summary) -> Iterator[str]:
@@ -107,9 +120,10 @@ def _step(plan: Summary) -> Iterator[str]:
         f"{name} {row.parts[name] / row.seconds:.1%}" for name in _PARTS if row.parts[name] >= 0.0005 * row.seconds
     )
     hours = f", {_duration(plan.own_hours)} of training" if plan.own_hours is not None else ""
+    pixels = f" at {plan.workload.image_size} px" if plan.recipe.data.image_sizes else ""
     yield (
-        f"step       on {count(row.replicas, 'replica')}: {_seconds(row.seconds)}, "
-        f"{row.images_per_second:,.0f} images/s{hours}"
+        f"step       on {count(row.replicas, 'replica')}{pixels}: {_seconds(row.seconds)}, "
+        f"{_rate(row.images_per_second)} images/s{hours}"
     )
     yield f"           {parts}"
 
@@ -143,7 +157,7 @@ def _scaling(plan: Summary) -> Iterator[str]:
                 f"{row.global_batch:,}" + ("*" if row.grown else ""),
                 f"{row.accumulation:,}",
                 _seconds(row.seconds),
-                f"{row.images_per_second:,.0f}",
+                _rate(row.images_per_second),
                 f"{row.efficiency:.0%}",
                 _duration(hours) if hours is not None else "",
                 _share(row),
@@ -155,6 +169,10 @@ def _scaling(plan: Summary) -> Iterator[str]:
             f"           * the batch grows: {plan.recipe.batch.global_:,} cannot be shared by so many replicas of "
             f"{plan.recipe.batch.micro} images a micro batch"
         )
+    if plan.own_hours is None:
+        yield "           no time: the number of images is known once data.root is read (or data.train_images given)"
+    elif None in plan.hours:
+        yield "           no time: so large a batch cannot be trained with for so long, on so many images"
 
 
 def _share(row: Row) -> str:
@@ -171,12 +189,18 @@ def _table(rows: Sequence[Tuple[str, ...]]) -> Iterator[str]:
 
 
 def _seconds(value: float) -> str:
+    if value >= 600:
+        return f"{value:,.0f} s"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _duration(hours: float) -> str:
     if hours >= 48:
-        return f"{hours / 24:.3g} days"
+        return f"{hours / 24:.3g} days" if hours < 24000 else f"{hours / 24:,.0f} days"
     if hours >= 1:
         return f"{hours:.3g} h"
     return f"{hours * 60:.3g} min" if hours * 60 >= 1 else _seconds(hours * 3600)

@@ -8,8 +8,8 @@ from models import balance, shapes
 from models.balance import BlockCost
 from models.shapes import BlockShape
 from recipe import ipu
-from recipe.batch import divide, image_count
-from recipe.config import Model, Recipe
+from recipe.batch import divide, training_image_sizes
+from recipe.config import Recipe
 from recipe.errors import ConfigError
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -61,15 +61,19 @@ class Workload(NamedTuple):
         return max(work) * len(work) / sum(work) - 1
 
 
-def of(recipe: Recipe) -> Workload:
+def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     """The workload of a recipe, cut where it says, else where multiply-adds are balanced.
+
+    Args:
+        image_size: of the training images; None: the largest that the recipe trains with.
 
     Raises:
         ConfigError: cut points that the model does not have, or more stages than blocks.
     """
-    found = blocks(recipe.model)
+    size = image_size or max(training_image_sizes(recipe))
+    found = shapes.blocks(recipe.model, size)
     names = [name for name in found if found[name].parameters]
-    parallel, size = recipe.parallel, recipe.model.image_size
+    parallel = recipe.parallel
     if parallel.parts > len(names):
         raise ConfigError(
             f"parallel.stages: {parallel.parts} parts are more than the {len(names)} blocks that have parameters"
@@ -87,11 +91,6 @@ def of(recipe: Recipe) -> Workload:
     return Workload(size, found, [stage_work(names, found, again) for names in devices], origin, again)
 
 
-def blocks(model: Model) -> Dict[str, BlockShape]:
-    """The model's blocks at its own image size."""
-    return shapes.blocks(model, model.image_size)
-
-
 def stage_work(names: List[str], found: Dict[str, BlockShape], again: FrozenSet[str]) -> StageWork:
     """One device's work on one image."""
     passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
@@ -107,12 +106,16 @@ def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) 
     return frozenset(name for name in names if name not in kept) if chosen else frozenset()
 
 
+def compute_type(recipe: Recipe, device: str) -> str:
+    """Of activations on a device of that kind."""
+    if recipe.precision.compute == "auto" and device == "cpu":
+        return "float32"
+    return ipu.compute_dtype(recipe)
+
+
 def compute_bytes(recipe: Recipe, device: str) -> int:
-    """Bytes of an activation on a device of that kind."""
-    compute = recipe.precision.compute
-    if compute == "auto":
-        return _SIZES["float32" if device == "cpu" else ipu.compute_dtype(recipe)]
-    return _SIZES[compute]
+    """Of an activation on a device of that kind."""
+    return _SIZES[compute_type(recipe, device)]
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
@@ -126,7 +129,7 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
-    copied = compute != weights
+    copied = compute_type(recipe, device) != recipe.precision.weights
     averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
     return total + compute * copied + _scratch(recipe, device, copied and compute == 4, len(slots)) + averages
 
@@ -136,11 +139,6 @@ def _scratch(recipe: Recipe, device: str, masters: bool, slots: int) -> int:
     if recipe.optimizer.name == "lars" or (device == "cpu" and recipe.precision.weights == "float32"):
         return 0
     return 4 * (slots + (not masters))
-
-
-def training_images(recipe: Recipe) -> Optional[int]:
-    """Of an epoch, as far as the recipe alone says."""
-    return image_count(recipe.data, "train")
 
 
 def _cuts(recipe: Recipe, found: Dict[str, BlockShape]) -> tuple:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from models import costs
+from models import costs, shapes
 from models.efficientnet import build
 from models.shapes import BlockShape
 from recipe.batch import divide
@@ -16,6 +16,13 @@ from tools.planning.memory import StageBytes
 
 POD = ROOT / "configs" / "pod256.yaml"
 BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+
+
+def kept(names, found, again, held, device):
+    part = memory._Part(found, memory._inputs(found), again, device)
+    for name in names:
+        part.add(name)
+    return part.activations(held)
 
 
 def planned(recipe, device):
@@ -75,8 +82,7 @@ BLOCKS = {
     ],
 )
 def test_what_is_kept_in_flight_by_hand(device, again, held, expected):
-    found = memory._activations(list(BLOCKS), BLOCKS, memory._inputs(BLOCKS), frozenset(again), held, device)
-    assert found == expected
+    assert kept(list(BLOCKS), BLOCKS, frozenset(again), held, device) == expected
 
 
 def test_recomputation_is_what_lets_the_published_recipe_fit():
@@ -106,8 +112,8 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
     batch = divide(recipe)
 
     def least(width):
-        found = workload.blocks(recipe.model.model_copy(update={"width": width}))
-        names, entering = list(found), memory._inputs(found)
+        found = shapes.blocks(recipe.model.model_copy(update={"width": width}), recipe.model.image_size)
+        names = list(found)
         again, held = workload.recomputed(recipe, names), memory.in_flight(recipe, "cuda", batch, stages)
         totals = []
         for cuts in itertools.combinations(range(1, len(names)), stages - 1):
@@ -116,7 +122,7 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
                 max(
                     StageBytes(
                         workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part),
-                        2 * 16 * memory._activations(part, found, entering, again, count, "cuda"),
+                        2 * 16 * kept(part, found, again, count, "cuda"),
                     ).total
                     for part, count in zip(parts, held)
                 )

@@ -33,7 +33,7 @@ def test_without_the_exchange_the_model_is_a_ratio_of_micro_batches(fill, monkey
     """Rates go as A / (A + fill) for each replica: from 256 micro batches on Pod16 to 16 on Pod256, 5 % too fast for
     2 K - 2 and 11 % for K - 1. Update and copies are below a thousandth."""
     monkeypatch.setattr(scaling, "_exchange", lambda *arguments: 0.0)
-    monkeypatch.setattr(scaling, "_fill", lambda recipe, stages: float(fill))
+    monkeypatch.setattr(scaling, "_fill", lambda recipe, machine, stages: float(fill))
     (_, pod256) = published.compare(published.PODS[0])
     expected = 9000 * 16 * (16 / (16 + fill)) / (256 / (256 + fill))
     assert pod256.predicted == pytest.approx(expected, rel=1e-3)

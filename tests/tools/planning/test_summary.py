@@ -69,3 +69,27 @@ def test_the_four_questions_about_width_are_asked():
 def test_an_impossible_recipe_is_refused():
     with pytest.raises(ConfigError, match=r"batch.global 64 is not a multiple of 32 micro x 3 replicas"):
         summary.make(load(QUICKSTART, ["parallel.replicas=3"]), A100)
+
+
+def test_epochs_of_small_images_take_less_time():
+    """300 epochs at 128 px and 50 at 380, each by the step that its size takes."""
+    mixed = summary.make(load(GPU, ["data.image_sizes=[[0, 128], [300, 380]]"]), A100)
+    small, large = (summary.make(load(GPU, [f"model.image_size={size}"]), A100).own.seconds for size in (128, 380))
+    assert mixed.own.seconds == large
+    assert mixed.own_hours == pytest.approx(208 * (300 * small + 50 * large) / 3600)
+
+
+def test_a_size_that_the_run_never_comes_to_takes_no_time():
+    short = ["run.epochs=100", "data.image_sizes=[[0, 128], [300, 380]]"]
+    plan = summary.make(load(GPU, short), A100)
+    small = summary.make(load(GPU, ["model.image_size=128", "run.epochs=100"]), A100)
+    assert plan.own_hours == pytest.approx(small.own_hours)
+
+
+def test_beside_gpipe_the_widths_of_1f1b_are_given():
+    """Of one stage they are the same."""
+    plan = summary.make(load(GPU), A100)
+    assert plan.widest_1f1b[0] == plan.widest[0]
+    assert plan.widest_1f1b[1].width > (plan.widest[1].width or 0)
+    assert summary.make(load(GPU, ["parallel.schedule=1f1b"]), A100).widest_1f1b == []
+    assert summary.make(load(ROOT / "configs" / "pod16.yaml"), machine.load("bow_pod")).widest_1f1b == []

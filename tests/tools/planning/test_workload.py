@@ -75,7 +75,7 @@ def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
 
 @pytest.mark.parametrize("name", ["lars", "sgd", "rmsprop", "lamb"])
 @pytest.mark.parametrize("weights", ["float16", "float32"])
-@pytest.mark.parametrize("compute", ["float16", "float32"])
+@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32"])
 def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(name, weights, compute):
     recipe = load(
         QUICKSTART, [f"optimizer.name={name}", f"precision.weights={weights}", f"precision.compute={compute}"]
@@ -100,3 +100,9 @@ def test_averages_are_float32_and_none_of_an_ipus():
     plain, averaged = (load(QUICKSTART, [f"average.epoch_decay={decay}"]) for decay in ("null", "0.97"))
     assert workload.state_bytes(averaged, "cuda") - workload.state_bytes(plain, "cuda") == 4
     assert workload.state_bytes(load(POD), "ipu") == 2 + 2 + 4  # weights, momentum, float32 accumulator
+
+
+def test_work_is_that_of_the_largest_images_unless_a_size_is_asked_for():
+    recipe = load(POD, ["data.image_sizes=[[0, 128], [10, 256]]"])
+    assert workload.of(recipe).image_size == 256
+    assert workload.of(recipe, 128).multiply_adds < workload.of(recipe).multiply_adds / 3.5
