@@ -52,7 +52,7 @@ def _parser():
         help="which weights of a run (default: %(default)s)",
     )
     parser.add_argument("--images", nargs="+", metavar="FILE", help="classify these instead of scoring")
-    parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: evaluation/ in the run)")
+    parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: in the run)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
 
@@ -77,7 +77,6 @@ def _score(options) -> int:
     from data.loader import EvaluationBatches
     from data.sources import open_source
     from training import scoring
-    from training.weights import run_folder_of
 
     stored, recipe, engine = _opened(options)
     source = open_source(recipe.data, recipe.model.classes, "validation")
@@ -97,8 +96,7 @@ def _score(options) -> int:
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
     about = f"{stored.path}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
-    run = run_folder_of(stored.path)
-    folder = Path(options.output or (run / "evaluation" if run else "evaluation"))
+    folder = Path(options.output or _place(stored.path))
     folder.mkdir(parents=True, exist_ok=True)
     scoring.write_class_table(folder / "classes.csv", rows)
     scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
@@ -109,6 +107,16 @@ def _score(options) -> int:
     _print_classes(rows)
     print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json", flush=True)
     return DONE
+
+
+def _place(path) -> Path:
+    """evaluation/ in the run; of each file in the run's export/ a folder of its own; else here."""
+    from training.weights import run_folder_of
+
+    run = run_folder_of(path)
+    if run is None:
+        return Path("evaluation")
+    return run / (f"evaluation-{path.name}" if path.parent.name == "export" else "evaluation")
 
 
 def _print_classes(rows) -> None:

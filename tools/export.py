@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, DataError, UserError
+from tools import output
 from training.command import Parser, fail
 
 if TYPE_CHECKING:
@@ -32,14 +33,18 @@ _BATCHES = (1, 2, 5)
 _SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 
 
-class NotTheSame(Exception):
-    """What was exported does not compute what the model does; one line."""
+class NotWritten(Exception):
+    """What was exported does not compute what the model does, or finds no room; one line."""
 
 
 class Checked(NamedTuple):
-    """How a file compares with the model. images: what they were; difference: the largest of a logit."""
+    """How a file compares with the model.
+
+    images: `validation` or `random`; reason: why no validation images, else None; difference: the largest of a logit.
+    """
 
     images: str
+    reason: str | None
     difference: float
 
 
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = _export(options)
     except UserError as error:
         return fail(error, WRONG_INPUT)
-    except NotTheSame as error:
+    except NotWritten as error:
         return fail(error, FAILED)
     except OSError as error:
         return fail(f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
@@ -87,12 +92,14 @@ def _export(options: argparse.Namespace) -> dict:
 
     Raises:
         UserError: the input cannot be used, or a package is missing.
-        NotTheSame: what would be written computes something else.
-        OSError: it cannot be written.
+        NotWritten: what would be written computes something else, or writing failed.
+        OSError: what is read cannot be read.
     """
-    format, output, suffix = options.format, options.output, _SUFFIXES[options.format]
-    if output and Path(output).suffix != suffix:
-        raise ConfigError(f"{output}: --format {format} writes a {suffix} file; name it {Path(output).stem}{suffix}")
+    format, named, suffix = options.format, options.output, _SUFFIXES[options.format]
+    if named and Path(named).suffix != suffix:
+        raise ConfigError(f"{named}: --format {format} writes a {suffix} file; name it {Path(named).stem}{suffix}")
+    if named:
+        output.check(Path(named))
     if Path(options.checkpoint).suffix in (_SUFFIXES["onnx"], _SUFFIXES["torch"]):
         raise ConfigError(f"{options.checkpoint}: a program, no weights; name the run or weights that it was made of")
     if format == "onnx":
@@ -101,23 +108,21 @@ def _export(options: argparse.Namespace) -> dict:
     import torch
 
     from training import weights
-    from training.checkpoint import replacing
 
     stored = weights.read(options.checkpoint, options.weights)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
+    path = Path(named) if named else _place(stored, recipe, suffix)
+    output.check(path)  # the place in a run is known only now
     model = _built(stored, recipe)
     metadata = _metadata(stored, recipe)
     with torch.no_grad():
         content, opset = _WRITERS[format](model, recipe, metadata)
         checked = _checked(model, _reader(suffix, content, recipe), recipe)
-    path = Path(output) if output else _place(stored, recipe, suffix)
     if not checked.difference <= LIMIT:  # nor if it is no number
-        raise NotTheSame(
+        raise NotWritten(
             f"{path}: not written: a logit differs by {checked.difference:.2g} from the model's, more than {LIMIT:g}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as stream:
-        stream.write(content)
+    _write(path, content)
     return {
         "format": format,
         "file": str(path),
@@ -129,6 +134,7 @@ def _export(options: argparse.Namespace) -> dict:
         "classes": recipe.model.classes,
         "class_names": "classes" in metadata,
         "images": checked.images,
+        "no_validation_images": checked.reason,
         "batches": list(_BATCHES),
         "difference": checked.difference,
         "limit": LIMIT,
@@ -144,6 +150,8 @@ def _told(about: dict) -> str:
     ]
     if about["format"] != "safetensors":
         lines.append(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {classes}]")
+    if about["no_validation_images"]:
+        lines.append(f"no validation images: {about['no_validation_images']}")
     lines.append(
         f"read again, on {sum(about['batches'])} {about['images']} images in batches of "
         f"{', '.join(map(str, about['batches']))}: largest difference of a logit {about['difference']:.2g}"
@@ -197,6 +205,20 @@ def _place(stored: StoredWeights, recipe: Recipe, suffix: str) -> Path:
 
     average = "" if stored.which == TRAINED else f"-{stored.which}"
     return (run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Raises NotWritten where there is no room, say."""
+    from training.checkpoint import replacing
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as stream:
+            stream.write(content)
+    except OSError as error:
+        raise NotWritten(
+            f"{path}: not written: {error.strerror or error}; make room, or name another file by --output"
+        ) from None
 
 
 def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, None]:
@@ -268,13 +290,16 @@ def _checked(model: BlockList, logits: Callable[[torch.Tensor], torch.Tensor], r
     """Compares the model with what was exported, on batches of several sizes."""
     import torch
 
-    images, kind = _images(recipe, sum(_BATCHES))
+    images, reason = _images(recipe, sum(_BATCHES))
     differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
-    return Checked(kind, differences.max().item())
+    return Checked("random" if reason else "validation", reason, differences.max().item())
 
 
-def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str]:
-    """uint8 [count, 3, size, size]: the first validation images, again and again where they are fewer; else random."""
+def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
+    """uint8 [count, 3, size, size]: the first validation images, again and again where they are fewer; else random.
+
+    And the reason for which they are random.
+    """
     import torch
 
     from data.loader import EvaluationBatches
@@ -286,13 +311,13 @@ def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str]:
         source = open_source(data, recipe.model.classes, "validation")
         batches = EvaluationBatches(source, data=data, image_size=size, batch=min(count, len(source)))
         batch = next(iter(batches))
-    except DataError:
-        batch = None
-    if batch is None or not batch.valid:
+        if not batch.valid:
+            raise DataError(f"none of the first {min(count, len(source))} can be read")
+    except DataError as error:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator), "random"
+        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator), str(error)
     rows = torch.arange(count) % batch.valid
-    return batch.images[rows].contiguous(), "validation"
+    return batch.images[rows].contiguous(), None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
 from recipe.errors import DONE, FAILED, WRONG_INPUT, UserError
+from tools import output as outputs
 from training.command import Parser, fail
 
 _NAME = "report.html"
@@ -35,7 +35,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except UserError as error:
         return fail(error, WRONG_INPUT)
     except OSError as error:
-        return fail(f"{error.filename or output}: {error.strerror or error}; make room and repeat the command", FAILED)
+        place = output if error.filename in (None, str(_unfinished(output))) else error.filename
+        return fail(f"{place}: {error.strerror or error}; make room and repeat the command", FAILED)
     print(f"{output}: {told.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
     if options.json:
         print(json.dumps({"files": [str(output)], **told}, allow_nan=False))
@@ -69,6 +70,7 @@ def _report(options: argparse.Namespace, output: Path) -> Tuple[str, dict]:
     """The page, and what is told of it."""
     from tools.reporting import run
 
+    _check_folders(options.folders)
     runs = [run.read(folder) for folder in options.folders]
     _check_output(output)
     return _of_one(runs[0], options.images) if len(runs) == 1 else _of_several(runs)
@@ -103,19 +105,21 @@ def _of_several(runs: List) -> Tuple[str, dict]:
     return text, {"text": f"{len(runs)} runs compared", "runs": told}
 
 
+def _check_folders(folders: Sequence[Path]) -> None:
+    """Raises UserError for a folder that is named twice."""
+    places = [folder.resolve() for folder in folders]
+    for number, folder in enumerate(folders):
+        if places[number] in places[:number]:
+            raise UserError(f"{folder}: is named twice; name each run once")
+
+
 def _check_output(output: Path) -> None:
     """Raises UserError where the file cannot be written: before images are read and scored for a minute."""
     if output.is_dir():
         raise UserError(f"{output}: is a folder; name a file in it, such as {output / _NAME}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with open(_unfinished(output), "wb"):
-            pass
-        os.unlink(_unfinished(output))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"{output}: cannot be written: {error.strerror}; name another file by --output") from None
+    if not output.parent.exists():
+        raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
+    outputs.check(output)
 
 
 def _write(output: Path, page: str) -> None:

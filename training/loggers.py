@@ -18,7 +18,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 from recipe import batch as arithmetic
 from recipe.config import Log, Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, first_line
-from training.run_folder import write_text
+from training.run_folder import first_difference, write_text
 
 FILE = "loggers.json"  # in the run folder: what the services call the run, and how far they were told of it
 
@@ -47,10 +47,15 @@ class Logger(ABC):
 
 
 class Told(NamedTuple):
-    """What a service knows from earlier sessions. run: its name for the run; steps: the last one by kind of event."""
+    """What a service knows from earlier sessions.
+
+    run: its name for the run. steps: the last one by kind of event. recipe: its sections as the service was first told
+    them; None in files of older versions.
+    """
 
     run: str
     steps: Dict[str, int]
+    recipe: Optional[Dict[str, dict]] = None
 
 
 class Session(NamedTuple):
@@ -150,7 +155,7 @@ class MlflowLogger(Logger):
     def __init__(self, session: Session):
         import mlflow
 
-        run, self._told = session.earlier or Told("", {})
+        run, self._told, _ = session.earlier or Told("", {})
         self._mlflow = mlflow
         self.run: str = mlflow.start_run(run_id=run or None, run_name=session.name).info.run_id
         if not run:  # a parameter cannot be changed, but where a run is computed may
@@ -221,15 +226,18 @@ def told_before(log: Log, folder: Path) -> Dict[str, Told]:
     Between the checkpoint and the end of metrics.jsonl are events that will come a second time.
     """
     wanted = [name for name in _SERVICES if getattr(log, name)]
-    steps = _last_steps(folder / "metrics.jsonl") if wanted else {}
-    if not steps:
+    if not wanted:
         return {}
+    steps = _last_steps(folder / "metrics.jsonl")
     try:
         saved = json.loads((folder / FILE).read_text())
         told = {name: Told(**entry) for name, entry in saved.items()}
+        return {
+            name: each._replace(steps=_later(each.steps, steps)) if name in wanted else each
+            for name, each in told.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-    return {name: Told(run, _later(old, steps) if name in wanted else old) for name, (run, old) in told.items()}
 
 
 def start(recipe: Recipe, step: int, told: Dict[str, Told], say: Callable[[str], None]) -> List[Logger]:
@@ -247,31 +255,48 @@ def start(recipe: Recipe, step: int, told: Dict[str, Told], say: Callable[[str],
     found: List[Logger] = []
     if recipe.log.tensorboard:
         found.append(TensorBoardLogger(folder / "tensorboard", step))
-    known = dict(told)
+    known = {name: each for name, each in told.items() if _same_run(each, recipe)}
     for name in (name for name in _SERVICES if getattr(recipe.log, name)):
-        service = Service(name, Session(recipe.run.name, sections, folder, told.get(name), say))
+        earlier = known.get(name)
+        service = Service(name, Session(recipe.run.name, sections, folder, earlier, say))
         found.append(service)
         if service.run:
-            known[name] = Told(service.run, told[name].steps if name in told else {})
+            known[name] = earlier._replace(run=service.run) if earlier else Told(service.run, {}, sections)
     if known:
         write_text(folder / FILE, json.dumps({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
     return found
 
 
+def _same_run(told: Told, recipe: Recipe) -> bool:
+    """Whether a service was told of this recipe: before anything is trained, another may take its place."""
+    if told.recipe is None:
+        return True
+    try:
+        return not first_difference(Recipe.model_validate_json(json.dumps(told.recipe)), recipe)
+    except ValueError:
+        return False
+
+
 def _last_steps(metrics: Path) -> Dict[str, int]:
-    """The last step of each kind of event in a metrics file, whose last line may have been cut off."""
+    """The last step of each kind of event in a metrics file; lines that are no events, as if cut off, are left out."""
     steps: Dict[str, int] = {}
     try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
+        with open(metrics, "rb") as lines:
+            for line in lines:
+                steps.update(_step_of(line))
     except OSError:
         return {}
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        steps[event["event"]] = event["step"]
     return steps
+
+
+def _step_of(line: bytes) -> Dict[str, int]:
+    """The kind of event in a line and its step, or nothing."""
+    try:
+        event = json.loads(line)
+        kind, step = event["event"], event["step"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return {kind: step} if isinstance(kind, str) and isinstance(step, int) else {}
 
 
 def _later(one: Dict[str, int], other: Dict[str, int]) -> Dict[str, int]:

@@ -191,6 +191,7 @@ def _without_wrapper(name: str) -> str:
 
 
 def run_folder_of(path: Path) -> Optional[Path]:
-    """The run folder that a checkpoint lies in, if it does."""
+    """The run folder that a checkpoint, or what tools.export made of one, lies in, if it does."""
     folder = path.parent.parent
-    return folder if os.path.exists(folder / "config.yaml") and path.parent.name == "checkpoints" else None
+    inside = path.parent.name in ("checkpoints", "export")
+    return folder if inside and os.path.exists(folder / "config.yaml") else None

@@ -117,6 +117,16 @@ def test_evaluation_of_an_export_gives_the_runs_scores(run, files, format, tmp_p
     assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
 
 
+def test_what_evaluation_says_of_each_export_lies_in_the_run(run, files, tmp_path, monkeypatch):
+    """One format does not overwrite another's, nor the run's own."""
+    monkeypatch.chdir(tmp_path)
+    for path in files[0].values():
+        assert evaluate.main(["--checkpoint", str(path)]) == DONE
+        scores = json.loads((run[0] / f"evaluation-{path.name}" / "scores.json").read_text())
+        assert scores["file"] == str(path)
+    assert not list(tmp_path.iterdir()) and not (run[0] / "evaluation").exists()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_export_classifies_images_as_the_run_does(run, files, format, tmp_path, capsys):
     """Names and shares, to the tenth of a percent that is printed; but not at another size than it was made for."""
@@ -245,18 +255,31 @@ def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp
     assert json.loads((tmp_path / "scores.json").read_text())["weights"] == "step_average"
 
 
-def test_what_has_no_data_is_checked_on_random_images(run, command, tmp_path):
-    path = tmp_path / "m.safetensors"
-    nowhere = ("data.source=folder", f"data.root={tmp_path / 'nowhere'}")
-    code, lines, _ = command(run[0], "--format", "safetensors", "--output", path, "--json", *nowhere)
-    assert (code, json.loads(lines[-1])["images"]) == (DONE, "random")
+def test_what_has_no_data_is_checked_on_random_images_and_says_why(run, command, tmp_path):
+    path, root = tmp_path / "m.safetensors", tmp_path / "images"
+    overrides = ("data.source=folder", f"data.root={root}", "model.classes=2", "data.bad_images=skip")
+    torch.save(build(loading.load(QUICKSTART, [*TINY, "model.classes=2"]).model, 1).state_dict(), tmp_path / "w.pth")
+    arguments = (tmp_path / "w.pth", "--config", QUICKSTART, "--format", "safetensors", "--output", path, "--json")
+    for said in (f"{root}", "none of the first 2 can be read"):
+        code, lines, _ = command(*arguments, *TINY, *overrides)
+        about = json.loads(lines[-1])
+        assert (code, about["images"]) == (DONE, "random")
+        assert said in about["no_validation_images"]
+        assert f"no validation images: {about['no_validation_images']}" in lines
+        for name in ("a", "b"):
+            for split in ("train", "val"):
+                (root / split / name).mkdir(parents=True, exist_ok=True)
+                (root / split / name / "no picture.jpg").write_bytes(b"")
+    code, lines, _ = command(run[0], "--format", "safetensors", "--output", path, "--json")
+    assert json.loads(lines[-1])["no_validation_images"] is None
+    assert not [line for line in lines if line.startswith("no validation images")]
 
 
 def test_few_images_are_shown_more_than_once(monkeypatch):
     """Three validation images for a check on eight."""
     recipe = loading.load(QUICKSTART, [*TINY, "data.source=glyphs", "data.validation_images=3", "data.train_images=3"])
-    images, kind = export._images(recipe, 8)
-    assert (kind, tuple(images.shape), images.dtype) == ("validation", (8, 3, 16, 16), torch.uint8)
+    images, reason = export._images(recipe, 8)
+    assert (reason, tuple(images.shape), images.dtype) == (None, (8, 3, 16, 16), torch.uint8)
     assert torch.equal(images[3:6], images[:3]) and not torch.equal(images[0], images[1])
 
 
@@ -284,9 +307,11 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
 
 def test_a_full_disk_leaves_nothing(run, command, small_disk):
     disk = small_disk("64k")
-    code, lines, errors = command(run[0], "--format", "safetensors", "--output", disk / "m.safetensors")
-    assert (code, lines, len(errors)) == (FAILED, [], 1)
-    assert os.strerror(errno.ENOSPC) in errors[0]
+    path = disk / "m.safetensors"
+    code, lines, errors = command(run[0], "--format", "safetensors", "--output", path)
+    assert (code, lines) == (FAILED, [])
+    full = os.strerror(errno.ENOSPC)
+    assert errors == [f"{path}: not written: {full}; make room, or name another file by --output"]
     assert not list(disk.iterdir())
 
 
@@ -296,6 +321,11 @@ def test_a_full_disk_leaves_nothing(run, command, small_disk):
         (("nowhere",), "nowhere: no such file or folder; name a run folder"),
         (("RUN", "--weights", "epoch_average"), "has no epoch_average; it has trained, step_average"),
         (("RUN", "--output", "m.pt2"), "m.pt2: --format onnx writes a .onnx file; name it m.onnx"),
+        (
+            ("RUN", "--output", "/proc/m.onnx"),
+            "/proc/m.onnx: cannot be written: No such file or directory; name another",
+        ),
+        (("nowhere", "--output", "RUN/config.yaml/m.onnx"), "config.yaml/m.onnx: cannot be written: Not a directory"),
         (("m.onnx",), "m.onnx: a program, no weights; name the run or weights that it was made of"),
         (("RUN", "modl.width=1"), "command line: modl: unknown key; did you mean model?"),
         (("RUN", "model.width=0.5"), "the model's is [16, 3, 3, 3]; give the recipe"),

@@ -135,7 +135,8 @@ def test_runs_are_compared_in_the_current_folder(tmp_path, command, monkeypatch)
 )
 def test_whatever_there_is_of_a_run_makes_a_page(tmp_path, command, events):
     folder = written(tmp_path / "run", events)
-    for arguments in ([folder, "--images", "0"], [folder, folder, "--output", tmp_path / "both.html"]):
+    other = written(tmp_path / "other", events)
+    for arguments in ([folder, "--images", "0"], [folder, other, "--output", tmp_path / "both.html"]):
         code, lines, errors = command(*arguments, "--json")
         assert (code, errors) == (0, [])
         json.loads(lines[-1])
@@ -205,7 +206,9 @@ def test_what_cannot_be_done_is_one_line(tmp_path, command, monkeypatch):
     for arguments, said in (
         ([tmp_path / "nowhere"], "nowhere: no such folder; name a run folder"),
         ([folder, tmp_path], "neither config.yaml nor metrics.jsonl"),
+        ([folder, f"{folder}/"], "run: is named twice; name each run once"),
         ([folder, "--output", tmp_path], "is a folder; name a file in it"),
+        ([folder, "--output", tmp_path / "no" / "r.html"], f"there is no folder {tmp_path / 'no'}; make it, or name"),
         ([folder, "--output", tmp_path / "file" / "r.html"], "cannot be written: "),
         ([folder, "--output", "/proc/report.html"], "cannot be written: "),
     ):
@@ -218,6 +221,7 @@ def test_what_cannot_be_done_is_one_line(tmp_path, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     code, _, errors = command(folder, "--images", "0")
     assert (code, errors) == (2, ["the package plotly is not installed; pip install plotly"])
+    assert not (tmp_path / "no").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "environment.json", "metrics.jsonl"]
 
 
@@ -225,5 +229,5 @@ def test_a_full_disk_leaves_the_page_that_was_there(small_disk, tmp_path, comman
     output = small_disk("1m") / "report.html"
     output.write_text("before")
     code, _, errors = command(written(tmp_path / "run", FINISHED), "--images", "0", "--output", output)
-    assert code == 1 and len(errors) == 1 and "No space left" in errors[0]
+    assert code == 1 and len(errors) == 1 and errors[0].startswith(f"{output}: No space left")
     assert output.read_text() == "before" and [path.name for path in output.parent.iterdir()] == ["report.html"]

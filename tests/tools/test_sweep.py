@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -284,6 +285,56 @@ def test_where_nothing_is_complete_the_command_fails_and_says_why(undrawn, some,
     assert not (some.folder / "best.yaml").exists()
 
 
+def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(undrawn, some, monkeypatch, tmp_path):
+    """Two trials are enough to know; once it is mended, the same command trains them and the rest."""
+    needed = tmp_path / "images"
+    monkeypatch.setenv("DOUBLE_NEEDS", str(needed))
+    for _ in range(2):
+        code, _, err = some("--json")
+        assert (code, len(err)) == (WRONG_INPUT, 1)
+        assert f"data.root {needed}: no such folder; give data.root=FOLDER; then repeat the command" in err[0]
+        assert [state for state, _, _ in some.stored().values()] == ["RUNNING"] * 2
+        assert some.starts() == {}
+    needed.mkdir()
+    code, out, _ = some("--json")
+    assert code == DONE
+    assert json.loads(out[-1])["counts"] == {"complete": 4, "pruned": 0, "impossible": 0, "failed": 0, "running": 0}
+    assert [len(each) for each in some.starts().values()] == [1] * 4
+
+
+def test_trials_that_run_beside_those_with_wrong_input_save_and_go_on_later(undrawn, some, monkeypatch, tmp_path):
+    """Of three at once the first trains; each of its epochs takes a second."""
+    monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
+    monkeypatch.setenv("DOUBLE_NEEDS_IN", "12")
+    monkeypatch.setenv("DOUBLE_SECONDS", "1")
+    assert some("--workers", "3")[0] == WRONG_INPUT
+    assert [state for state, _, _ in some.stored().values()] == ["RUNNING"] * 3
+    assert 1 <= some.evaluations(0) < double.EPOCHS
+    (tmp_path / "images").mkdir()
+    monkeypatch.setenv("DOUBLE_SECONDS", "0")
+    assert some()[0] == DONE
+    assert some.starts()[0][1]["epoch"] >= 1
+    assert {state for state, _, _ in some.stored().values()} == {"COMPLETE"}
+
+
+def test_input_that_is_wrong_for_one_trial_fails_that_trial(undrawn, some, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
+    for number in ("0", "3"):  # before any is complete, and after
+        some.folder = some.folder.with_name(number)
+        monkeypatch.setenv("DOUBLE_NEEDS_IN", number)
+        code, out, err = some("--json")
+        rows = {row["trial"]: row for row in json.loads(out[-1])["leaderboard"]}
+        assert (code, err) == (DONE, [])
+        assert {trial for trial, row in rows.items() if row["state"] == "failed"} == {int(number)}
+        assert rows[int(number)]["reason"].endswith("images: no such folder; give data.root=FOLDER")
+
+
+def test_the_only_trial_fails_where_its_input_is_wrong(undrawn, some, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
+    code, _, err = some("--trials", "1")
+    assert code == FAILED and "no trial is complete; the last says: " in err[0] and "no such folder" in err[0]
+
+
 def test_a_trial_whose_process_is_killed_from_outside_goes_on(undrawn, some, monkeypatch):
     monkeypatch.setenv("DOUBLE_KILLED", "yes")
     code, out, _ = some("--trials", "1")
@@ -398,6 +449,12 @@ def test_what_is_no_folder_for_a_sweep_is_refused_in_one_line(undrawn, some, tmp
     some.folder = tmp_path / "file"
     some.folder.write_text("")
     assert "a file is in the way" in some()[2][0]
+    some.folder = Path("/proc/found")
+    code, _, err = some()
+    assert (code, len(err)) == (WRONG_INPUT, 1)
+    assert err[0].startswith("/proc/found: cannot be made or written: ") and err[0].endswith(
+        "choose a folder by --output FOLDER"
+    )
     some.folder = tmp_path / "broken"
     assert some("--trials", "1")[0] == DONE
     (some.folder / "study.db").write_text("garbage")

@@ -191,7 +191,8 @@ def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_is_told_once(services, 
     steps = [[step for step, data in one["told"] if "train/loss" in data] for one in services.wandb.sessions]
     assert steps == [[2, 4, 6], [6, 8], [6, 8]]
     saved = json.loads((tmp_path / "run" / loggers.FILE).read_text())
-    assert saved["mlflow"] == {"run": run_id, "steps": {"train": 8, "eval": 4, "checkpoint": 4}}
+    assert saved["mlflow"]["run"] == run_id
+    assert saved["mlflow"]["steps"] == {"train": 8, "eval": 4, "checkpoint": 4}
     assert saved["wandb"]["run"] == "run-1"
 
 
@@ -217,28 +218,39 @@ def test_a_service_may_leave_and_join_again(services, trained, monkeypatch):
     assert len(services.mlflow.runs) == 1
 
 
-def test_a_folder_in_which_nothing_was_trained_is_a_new_run(services, trained, tmp_path):
-    """As after a mistake that was mended: the services would mix two recipes."""
-    trained(*BOTH)
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    for path in (tmp_path / "run" / "checkpoints").iterdir():
-        path.unlink()
-    trained(*BOTH)
-    assert len(services.mlflow.runs) == 2
-    assert services.wandb.sessions[1]["id"] is None
+@pytest.mark.parametrize(("mended", "runs"), [("data.workers=1", 1), ("schedule.peak=0.5", 2)])
+def test_killed_before_its_first_line_a_run_goes_on_unless_its_recipe_was_mended(
+    services, trained, monkeypatch, mended, runs
+):
+    """Then the services would mix two recipes. What may change in a run at any time changes nothing here either."""
+
+    def killed(trainer, batches):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Trainer, "run", killed)
+        assert trained(*BOTH) == FAILED
+    assert trained(*BOTH, mended) == DONE
+    assert len(services.mlflow.runs) == runs
+    assert services.wandb.sessions[1]["id"] == ("run-1" if runs == 1 else None)
+    (*_, last) = services.mlflow.runs.values()
+    assert [step for step, _ in told_to_mlflow(last, "train/loss")] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"wandb": 3}', '{"wandb": {"name": 1}}', "{"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"wandb": 3}', '{"wandb": {"name": 1}}', '{"wandb": {"run": "a", "steps": 5}}', "{"]
+)
 def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 2}\n')
     (tmp_path / loggers.FILE).write_text(content)
     assert loggers.told_before(types.SimpleNamespace(wandb=True, mlflow=True), tmp_path) == {}
 
 
-def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"event": "train", "step": 2}\n{"event": "eval", "step": 4}\n{"event": "tr'
-    )
+@pytest.mark.parametrize("line", [b"5", b'{"step": 9}', b'{"event": "eval"}', b'{"event": [], "step": 9}', b'"\xff"'])
+def test_lines_that_are_no_events_are_passed_over(tmp_path, line):
+    """Also one that was cut off."""
+    lines = (b'{"event": "train", "step": 2}', line, b'{"event": "eval", "step": 4}', b'{"event": "tr')
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / loggers.FILE).write_text('{"mlflow": {"run": "a", "steps": {"train": 6}}}')
     told = loggers.told_before(types.SimpleNamespace(wandb=False, mlflow=True), tmp_path)
     assert told == {"mlflow": loggers.Told("a", {"train": 6, "eval": 4})}

@@ -53,7 +53,10 @@ def test_a_run_folder_gives_its_newest_checkpoint(run):
     assert stored.path == run / "checkpoints" / "step-00000002.pt"
     assert (stored.recipe, stored.classes) == ("run: {steps: 2}", ["a", "b"])
     assert {name: tensor.flatten()[0].item() for name, tensor in stored.tensors.items()} == dict.fromkeys(MODEL, 2.0)
-    assert run_folder_of(stored.path) == run
+    assert run_folder_of(stored.path) == run == run_folder_of(run / "export" / "any.onnx")
+    assert run_folder_of(run / "evaluation" / "any.onnx") is None
+    (run / "config.yaml").unlink()
+    assert run_folder_of(stored.path) is None
 
 
 def test_a_checkpoint_gives_itself_and_its_averages(run):

@@ -102,15 +102,14 @@ def survey(found: Candidates) -> List[str]:
         What cannot be trained, a line each; trials that draw it end as impossible.
 
     Raises:
-        ConfigError: a key that no recipe has, a choice that goes with nothing, or nothing that can be trained at all.
+        ConfigError: a choice that goes with nothing, or nothing that can be trained at all.
     """
     sweep, space = found.sweep, found.sweep.definition.space
     ends = {key: axis.ends() for key, axis in space.items()}
     combinations, all_of_them = _combinations(ends)
     faults = [found.fault(parameters) for parameters in combinations]
     if all(faults):
-        first = faults[0] if "unknown key" in faults[0] else f"no combination can be trained; the first: {faults[0]}"
-        raise ConfigError(f"{sweep.path}: space: {first}")
+        raise ConfigError(f"{sweep.path}: space: no combination can be trained; the first: {faults[0]}")
     notes = []
     for key, values in ends.items():
         for value in values:

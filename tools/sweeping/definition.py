@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tup
 
 from pydantic import Field, ValidationError, model_validator
 
-from recipe.config import ALTERNATIVES
+from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.loading import parse_yaml
 from recipe.section import Section
@@ -130,6 +130,19 @@ class Definition(Section):
         ]
         if self.metric not in metrics:
             raise ValueError(f"metric: {self.metric!r} is none of {', '.join(metrics)}{_nearest(self.metric, metrics)}")
+        return self
+
+    @model_validator(mode="after")
+    def _known_keys(self) -> Definition:
+        known = [
+            f"{section}.{field.alias or name}"
+            for section, outer in Recipe.model_fields.items()
+            for name, field in outer.annotation.model_fields.items()
+        ]
+        unknown = next((key for key in self.space if key not in known), None)
+        if unknown is not None:
+            instead = _nearest(unknown, known) or "; write section.key as in a recipe, e.g. optimizer.momentum"
+            raise ValueError(f"space: {unknown}: unknown key{instead}")
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ Like a run folder (training/run_folder.py), but without torch, which a sweep doe
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -28,16 +29,22 @@ class SweepFolder:
         """Opens or makes the folder and locks it for this process.
 
         Raises:
-            ConfigError: the folder holds something else, or is in use.
+            ConfigError: the folder holds something else, is in use, or cannot be made or written.
             CheckpointError: it holds another sweep, or one that was defined otherwise.
         """
         self.path = path
-        self._check(found)
         try:
+            self._check(found)
             path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"{path}: a file is in the way; choose a folder by --output FOLDER") from None
-        self._lock = self._acquire()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigError(
+                f"{path}: cannot be made or written: {error.strerror}; choose a folder by --output FOLDER"
+            ) from None
         self._check(found)  # another one may have begun meanwhile
         if not (path / _DEFINITION).exists():
             write_whole(path / _RECIPE, loading.dump(found.base))

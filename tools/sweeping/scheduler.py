@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import DONE, STOPPED, UserError
+from recipe.errors import DONE, STOPPED, WRONG_INPUT, UserError
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.folder import SweepFolder, run_in_use
 from tools.sweeping.process import TrialProcess, threads_each
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.2
 _STARTS = 3  # of a process that others kill, before its trial counts as failed
+
+
+class _Refused(NamedTuple):
+    """A trial that ended because the input is wrong, while none was complete; not yet recorded as failed.
+
+    line: the last it said, without its own folder's name.
+    """
+
+    number: int
+    line: str
+    said: str
+    reached: Standing
 
 
 class Scheduler:
@@ -48,27 +60,36 @@ class Scheduler:
         self._found, self._study, self._folder = found, study, folder
         self._workers, self._trainer, self._changed = workers, trainer, changed
         self._running: List[_Trial] = []
+        self._refused: List[_Refused] = []
+        self._fault = ""  # of the input, which two trials met
 
     def run(self, trials: int, stop: StopRequest) -> None:
-        """Until `trials` trials have come to an end, or `stop` asks to leave and all processes have."""
+        """Until `trials` trials have come to an end, or `stop` asks to leave and all processes have.
+
+        Raises:
+            UserError: two trials ended with the same complaint about the input, and none was ever complete; they and
+                those that run go on when the same command is given again.
+        """
         waiting = self._study.cut_off()
         begun = len(self._study.records())
         told = False
         try:
             while True:
-                while not stop.asked and len(self._running) < self._workers and (waiting or begun < trials):
+                while not self._ending(stop) and len(self._running) < self._workers and (waiting or begun < trials):
                     if waiting:
                         self._begin(waiting.pop(0), again=True)
                     else:
                         self._begin(self._study.begin(), again=False)
                         begun += 1
-                if stop.asked and not told:
+                if self._ending(stop) and not told:
                     told = True
-                    self._changed(f"{stop.name}: the trials that run finish their step, save and end", None)
+                    if self._running:
+                        why = stop.name or "the input is wrong"
+                        self._changed(f"{why}: the trials that run finish their step, save and end", None)
                     for trial in self._running:
                         trial.ask_to_end()
                 if not self._running:
-                    return
+                    return self._leave(stop)
                 for trial in list(self._running):
                     if stop.hurry:
                         trial.kill()
@@ -77,6 +98,33 @@ class Scheduler:
         finally:
             for trial in self._running:
                 trial.kill()
+
+    def _ending(self, stop: StopRequest) -> bool:
+        return stop.asked or bool(self._fault)
+
+    def _leave(self, stop: StopRequest) -> None:
+        """No trial runs any more."""
+        if self._fault:
+            raise UserError(self._fault)
+        if not stop.asked:
+            self._give_up_refused()
+
+    def _give_up_refused(self) -> None:
+        """They have failed: another trial shows that it is not the input that all trials have."""
+        while self._refused:
+            each = self._refused.pop(0)
+            self._end(each.number, FAILED, None, each.reached.epochs, each.reached.seconds, each.said)
+
+    def _refuse(self, trial: _Trial, reached: Standing, said: str) -> None:
+        """Of a trial whose input is wrong while none is complete: if that of another was, too, no more are begun."""
+        self._running.remove(trial)
+        line = said.replace(str(self._folder.trial(trial.number)), "")
+        other = next((each for each in self._refused if each.line == line), None)
+        self._refused.append(_Refused(trial.number, line, said, reached))
+        self._changed(f"trial {trial.number} is put off: {said}", None)
+        if other and not self._fault:
+            first, second = sorted((other.number, trial.number))
+            self._fault = f"trials {first} and {second}: {said}; then repeat the command: they run again"
 
     def _begin(self, number: int, again: bool) -> None:
         parameters = self._study.record(number).parameters
@@ -120,7 +168,7 @@ class Scheduler:
             self._after(trial, code, reached, stop)
 
     def _start(self, trial: _Trial, stop: StopRequest) -> None:
-        if stop.asked:
+        if self._ending(stop):
             self._running.remove(trial)
         elif not run_in_use(self._folder.trial(trial.number)):
             trial.start(self._folder, threads_each(self._workers))
@@ -149,7 +197,7 @@ class Scheduler:
         """What the end of a trial's process means."""
         if trial.pruned or (code == DONE and reached.ended):
             self._conclude(trial, reached)
-        elif stop.asked and (code == STOPPED or code < 0):
+        elif self._ending(stop) and (code == STOPPED or code < 0):
             self._running.remove(trial)  # goes on when the same command is given again
         elif code == STOPPED or (code < 0 and trial.starts < _STARTS):
             why = f"was ended by signal {-code}" if code < 0 else "was stopped from outside"
@@ -158,7 +206,10 @@ class Scheduler:
         elif code < 0:
             self._end_of(trial, FAILED, reached, f"was ended by signal {-code} {_STARTS} times")
         else:
-            said = trial.last_line() or f"{self._folder.log(trial.number)} is empty"
+            line = trial.last_line()
+            if code == WRONG_INPUT and line and not self._any_complete():
+                return self._refuse(trial, reached, line)
+            said = line or f"{self._folder.log(trial.number)} is empty"
             self._end_of(trial, FAILED, reached, said if code else f"ended without an end event: {said}")
 
     def _conclude(self, trial: _Trial, reached: Standing) -> None:
@@ -173,6 +224,10 @@ class Scheduler:
             self._end_of(trial, FAILED, reached, f"the run ended without a finite {metric}")
         else:
             self._end_of(trial, COMPLETE, reached, None, value)
+            self._give_up_refused()
+
+    def _any_complete(self) -> bool:
+        return any(each.state == COMPLETE for each in self._study.records())
 
     def _end_of(
         self, trial: _Trial, state: str, reached: Standing, reason: Optional[str], value: Optional[float] = None

@@ -3,7 +3,7 @@
 It keeps train.py's promises that a sweep relies on: the lock on the run folder, one line of metrics an evaluation, a
 checkpoint at each epoch, events cut back to it on resume, SIGTERM saved and answered by 75, a finished run left as it
 is. Its top-1 is a function of momentum, peak and epoch (`top1`). The environment says how slow it is, in which
-trial (by the last digit), and where it fails.
+trial (by the last digit), where it fails, and which file (DOUBLE_NEEDS) which trials need (digits).
 """
 
 import fcntl
@@ -44,6 +44,10 @@ def main(arguments):
     held = lock(folder)
     metrics, checkpoint = folder / "metrics.jsonl", folder / "checkpoint"
     done, length = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0)
+    needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
+    if needed and values["run.name"][-1] in trials and not Path(needed).exists():
+        print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
+        return 2
     with open(folder / "starts", "a") as stream:
         stream.write(json.dumps({"pid": os.getpid(), "epoch": done, "time": time.time(), "values": values}) + "\n")
     if done == EPOCHS:

@@ -60,6 +60,11 @@ def said(tmp_path):
             "trials: 4\noverrides: [optimizer.momentum=0]",
             "optimizer.momentum is in the space and in the overrides; keep one",
         ),
+        (
+            "optimizer.momentum: {low: 0.8, high: 0.95}",
+            "batch.globl: {choices: [8, 9]}",
+            "space: batch.globl: unknown key",
+        ),
         ("low: 0.8, high: 0.95", "choices: [0.8, 0.9]", "trials: 4, but the space has 2 combinations; give at most 2"),
         ("optimizer.momentum", "run.output", "run.output is given to each trial by the sweep; remove it"),
         (
