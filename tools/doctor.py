@@ -17,7 +17,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 from recipe import batch, loading
 from recipe.config import Recipe
@@ -30,19 +30,30 @@ _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        complaint, code = _attempt(options)
+    except KeyboardInterrupt:
+        complaint, code = "stopped; nothing was written" if _is_main() else "", STOPPED
+    finally:
+        # A rank that waits for another's complaint is ended by torchrun meanwhile: at once, and not by an exception.
+        signal.signal(signal.SIGTERM, before)
+    return code if complaint is None else fail(complaint, code)
+
+
+def _attempt(options: argparse.Namespace) -> Tuple[Optional[str], int]:
+    """Why it failed, empty if another rank says it and None if it did not; and the exit code."""
     try:
         recipe = loading.load(options.config, options.overrides)
         naming(options.config, _check, recipe)
         if _is_main():
             _prepare(options.output)
-        return naming(options.config, lambda recipe: _examine(recipe, options), recipe)
+        naming(options.config, lambda recipe: _examine(recipe, options), recipe)
     except UserError as error:
-        return fail(error, WRONG_INPUT)
+        return str(error), WRONG_INPUT
     except OSError as error:
-        return fail(f"{error.filename or options.output}: {error.strerror or error}", FAILED)
-    except KeyboardInterrupt:
-        return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
+        return f"{error.filename or options.output}: {error.strerror or error}", FAILED
+    return None, DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +114,7 @@ def _prepare(output: Path) -> None:
         raise UserError(f"{output}: {error.strerror}; choose another --output") from None
 
 
-def _examine(recipe: Recipe, options: argparse.Namespace) -> int:
+def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
     # Imported late: a wrong command line is refused before torch is loaded.
     from tools.diagnosis import picture, telling
     from tools.diagnosis.examination import examine
@@ -111,7 +122,7 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> int:
 
     found = examine(recipe, options.seconds, lambda line: print(line, flush=True))
     if found is None:
-        return DONE
+        return
     telling.tell(found, options.config)
     files = [options.output / "step.png"]
     picture.draw(found, options.config, files[0])
@@ -121,7 +132,6 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> int:
     print(f"files      {', '.join(map(str, files))}")
     if options.json:
         print(json.dumps({**telling.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
-    return DONE
 
 
 def _interrupt(*_: object) -> None:

@@ -1,8 +1,12 @@
 """The doctor on one process and on several: what it says of a slow rank and of slow images, what it leaves behind."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +15,7 @@ from engines.torch_engine import TorchEngine
 from parallel.costs import Link
 from recipe import loading
 from tests import ranks
-from tests.conftest import QUICKSTART, TINY
+from tests.conftest import QUICKSTART, ROOT, TINY
 from tools import doctor
 from tools.diagnosis import examination, loopback
 from tools.diagnosis.splitting import PARTS
@@ -48,7 +52,7 @@ def examined(tmp_path, monkeypatch, capfd):
 def test_one_process_is_examined(examined, tmp_path):
     code, data, lines, errors = examined("batch.global=12")
     assert (code, errors) == (0, [])
-    assert all(len(line) <= 80 for line in lines)
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
     assert list(data["parts"]) == list(PARTS)
     assert sum(data["parts"].values()) == pytest.approx(data["step_seconds"])
     # The recipe's step is one micro batch, and so measured as it is.
@@ -57,6 +61,7 @@ def test_one_process_is_examined(examined, tmp_path):
     nobody_else = ("exchange", "straggling", "bubble", "imbalance")
     assert [data["parts"][name] for name in nobody_else] == [0, 0, 0, 0]
     assert data["images"]["bytes"] is None and data["images"]["per_core"]["median"] > 0
+    assert data["images"]["tried"] > 0 == data["images"]["unreadable"]
     assert data["methods"] == [] and data["measured"]["seconds"]["without_exchange"] is None
     assert data["advice"]["text"] and [row["rank"] for row in data["ranks"]] == [0]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["doctor", "machine.yaml", "step.png"]
@@ -137,6 +142,7 @@ def test_two_ranks_give_one_report(tmp_path):
     assert [end.code for end in ends] == [0, 0], ends
     assert ends[1].out == []
     data = json.loads(ends[0].out[-1])
+    assert [line for line in ends[0].out if line != line.rstrip()] == []  # tables of ranks and exchanges are in it
     assert [(row["rank"], row["replica"]) for row in data["ranks"]] == [(0, 0), (1, 1)]
     assert [method["name"] for method in data["methods"]] == ["dense", "half", "topk", "gtopk butterfly", "gtopk tree"]
     assert all(method["measured"]["median"] > 0 for method in data["methods"])
@@ -190,6 +196,48 @@ def _examine_other(rank, size, output):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("blind", [(0, 1), (0,), (1,)])
+def test_of_ranks_that_find_no_images_one_says_it_and_the_other_is_ended_without_a_word(tmp_path, blind):
+    """torchrun ends by SIGTERM the rank that waits while the other says what is wrong."""
+    ends = ranks.run(2, _examine_without_images, str(tmp_path), blind)
+    speaker = blind[0]
+    codes = [-signal.SIGTERM, -signal.SIGTERM]
+    codes[speaker] = 2
+    assert [end.code for end in ends] == codes
+    assert ends[speaker].errors == [f"{tmp_path}/nowhere: no such folder; correct data.root"]
+    assert ends[1 - speaker].errors == []
+
+
+def _examine_without_images(rank, size, folder, blind):
+    from training import command
+
+    if rank not in blind:  # its host has the images
+        examination.open_source = lambda data, classes, split: range(48)
+    command.time = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(seconds))
+    arguments = ["--output", folder, "data.source=folder", f"data.root={folder}/nowhere", "model.classes=2"]
+    command.finish(lambda: doctor.main([*SHORT, *arguments]))
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_wrong_folder_is_one_line_besides_its_own(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recipe = ["data.source=folder", f"data.root={tmp_path}/nowhere", "model.classes=2"]
+    command = [*torchrun, "-m", "tools.doctor", *SHORT, "--output", str(tmp_path / "doctor"), *recipe]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.count("no such folder") == 1 and "no such folder" in ended.stderr.splitlines()[0]
+    for word in ("[rank", "KeyboardInterrupt", "UserError", "tools/doctor.py"):
+        assert word not in ended.stderr
+
+
+@pytest.mark.multiprocess
+def test_a_batch_that_does_not_divide_is_told_once(tmp_path):
+    ends = examined_in_ranks(2, "batch.global=36", "batch.micro=12", output=tmp_path)
+    assert [end.code for end in ends] == [2, 2]
+    assert [len(end.errors) for end in ends] == [1, 0] and "12 micro x 2 replicas" in ends[0].errors[0]
+
+
+@pytest.mark.multiprocess
 def test_two_processes_of_this_host_are_a_link():
     found = loopback.measure()
     assert len(found) == 5
@@ -214,6 +262,7 @@ def test_without_a_link_there_is_no_machine(examined, tmp_path, monkeypatch):
         (["--output", "full\nfile/below"], "Not a directory; choose another --output"),
         (["--output", "a run"], "is the folder of a run, as it holds metrics.jsonl"),
         (["--config", "no.yaml"], "no.yaml: No such file"),
+        (["parallel.replicas=2"], "needs 2 processes, one was started; start them by torchrun (docs/doctor.md), or"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(examined, tmp_path, arguments, message):
@@ -233,8 +282,6 @@ def test_seconds_are_a_positive_number(examined, capfd, seconds):
 
 
 def test_a_wrong_command_line_is_refused_before_torch_is_loaded(tmp_path):
-    import subprocess
-
     program = (
         "import sys; from tools import doctor; code = doctor.main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )

@@ -12,6 +12,7 @@ from engines import choice, factory, tuning
 from engines.devices import device_of
 from parallel import topology
 from parallel.processes import Processes
+from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
@@ -87,11 +88,9 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         UserError: recipe or data cannot be used, or ranks do not meet.
     """
     started = time.perf_counter()
-    place = topology.from_environment(recipe)
-    batch = arithmetic.divide(recipe, place.replicas)
-    processes = factory.connect(recipe, place)
-    assert isinstance(processes, Processes)
+    place, processes = _met(recipe)
     _check_one_recipe(recipe, processes)
+    batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
     source, lengths, count = _opened(recipe, processes)
     notes: List[str] = []
     say = say if place.is_main else _nothing
@@ -138,6 +137,18 @@ def _nothing(_: str) -> None:
     """What ranks other than the main one say."""
 
 
+def _met(recipe: Recipe) -> Tuple[Topology, Processes]:
+    """This rank's place, connected to all others. Raises ConfigError."""
+    try:
+        place = topology.from_environment(recipe)
+        processes = factory.connect(recipe, place)
+    except ConfigError as error:
+        # These are words for train.py, the one program that run_pod.sh starts.
+        raise ConfigError(str(error).replace("./run_pod.sh", "torchrun (docs/doctor.md)")) from None
+    assert isinstance(processes, Processes)
+    return place, processes
+
+
 def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     """Raises ConfigError where ranks were started with different recipes."""
     texts = processes.gather(loading.dump(recipe))
@@ -164,14 +175,15 @@ def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Len
 
 
 def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, seconds: float) -> Reading:
-    """That of the slowest rank: a step waits for it."""
+    """That of the slowest rank, as a step waits for it; images that cannot be read are those of all ranks."""
     place = processes.topology
 
     def read() -> Optional[Reading]:
         return None if source is None else images.read(recipe, source, place.replica, place.replicas, seconds)
 
     found = [each for each in processes.gather(processes.together(read)) if each is not None]
-    return min(found, key=lambda each: each.rate.median)
+    slowest = min(found, key=lambda each: each.rate.median)
+    return slowest._replace(tried=sum(each.tried for each in found), unreadable=sum(each.unreadable for each in found))
 
 
 def _slower(found: List[Spread]) -> Spread:
@@ -179,7 +191,8 @@ def _slower(found: List[Spread]) -> Spread:
 
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:
-    """As it was measured: a process that computes all stages by itself has one device for them."""
+    """As it was measured: at one image size, and a process that computes all stages by itself has one device."""
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": None})})
     if stages == recipe.parallel.stages:
         return recipe
     parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)

@@ -19,6 +19,7 @@ from data.loader import NotLeftOut
 from data.reader import Reader
 from data.transforms import Training
 from recipe.config import Recipe
+from recipe.errors import DataError
 from tools.diagnosis.splitting import Spread, spread
 
 _REPETITION = 0.1  # seconds of images in each
@@ -31,12 +32,15 @@ _COPIES = 0.02  # seconds of copies in a repetition
 class Reading(NamedTuple):
     """Of one core, by the torch reader in the process itself.
 
-    rate: images a second, files being in the page cache. Where images are files: image_bytes, of one on average;
+    rate: images a second, files being in the page cache. tried: images that were read for it; unreadable: those of
+    them that could not be, and that training leaves out. Where images are files: image_bytes, of one on average;
     cached: bytes a second out of the page cache; disk: bytes a second with the page cache empty, None where it cannot
     be emptied; remote: whether they come over a network, so that there is no page cache and both are its rate.
     """
 
     rate: Spread
+    tried: int
+    unreadable: int
     image_bytes: Optional[float] = None
     cached: Optional[Spread] = None
     disk: Optional[Spread] = None
@@ -57,12 +61,13 @@ def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: f
 
     Raises:
         UnreadableImage: under data.bad_images=error.
+        DataError: no image can be read.
     """
     order = source.order(recipe.run.seed, 0)[replica::replicas].tolist()
     with _one_thread():
         reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
         if not isinstance(source, EncodedSource):
-            return Reading(_rate(recipe, reader, itertools.cycle(order), seconds))
+            return _through_reader(recipe, reader, itertools.cycle(order), seconds)
         remote = _file(source.name(order[0])) is None
 
         def forget(index: int) -> bool:
@@ -74,9 +79,10 @@ def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: f
         disk = _bytes_a_second(source, itertools.cycle(order), seconds / 3, forget)
         # Those files again, which lie in the page cache now, and whatever the order brings after them.
         cached = _bytes_a_second(source, itertools.cycle(order), seconds / 3, fetch)
-        rate = _rate(recipe, reader, itertools.cycle(order), seconds / 3)
-    assert cached is not None  # nothing is in vain here
-    return Reading(rate, cached.image_bytes, cached.rate, disk and disk.rate, remote)
+        found = _through_reader(recipe, reader, itertools.cycle(order), seconds / 3)
+    if cached is None:  # all that were read are empty
+        raise DataError(f"{source.name(order[0])}: empty, as all images after it; mend them, or correct data.root")
+    return found._replace(image_bytes=cached.image_bytes, cached=cached.rate, disk=disk and disk.rate, remote=remote)
 
 
 def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
@@ -101,18 +107,36 @@ def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
     return spread([times * images.numel() / max(copy(times), 1e-9) for _ in _repetitions(seconds)])
 
 
-def _rate(recipe: Recipe, reader: Reader, indices: Iterator[int], seconds: float) -> Spread:
-    """Images a second through the whole reader."""
-    size, rates, count = recipe.model.image_size, [], 1
+def _through_reader(recipe: Recipe, reader: Reader, indices: Iterator[int], seconds: float) -> Reading:
+    """Images a second through the whole reader; which cannot be read count neither as images nor by their time.
+
+    Raises as `read` does.
+    """
+    size, rates, tried, unreadable = recipe.model.image_size, [], set(), {}
     for _ in _repetitions(seconds, more=1):
-        start = time.perf_counter()
-        for index in itertools.islice(indices, count):
+        count, spent, passed = 0, 0.0, 0.0
+        while passed < _REPETITION:
+            index = next(indices)
+            start = time.perf_counter()
             loaded = reader[Request(0, 0, 0, size, [index])]
-            if loaded.unreadable and recipe.data.bad_images == "error":
+            seconds_of_one = time.perf_counter() - start
+            passed += seconds_of_one
+            tried.add(index)
+            if not loaded.unreadable:
+                count += 1
+                spent += seconds_of_one
+                continue
+            if recipe.data.bad_images == "error":
                 raise NotLeftOut(loaded.unreadable[0])
-        rates.append(count / (time.perf_counter() - start))
-        count = max(1, round(_REPETITION * rates[-1]))
-    return spread(rates[1:])  # the first also loads decoders
+            unreadable[index] = loaded.unreadable[0]
+        if count:
+            rates.append(count / spent)
+    if not rates:
+        raise DataError(
+            f"{next(iter(unreadable.values()))}; of {len(tried)} images that were tried none can be read; "
+            "mend them, or correct data.root"
+        )
+    return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))  # the first also loads decoders
 
 
 class _Read(NamedTuple):
@@ -125,11 +149,11 @@ class _Read(NamedTuple):
 def _bytes_a_second(
     source: EncodedSource, indices: Iterator[int], seconds: float, prepare: Callable[[int], bool]
 ) -> Optional[_Read]:
-    """Of reading files that `prepare` has prepared; None where that is mostly in vain."""
+    """Of reading files that `prepare` has prepared, empty ones aside; None where that is mostly in vain."""
     rates, lengths, vain = [], [], 0
     for _ in _repetitions(seconds):
-        length, spent = 0, 0.0
-        while spent < _REPETITION / 4:
+        length, spent, passed = 0, 0.0, 0.0
+        while passed < _REPETITION / 4:
             index = next(indices)
             if not prepare(index):  # such as a part of a shard that the system is about to read ahead
                 vain += 1
@@ -137,11 +161,16 @@ def _bytes_a_second(
                     return None
                 continue
             start = time.perf_counter()
-            lengths.append(_length(source, index))
-            spent += time.perf_counter() - start
-            length += lengths[-1]
-        rates.append(length / spent)
-    return _Read(spread(rates), sum(lengths) / len(lengths))
+            found = _length(source, index)
+            seconds_of_one = time.perf_counter() - start
+            passed += seconds_of_one
+            if found:
+                lengths.append(found)
+                length += found
+                spent += seconds_of_one
+        if length:
+            rates.append(length / spent)
+    return _Read(spread(rates), sum(lengths) / len(lengths)) if rates else None
 
 
 def _length(source: EncodedSource, index: int) -> int:

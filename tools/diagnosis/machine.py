@@ -91,7 +91,7 @@ def described(
                 bandwidth=_figure(links.bandwidth.median, f"{source}, {_between(links, hosts)}"),
             )
         ],
-        overlap=_overlap(measured["exchange"], method, micro_batch),
+        overlap=0.0 if recipe.exchange.delay else _overlap(measured["exchange"], method, _backward(work, micro_batch)),
         cores=own_cores,
         decode=_figure(reading.rate.median, f"{source}, one core, {_images(recipe, reading)}"),
         disk=_disk(reading, source),
@@ -148,13 +148,26 @@ def _between(links: Links, hosts: Sequence[str]) -> str:
     return f"among {len(set(hosts))} hosts"
 
 
-def _overlap(exchange: float, method: Optional[Method], micro_batch: float) -> float:
-    """Of what could run beside the last micro batch's backward pass, two thirds of it, the share that does."""
+def _backward(work: Workload, micro_batch: float) -> float:
+    """Seconds of the slowest stage's backward pass, as `tools.planning.scaling` has it.
+
+    Args:
+        micro_batch: seconds of one, the mean over stages.
+    """
+    return (1 + work.imbalance) * micro_batch * (0.5 if work.recomputed else 2 / 3)
+
+
+def _overlap(exposed: float, method: Optional[Method], backward: float) -> float:
+    """Share of a micro batch's backward pass beside which the exchange runs: what it takes less than by itself.
+
+    Args:
+        exposed: seconds that the exchange adds to a step.
+        method: the same exchange by itself; None or not measured: nothing is known to run beside the pass.
+        backward: seconds.
+    """
     if method is None or method.measured is None:
         return 0.0
-    alone = method.measured.median
-    possible = min(alone, 2 / 3 * micro_batch)
-    return min(1.0, max(0.0, (alone - exchange) / possible)) if possible else 0.0
+    return min(1.0, max(0.0, (method.measured.median - exposed) / backward))
 
 
 def _images(recipe: Recipe, reading: Reading) -> str:

@@ -74,6 +74,8 @@ def as_data(found: Findings, config: str) -> dict:
         "training_images": found.images,
         "images": {
             "per_core": reading.rate._asdict(),
+            "tried": reading.tried,
+            "unreadable": reading.unreadable,
             "bytes": reading.image_bytes,
             "share_of_reading": reading.share_of_bytes,
             "cached_bytes_per_second": _or_none(reading.cached),
@@ -137,7 +139,7 @@ def _print_step(console: Console, line: Callable[..., None], found: Findings) ->
         seconds = found.parts[name]
         if seconds:
             table.add_row(Text(letter, style=style), words, _time(seconds), _percent(seconds / step))
-    console.print(table)
+    _print_table(console, table)
     if not found.complete:
         line(
             "",
@@ -162,6 +164,8 @@ def _bar(parts: Dict[str, float], width: int) -> Text:
 def _images(found: Findings) -> str:
     reading = found.reading
     text = f"{_number(reading.rate.median)} a second of one core, read, decoded and augmented"
+    if reading.unreadable:
+        text += f" ({reading.unreadable:,} of {reading.tried:,} cannot be read and are left out)"
     if reading.image_bytes is None:
         return f"{text}; they are no files"
     text += f", from files of {reading.image_bytes / 1e3:,.0f} kB"
@@ -191,7 +195,7 @@ def _print_methods(console: Console, found: Findings) -> None:
         own = each.measured
         cells = (_time(own.median), f"{_time(own.low)} to {_time(own.high)}") if own else ("not, too long", "")
         table.add_row(each.name, *cells, _time(each.predicted))
-    console.print(table)
+    _print_table(console, table)
 
 
 def _print_ranks(console: Console, found: Findings) -> None:
@@ -204,7 +208,7 @@ def _print_ranks(console: Console, found: Findings) -> None:
         who = f"{row.rank} (replica {row.replica}, stage {row.stage})"
         lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
         table.add_row(who, Text(row.host), _time(row.mean), _time(row.deviation), lag)
-    console.print(table)
+    _print_table(console, table)
 
 
 def _doubling(found: Findings) -> str:
@@ -224,6 +228,14 @@ def _table(*columns: str, text: int = 1) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < text else "right", overflow="fold")
     return table
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Without the spaces with which rich fills its lines."""
+    with console.capture() as captured:
+        console.print(table)
+    for row in captured.get().splitlines():
+        console.file.write(f"{row.rstrip()}\n")
 
 
 def _described(about: dict) -> str:

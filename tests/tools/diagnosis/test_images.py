@@ -12,6 +12,7 @@ from data.decode import decode
 from data.loader import NotLeftOut
 from data.sources import DigitsSource, FolderSource, open_source
 from recipe import loading
+from recipe.errors import DataError
 from tests.conftest import QUICKSTART
 from tools.diagnosis import images
 
@@ -43,6 +44,7 @@ def test_images_in_memory_have_no_bytes():
     of = loading.load(QUICKSTART)
     found = images.read(of, DigitsSource("train"), 0, 1, SECONDS)
     assert found.rate.low > 0 and found.rate.repetitions >= 3
+    assert found.tried > 3 and found.unreadable == 0
     assert (found.image_bytes, found.cached, found.disk, found.share_of_bytes) == (None, None, None, None)
 
 
@@ -117,7 +119,43 @@ def test_unreadable_images_are_named_or_left_out(photos):
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(NotLeftOut, match=r"\.jpg"):
         read(recipe(photos))
-    assert read(recipe(photos, "data.bad_images=skip")).rate.low > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff\xd8"])
+def test_files_of_which_none_can_be_read_are_refused_also_where_such_are_left_out(photos, content):
+    for path in photos.rglob("*.jpg"):
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"):
+        read(recipe(photos, "data.bad_images=skip"))
+
+
+def test_files_without_a_byte_are_refused_even_if_they_seem_to_be_images(photos, monkeypatch):
+    monkeypatch.setattr(images, "_length", lambda *_: 0)
+    with pytest.raises(DataError, match="empty, as all images after it"):
+        read(recipe(photos))
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100])
+def test_images_that_cannot_be_read_are_counted_and_no_part_of_the_rates(photos, monkeypatch, content):
+    """Four of six; each of the other two takes 10 ms, and these four nearly nothing."""
+    paths = sorted(photos.rglob("*.jpg"))
+    for path in paths[:4]:
+        path.write_bytes(content)
+
+    def decoded(*arguments):
+        time.sleep(0.01)
+        return decode(*arguments)
+
+    monkeypatch.setattr("data.decode.decode", decoded)
+    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
+    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
+    found = read(recipe(photos, "data.bad_images=skip"))
+    assert (found.tried, found.unreadable) == (6, 4)
+    assert found.rate.high < 100
+    assert 0 < found.share_of_bytes < 1
+    if not content:  # what lies there is read, whatever it is
+        sizes = [path.stat().st_size for path in paths[4:]]
+        assert min(sizes) <= found.image_bytes <= max(sizes)
 
 
 def test_threads_are_as_before():
