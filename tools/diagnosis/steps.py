@@ -27,9 +27,8 @@ _FEWEST, _MOST = 3, 40  # repetitions of each measurement
 # a CPU all are recorded, and passes and whole steps are those of the same moments.
 _TRACED, _TRACED_ON_CPU = 8, 1000
 _TURN = 0.05  # seconds: a turn has as many steps as that takes, since a few milliseconds are no measurement
-_WINDOW = (
-    0.2  # likewise, seconds of steps as trained, that come in bursts of as many micro batches as there are workers
-)
+# Likewise, seconds of steps as trained, which come in bursts of as many micro batches as there are workers.
+_WINDOW = 0.2
 _MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange and update to be small beside them
 _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
 

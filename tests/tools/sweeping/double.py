@@ -3,7 +3,8 @@
 It keeps train.py's promises that a sweep relies on: the lock on the run folder, one line of metrics an evaluation, a
 checkpoint at each epoch, events cut back to it on resume, SIGTERM saved and answered by 75, a finished run left as it
 is. Its top-1 is a function of momentum, peak and epoch (`top1`). The environment says how slow it is, in which
-trial (by the last digit), where it fails, and which file (DOUBLE_NEEDS) which trials need (digits).
+trial (by the last digit), where it fails, and which file (DOUBLE_NEEDS) which trials need (digits), which they say
+once another one (DOUBLE_REFUSES_AFTER) is there.
 """
 
 import fcntl
@@ -37,6 +38,11 @@ def lock(folder):
     return stream
 
 
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
 def main(arguments):
     values = parse(arguments[2:])
     folder = Path(values["run.output"])
@@ -46,6 +52,7 @@ def main(arguments):
     done, length = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0)
     needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
+        wait_for(os.environ.get("DOUBLE_REFUSES_AFTER", "/"))
         print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
         return 2
     with open(folder / "starts", "a") as stream:
