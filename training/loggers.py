@@ -18,7 +18,8 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 from recipe import batch as arithmetic
 from recipe.config import Log, Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, first_line
-from training.run_folder import first_difference, write_text
+from training.files import write_text
+from training.run_folder import first_difference
 
 FILE = "loggers.json"  # in the run folder: what the services call the run, and how far they were told of it
 

@@ -19,6 +19,7 @@ from recipe.batch import output_folder
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.hardware import EngineSection, Ipu
+from training.files import write_text
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
@@ -152,13 +153,6 @@ def describe_environment() -> dict:
         **{name: module.__version__ for name, module in sys.modules.items() if name == "poptorch"},
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _FREE) -> str:

@@ -16,6 +16,7 @@ from tools.diagnosis import splitting
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Spread, Times
+from tools.planning import scaling
 from tools.planning.machine import Figure, Machine, Reach
 from tools.planning.workload import Workload
 
@@ -154,7 +155,7 @@ def _backward(work: Workload, micro_batch: float) -> float:
     Args:
         micro_batch: seconds of one, the mean over stages.
     """
-    return (1 + work.imbalance) * micro_batch * (0.5 if work.recomputed else 2 / 3)
+    return (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
 
 
 def _overlap(exposed: float, method: Optional[Method], backward: float) -> float:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recipe.division import count
 from tools.diagnosis import splitting
 from tools.diagnosis.examination import Findings
 from tools.diagnosis.looks import LOOKS
@@ -32,7 +33,7 @@ def tell(found: Findings, config: str) -> None:
     about = found.about
     ranks, hosts = len(found.hosts), len(set(found.hosts))
     line("recipe", f"{config}: {found.batch.describe()}")
-    line("machine", f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}; {_described(about)}")
+    line("machine", f"{count(ranks, 'rank')} on {count(hosts, 'host')}; {_described(about)}")
     for note in found.notes:
         line("note", note)
     console.print()
@@ -217,7 +218,7 @@ def _doubling(found: Findings) -> str:
         return "not predicted"
     grown = f", with batch.global={row.global_batch}" if row.grown else ""
     return (
-        f"{_count(row.replicas, 'replica')} are predicted to make {_number(row.images_per_second)} images/s{grown}: "
+        f"{count(row.replicas, 'replica')} are predicted to make {_number(row.images_per_second)} images/s{grown}: "
         f"{_percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
     )
 
@@ -240,12 +241,8 @@ def _print_table(console: Console, table: Table) -> None:
 
 def _described(about: dict) -> str:
     device = "" if about["device"] == "cpu" else f"{about['device']}, "
-    threads = _count(about["threads"], "thread")
-    return f"{device}{about['cpu']}, {_count(about['cores'], 'core')}, {threads}, torch {about['torch']}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    threads = count(about["threads"], "thread")
+    return f"{device}{about['cpu']}, {count(about['cores'], 'core')}, {threads}, torch {about['torch']}"
 
 
 def _number(value: float) -> str:

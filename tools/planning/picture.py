@@ -7,15 +7,15 @@ from pathlib import Path
 from recipe.errors import UserError
 from tools.planning.summary import Summary
 
-# Okabe and Ito's colours, which all eyes tell apart.
-_COLOURS = {
+# Of the parts of a step, in all pictures of them: Okabe and Ito's, which all eyes tell apart.
+COLOURS = {
     "compute": "#0072b2",
     "imbalance": "#56b4e9",
-    "bubble": "#f0e442",
+    "bubble": "#bbbbbb",
     "exchange": "#d55e00",
-    "update": "#4d4d4d",
+    "update": "#009e73",
     "straggling": "#cc79a7",
-    "input": "#009e73",
+    "input": "#f0e442",
 }
 
 
@@ -32,21 +32,21 @@ def draw(plan: Summary, path: Path) -> None:
     alone = plan.rows[0].images_per_second
     rates.plot(replicas, [alone * number for number in replicas], ls="--", color="#999999", label="ideal")
     rates.plot(
-        replicas, [row.images_per_second for row in plan.rows], "o-", color=_COLOURS["compute"], label="predicted"
+        replicas, [row.images_per_second for row in plan.rows], "o-", color=COLOURS["compute"], label="predicted"
     )
     grown = [row for row in plan.rows if row.grown]
     if grown:
         rates.plot(
             [row.replicas for row in grown], [row.images_per_second for row in grown], "o", mfc="white",
-            color=_COLOURS["compute"], label="with a larger batch",
+            color=COLOURS["compute"], label="with a larger batch",
         )  # fmt: skip
     rates.set(xscale="log", yscale="log", ylabel="images/s", title=f"{plan.recipe.run.name} on {plan.machine.name}")
     rates.legend(frameon=False)
     rates.grid(alpha=0.3)
-    parts = [[row.parts[name] / row.seconds for row in plan.rows] for name in _COLOURS]
-    shares.stackplot(replicas, parts, labels=list(_COLOURS), colors=list(_COLOURS.values()))
+    parts = [[row.parts[name] / row.seconds for row in plan.rows] for name in COLOURS]
+    shares.stackplot(replicas, parts, labels=list(COLOURS), colors=list(COLOURS.values()))
     shares.set(xlabel="replicas", ylabel="share of a step", ylim=(0, 1), xlim=(1, replicas[-1]))
-    shares.legend(ncols=len(_COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=8)
+    shares.legend(ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=8)
     shares.set_xticks(replicas)
     shares.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     shares.xaxis.set_minor_locator(NullLocator())

@@ -128,6 +128,11 @@ def slowest_of(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
+def backward_share(workload: Workload) -> float:
+    """Of a micro batch's time, its backward pass: two thirds, or a half where blocks are computed again."""
+    return 0.5 if workload.recomputed else 2 / 3
+
+
 def least_accumulation(recipe: Recipe, device: str) -> int:
     """Micro batches that a replica needs in each step to fill its pipeline, on devices of that kind."""
     stages = recipe.parallel.stages
@@ -157,8 +162,7 @@ def _seconds(
         "imbalance": accumulation * (slowest - mean),
         "bubble": _fill(recipe, machine, len(work)) * slowest,
     }
-    # Two thirds of a micro batch are its backward pass, or a half where all is computed again.
-    hidden = machine.overlap * slowest * (0.5 if workload.recomputed else 2 / 3)
+    hidden = machine.overlap * slowest * backward_share(workload)
     if recipe.exchange.delay and machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
         hidden = sum(parts.values())
     parts["exchange"] = max(0.0, _exchange(recipe, machine, replicas, workload, method_of(recipe)) - hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Optional
 
-from recipe.batch import image_count, lengths, planned
+from recipe.batch import image_count, lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
@@ -66,7 +66,8 @@ class Summary(NamedTuple):
 def make(recipe: Recipe, machine: Machine) -> Summary:
     """The plan of `recipe` on `machine`. Takes well below a second. Raises ConfigError for an impossible recipe."""
     batch = planned(recipe)
-    work = workload.of(recipe)
+    by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
+    work = by_size[max(by_size)]
     rows = scaling.table(recipe, machine, work)
     own = scaling.predict(recipe, machine, batch.replicas, work)
     return Summary(
@@ -81,8 +82,8 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         _input(recipe, machine, own, work),
         own,
         rows,
-        [_hours(recipe, machine, row) for row in rows],
-        _hours(recipe, machine, own),
+        [_hours(recipe, machine, row, by_size) for row in rows],
+        _hours(recipe, machine, own, by_size),
     )
 
 
@@ -116,7 +117,7 @@ def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
     )
 
 
-def _hours(recipe: Recipe, machine: Machine, row: Row) -> Optional[float]:
+def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Workload]) -> Optional[float]:
     """Of training alone; None where the number of images is not known, or so large a batch cannot be trained with.
 
     Epochs with other image sizes take other times, those of images whose size changes in the midst of an epoch are
@@ -134,6 +135,6 @@ def _hours(recipe: Recipe, machine: Machine, row: Row) -> Optional[float]:
     sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
     firsts = [first * length.steps_per_epoch for first, _ in sizes]
     for (_, pixels), first, end in zip(sizes, firsts, [*firsts[1:], length.total]):
-        step = scaling.predict(recipe, machine, row.replicas, workload.of(recipe, pixels)).seconds
+        step = scaling.predict(recipe, machine, row.replicas, by_size[pixels]).seconds
         seconds += max(0, min(end, length.total) - first) * step
     return seconds / 3600

@@ -10,8 +10,6 @@ from tools.planning.memory import Widest
 from tools.planning.scaling import Row
 from tools.planning.summary import Summary
 
-_PARTS = ("compute", "imbalance", "bubble", "exchange", "update", "straggling", "input")
-
 
 def lines(plan: Summary) -> Iterator[str]:
     """The plan below the lines that `--dry-run` prints."""
@@ -117,7 +115,7 @@ def _widths(found: Sequence[Widest]) -> str:
 def _step(plan: Summary) -> Iterator[str]:
     row = plan.own
     parts = ", ".join(
-        f"{name} {row.parts[name] / row.seconds:.1%}" for name in _PARTS if row.parts[name] >= 0.0005 * row.seconds
+        f"{name} {part / row.seconds:.1%}" for name, part in row.parts.items() if part >= 0.0005 * row.seconds
     )
     hours = f", {_duration(plan.own_hours)} of training" if plan.own_hours is not None else ""
     pixels = f" at {plan.workload.image_size} px" if plan.recipe.data.image_sizes else ""

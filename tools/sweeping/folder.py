@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 from pathlib import Path
 from typing import IO, Any, Mapping
 
@@ -16,6 +15,7 @@ from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
 from tools.sweeping.candidates import Candidates
+from training.files import write_text
 
 _LOCK, _DEFINITION, _RECIPE = "lock", "sweep.json", "recipe.yaml"
 # What may change between the sessions of one sweep. The recipe is compared by what it says, with its overrides.
@@ -47,8 +47,8 @@ class SweepFolder:
             ) from None
         self._check(found)  # another one may have begun meanwhile
         if not (path / _DEFINITION).exists():
-            write_whole(path / _RECIPE, loading.dump(found.base))
-            write_whole(path / _DEFINITION, json.dumps(_as_data(found), indent=1) + "\n")
+            write_text(path / _RECIPE, loading.dump(found.base))
+            write_text(path / _DEFINITION, json.dumps(_as_data(found), indent=1) + "\n")
         for folder in (self.path / "trials", self.path / "logs"):
             folder.mkdir(exist_ok=True)
 
@@ -113,13 +113,6 @@ def run_in_use(run_folder: Path) -> bool:
             return not _locked(stream)
     except FileNotFoundError:
         return False
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _locked(stream: IO[str]) -> bool:

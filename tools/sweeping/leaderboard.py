@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
 from tools.sweeping.candidates import as_text
 from tools.sweeping.definition import Definition
-from tools.sweeping.folder import write_whole
 from tools.sweeping.record import COMPLETE, STATES, Record
+from training.files import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +63,7 @@ def write(path: Path, records: Sequence[Record], definition: Definition) -> None
         parameters = [_cell(row["parameters"][name]) for name in definition.space]
         start = [row[name] for name in ("rank", "trial", "state", "value")]
         writer.writerow([*start, *parameters, row["epochs"], row["seconds"], row["reason"]])
-    write_whole(path, stream.getvalue())
+    write_text(path, stream.getvalue())
 
 
 def table(records: Sequence[Record], definition: Definition) -> Table:

@@ -12,14 +12,15 @@ from recipe import schema
 from recipe.config import Recipe
 from tools.sweeping.candidates import Candidates, as_text, sections
 from tools.sweeping.definition import Definition
-from tools.sweeping.folder import SweepFolder, write_whole
+from tools.sweeping.folder import SweepFolder
 from tools.sweeping.leaderboard import counts
 from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
+from training.files import write_text
 
 
 def write(folder: SweepFolder, found: Candidates, records: Sequence[Record], winner: Record) -> None:
     """Writes the recipe of `winner`, laid over the sweep's recipe by its path from the folder."""
-    write_whole(folder.best, _text(folder, found, records, winner))
+    write_text(folder.best, _text(folder, found, records, winner))
 
 
 def _text(folder: SweepFolder, found: Candidates, records: Sequence[Record], winner: Record) -> str:
