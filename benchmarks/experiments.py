@@ -73,12 +73,6 @@ def final_losses(folders: Sequence[Path]) -> List[float]:
     return [read_events(folder)["train"][-1]["loss"] for folder in folders]
 
 
-def gap(row: dict, reference: dict) -> float:
-    """How much higher a row's final training loss is than another's, in standard errors of the difference."""
-    error = ((row["train_loss_sd"] ** 2 + reference["train_loss_sd"] ** 2) / row["seeds"]) ** 0.5
-    return (row["train_loss_mean"] - reference["train_loss_mean"]) / error
-
-
 def draw(panels: Mapping[str, Mapping[str, Sequence[Path]]], path: Path) -> None:
     """Training loss and validation accuracy over epochs, the mean over seeds bold and each seed thin.
 

@@ -1,14 +1,14 @@
 """Glyphs: images of up to a thousand kinds of characters, drawn as they are asked for, where there is no data.
 
-Shapes come from the fonts inside matplotlib. What is drawn of them is a function of the image's number, so
-nothing is stored; Pillow 10.4 and 13.0 draw the same pixels.
+Shapes come from the fonts inside matplotlib. What is drawn of them is a function of the image's number, so nothing
+is stored, but small sets are drawn once a process; Pillow 10.4 and 13.0 draw the same pixels.
 """
 
 import functools
 import io
 import math
 import os
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 from unicodedata import name as unicode_name
 
 import numpy as np
@@ -39,6 +39,7 @@ GLYPHS = (
 )
 
 _MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
+_KEPT_BYTES = 2**27  # of pixels, up to which a set's images are kept once drawn; drawing takes longer than a small step
 
 
 class GlyphsSource(Source):
@@ -82,6 +83,25 @@ class GlyphsSource(Source):
         return f"glyphs/{self._split}/{index}"
 
     def read(self, index: int) -> torch.Tensor:
+        kept = self._kept()
+        if kept is None:
+            return self._drawn(index)
+        if not kept.drawn[index]:
+            kept.pixels[index] = self._drawn(index)
+            kept.drawn[index] = True
+        return kept.pixels[index]
+
+    def draw_ahead(self) -> None:
+        """Draws all images, if they are kept: what is forked from this process need not."""
+        if self._kept() is not None:
+            for index in range(len(self.labels)):
+                self.read(index)
+
+    def _kept(self) -> "Optional[_Kept]":
+        return _kept(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
+
+    def _drawn(self, index: int) -> torch.Tensor:
+        """uint8 [3, size, size]."""
         size, hard = self._size, self._difficulty
         stream = Stream(key("glyphs", self._split, int(index)))  # NumPy's integers would be other keys
         tools = _tools(self._folder, size)
@@ -111,6 +131,21 @@ class GlyphsSource(Source):
             start = stream.integer(len(tools.noise) - pixels.size + 1)
             return torch.from_numpy(_noisy(pixels, strength, tools.noise[start : start + pixels.size]))
         return torch.from_numpy(np.array(pixels, order="C"))
+
+
+class _Kept(NamedTuple):
+    """The images of a set that this process has drawn, or was forked with."""
+
+    pixels: torch.Tensor  # uint8 [images, 3, size, size]
+    drawn: np.ndarray  # bool [images], which of them are
+
+
+@functools.lru_cache(maxsize=2)  # training and validation
+def _kept(images: int, classes: int, split: str, size: int, difficulty: float) -> Optional[_Kept]:
+    """Room for a set's images, which takes memory as it is filled; None for a set too large."""
+    if images * 3 * size * size > _KEPT_BYTES:
+        return None
+    return _Kept(torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool))
 
 
 def _font_folder() -> str:

@@ -312,3 +312,40 @@ def test_without_matplotlib_its_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DataError, match="pip install matplotlib"):
         source(0)
+
+
+def test_small_sets_are_drawn_once_a_process(monkeypatch):
+    """A second source of the same set has the first one's pixels; another split, or difficulty, has its own."""
+    data.glyphs._kept.cache_clear()
+    first = source(0.5, images=20)
+    pixels_of = [first.read(index).clone() for index in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(GlyphsSource, "_drawn", None)
+        again = source(0.5, images=20)
+        assert all(torch.equal(again.read(index), expected) for index, expected in enumerate(pixels_of))
+        with pytest.raises(TypeError):
+            again.read(5)
+        for other in (source(0.5, images=20, split="validation"), source(0.6, images=20)):
+            with pytest.raises(TypeError):
+                other.read(0)
+
+
+def test_sets_are_drawn_ahead_for_what_is_forked(monkeypatch):
+    data.glyphs._kept.cache_clear()
+    ahead = source(0.5, images=20)
+    expected = [ahead._drawn(index) for index in range(20)]
+    ahead.draw_ahead()
+    monkeypatch.setattr(GlyphsSource, "_drawn", None)
+    assert all(torch.equal(ahead.read(index), pixels) for index, pixels in enumerate(expected))
+
+
+def test_large_sets_are_drawn_as_they_are_asked_for(monkeypatch):
+    data.glyphs._kept.cache_clear()
+    monkeypatch.setattr(data.glyphs, "_KEPT_BYTES", 20 * 3 * 32 * 32 - 1)
+    large, drawn = source(0.5, images=20), []
+    monkeypatch.setattr(GlyphsSource, "_drawn", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
+    large.draw_ahead()
+    assert drawn == []
+    large.read(1), large.read(1)
+    assert drawn == [1, 1]
+    data.glyphs._kept.cache_clear()

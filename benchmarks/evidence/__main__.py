@@ -1,0 +1,92 @@
+"""Runs an experiment, or what is left of it, and writes its page: docs/results/NAME.{md,csv,png}.
+
+    python -m benchmarks.evidence NAME      two runs at a time on two cores; cut off, it goes on where it was
+    python -m benchmarks.evidence --list    which experiments there are, and how far they are
+
+Finished runs are kept under benchmarks/cache/evidence/, each an ordinary run folder; without that folder everything
+is trained anew, and compared with the figures in docs/results/ before these are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import Dict, Sequence
+
+from benchmarks.evidence import page
+from benchmarks.evidence.ablations import Ablations
+from benchmarks.evidence.experiment import Experiment
+from benchmarks.evidence.half_weights import HalfWeights
+from benchmarks.evidence.ladder import Ladder, LadderOnGpu
+from benchmarks.evidence.micro import MicroBatches
+from benchmarks.evidence.norms import Norms
+from benchmarks.evidence.resolution import Resolution
+from benchmarks.evidence.runs import Lost, outcome, train_all
+from recipe.errors import FAILED, STOPPED, WRONG_INPUT, UserError
+
+EXPERIMENTS: Dict[str, Experiment] = {
+    each.name: each
+    for each in (
+        Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LadderOnGpu(),
+    )
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
+    parser.add_argument("--list", action="store_true", help="the experiments")
+    options = parser.parse_args()
+    if options.list:
+        _list()
+        return 0
+    if options.name is None:
+        parser.error("name an experiment, or give --list")
+    experiment = EXPERIMENTS[options.name]
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        train_all(experiment.wanted, experiment.at_once(), lambda text: print(text, flush=True))
+    except (Lost, UserError) as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT if isinstance(error, UserError) else FAILED
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return STOPPED
+    _write(experiment)
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _list() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        runs = list(dict.fromkeys(experiment.wanted()))
+        done = sum(outcome(run) is not None for run in runs)
+        print(f"{name:<14} {done:>3} of {len(runs):>3} runs known so far are kept here   {experiment.question}")
+
+
+def _write(experiment: Experiment) -> None:
+    rows = experiment.rows()
+    found = page.agreement(experiment, rows)
+    page.write(experiment, rows)
+    print(page.table(rows))
+    if found is not None:
+        _tell(found.compared, found.differing)
+    print(f"verdict: {experiment.verdict(rows)}")
+    print(f"written: docs/results/{experiment.name}.md, .csv, .png")
+
+
+def _tell(compared: int, differing: Sequence[str]) -> None:
+    same = compared - sum("not there before" not in each for each in differing)
+    print(f"{same} of {compared} rows agree with the figures of before within the spread over the seeds")
+    for each in differing:
+        print(f"  {each}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What an experiment is: the runs that it wants, the table that they make, and what it says of them."""
+
+from __future__ import annotations
+
+import abc
+import os
+import statistics
+from pathlib import Path
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+
+from benchmarks.evidence.runs import Outcome, Run, outcome
+
+SEEDS = (0, 1, 2)
+Label = Union[str, int, float]
+_LEARNED = 0.05  # of the loss, below that of guessing: less is chance
+_FARTHEST = 6  # exponents from the first guess that a search goes
+
+
+class Series(NamedTuple):
+    """Runs that differ in the seed only.
+
+    labels: column -> what tells it from other series. overrides: of configs/evidence.yaml.
+    """
+
+    labels: Mapping[str, Label]
+    overrides: Tuple[str, ...]
+    seeds: Tuple[int, ...] = SEEDS
+
+    @property
+    def runs(self) -> List[Run]:
+        return [Run(self.overrides, seed) for seed in self.seeds]
+
+
+class Experiment(abc.ABC):
+    """One question, the runs that answer it, and the answer.
+
+    Attributes:
+        name: of the command line and of the files of docs/results. question: the page's title. about: what was run,
+            as Markdown. published: what others say, with its source. findings: what else the figures show.
+    """
+
+    name: str
+    question: str
+    about: str
+    published: str
+    findings: str = ""
+
+    @abc.abstractmethod
+    def series(self) -> List[Series]:
+        """The rows of the table, as far as they are known by now."""
+
+    @abc.abstractmethod
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        """The figure, once all runs have come to their end."""
+
+    @abc.abstractmethod
+    def verdict(self, rows: Sequence[dict]) -> str:
+        """One sentence that follows from the figures."""
+
+    def at_once(self) -> int:
+        """How many runs of one thread this machine trains side by side. Raises UserError where it can train none."""
+        return len(os.sched_getaffinity(0))
+
+    def trials(self) -> Iterable[Run]:
+        """Runs on whose outcome it depends which series there are; all that are known by now."""
+        return ()
+
+    def more(self, rows: Sequence[dict]) -> str:
+        """Further tables, as Markdown."""
+        return ""
+
+    def wanted(self) -> List[Run]:
+        """All runs that are known by now to belong to the experiment."""
+        return [*self.trials(), *(run for series in self.series() for run in series.runs)]
+
+    def rows(self) -> List[dict]:
+        """A row per series."""
+        return [row(series) for series in self.series()]
+
+
+def row(series: Series) -> dict:
+    """Labels; mean and standard deviation over the seeds of top-1 in percent and of both losses; how many diverged.
+
+    A run that diverged counts with the accuracy of guessing, and in no loss.
+    """
+    found = [outcome(run) for run in series.runs]
+    ended = [each for each in found if not each.diverged]
+    return {
+        **series.labels,
+        "seeds": len(found),
+        "diverged": len(found) - len(ended),
+        **_two("top1", [100 * each.top1 for each in found]),
+        **_two("loss", [each.loss for each in ended]),
+        **_two("train_loss", [each.train_loss for each in ended]),
+        **{f"{name}_top1": round(100 * statistics.mean(values), 3) for name, values in _averages(ended).items()},
+    }
+
+
+def _two(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
+    """Rounded as it is written: a rerun is compared with what was written."""
+    mean = round(statistics.mean(values), 4) if values else None
+    return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), 4) if len(values) > 1 else None}
+
+
+def _averages(found: Sequence[Outcome]) -> Dict[str, List[float]]:
+    names = sorted({name for each in found for name in each.averages})
+    return {name: [each.averages[name] for each in found if name in each.averages] for name in names}
+
+
+def changed(overrides: Sequence[str], by: Sequence[str]) -> Tuple[str, ...]:
+    """Overrides with others in the place of those of the same keys, so that a run's name says each key once."""
+    keys = {text.partition("=")[0] for text in by}
+    return (*(text for text in overrides if text.partition("=")[0] not in keys), *by)
+
+
+def standard_errors(one: dict, other: dict, key: str = "top1") -> float:
+    """By how many standard errors of the difference one row's mean is above another's; of rows over the same seeds."""
+    error = ((one[f"{key}_sd"] ** 2 + other[f"{key}_sd"] ** 2) / one["seeds"]) ** 0.5
+    difference = one[f"{key}_mean"] - other[f"{key}_mean"]
+    return difference / error if error else float("inf") * (1 if difference >= 0 else -1)
+
+
+class Climb:
+    """A search over powers of a factor for the lowest validation loss, one run each, until both neighbours are worse.
+
+    Runs that diverge, or are no better than guessing, tell nothing: as long as all do, it looks farther on both sides.
+    """
+
+    def __init__(self, start: float, factor: float, overrides: Sequence[str], key: str, seed: int, guessing: float):
+        """
+        Args:
+            start: what the exponent 0 stands for. key: the recipe's key that is set.
+            guessing: the loss of who knows nothing.
+        """
+        self._start, self._factor, self._overrides, self._key = start, factor, tuple(overrides), key
+        self._seed, self._guessing = seed, guessing
+
+    def value(self, exponent: int) -> float:
+        """What an exponent stands for."""
+        return float(f"{self._start * self._factor**exponent:.4g}")
+
+    def overrides(self, value: float) -> Tuple[str, ...]:
+        """Those of the runs with a value."""
+        return (*self._overrides, f"{self._key}={value:g}")
+
+    def runs(self) -> List[Run]:
+        """Those known to be needed by now, those that are done included."""
+        return [self._run(exponent) for exponent in self._tried()[0]]
+
+    def best(self) -> Optional[float]:
+        """The value found, None as long as runs are missing."""
+        return self._tried()[1]
+
+    def losses(self) -> Dict[float, float]:
+        """Value -> validation loss, of the runs that are done; in the order of the values."""
+        found = {self.value(each): outcome(self._run(each)) for each in sorted(self._tried()[0])}
+        return {value: each.loss for value, each in found.items() if each is not None}
+
+    def _run(self, exponent: int) -> Run:
+        return Run(self.overrides(self.value(exponent)), self._seed)
+
+    def _loss(self, exponent: int) -> Optional[float]:
+        """Infinite where nothing was learned."""
+        found = outcome(self._run(exponent))
+        if found is None:
+            return None
+        return found.loss if found.loss < self._guessing - _LEARNED else float("inf")
+
+    def _tried(self) -> Tuple[List[int], Optional[float]]:
+        """Exponents, and the best value once it is known."""
+        tried = [0]
+        while True:
+            losses = {each: self._loss(each) for each in tried}
+            if None in losses.values():
+                return tried, None
+            best = min(tried, key=lambda each: losses[each])
+            if losses[best] == float("inf") and max(tried) < _FARTHEST:
+                tried += [min(tried) - 1, max(tried) + 1]
+                continue
+            around = [each for each in (best - 1, best + 1) if each not in tried and abs(each) <= _FARTHEST]
+            if not around:
+                return tried, self.value(best)
+            tried += around

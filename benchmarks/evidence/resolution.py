@@ -1,0 +1,95 @@
+"""Training at half the pixels and finishing at the native size: what it costs, and what it reaches."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Dict, List, Sequence, Tuple
+
+from benchmarks.evidence import page
+from benchmarks.evidence.experiment import Experiment, Series, standard_errors
+from benchmarks.evidence.ladder import CLEAR
+from benchmarks.evidence.runs import RECIPE
+from benchmarks.experiments import ROOT
+from models.shapes import blocks
+from recipe import loading
+
+NATIVE, HALF = 32, 21  # pixels a side: 0.43 of the pixels, as 252 against 380 px
+LENGTHS = (2, 4, 8)  # epochs
+NATIVELY, HALF_ONLY, TUNED = "native", "half", "half, then native"
+_DATA = (
+    "model.width=0.35", f"model.image_size={NATIVE}", f"data.glyph_size={NATIVE}", "data.train_images=20480",
+    "batch.global=256", "batch.micro=256", "schedule.peak=4", "evaluation.every_epochs=2",
+)  # fmt: skip
+_TUNING = 0.25  # share of the epochs that is native in the end
+
+
+class Resolution(Experiment):
+    """All three for several lengths, so that accuracy stands over compute."""
+
+    name = "resolution"
+    question = "Half the resolution, finished at the native one: accuracy by compute"
+    about = f"""A model of width 0.35; {NATIVE} px is native, {HALF} px has \
+{HALF**2 / NATIVE**2:.2f} of the pixels (252 against 380 px: 0.44). "{TUNED}" trains the last {_TUNING:.0%} of its \
+epochs at {NATIVE} px, by `data.image_sizes`, in one schedule. Everything is evaluated at {NATIVE} px. Batch 256, \
+20,480 images, LARS at a peak of 4. Compute is counted: multiply-adds of all forward and backward passes, in units of \
+one native epoch."""
+    published = (
+        "Training EfficientNets at half the pixels and fine-tuning natively for 2 of 350 epochs reaches the native "
+        "accuracy (Masters et al., 2106.03640; Touvron et al., 1906.06423, for why it needs the fine-tuning)."
+    )
+
+    def series(self) -> List[Series]:
+        return [
+            Series(
+                {"training": kind, "epochs": epochs, "compute": self._compute(kind, epochs)},
+                (*_DATA, f"run.epochs={epochs}", f"schedule.warmup_epochs={0.15 * epochs:g}", *_sizes(kind, epochs)),
+            )
+            for kind, epochs in itertools.product((NATIVELY, HALF_ONLY, TUNED), LENGTHS)
+        ]
+
+    @staticmethod
+    def _compute(kind: str, epochs: int) -> float:
+        """In native epochs."""
+        share = multiply_adds(HALF) / multiply_adds(NATIVE)
+        native = {NATIVELY: epochs, HALF_ONLY: 0, TUNED: _native_epochs(epochs)}[kind]
+        return round(native + share * (epochs - native), 3)
+
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        lines: Dict[str, list] = {}
+        for row in rows:
+            lines.setdefault(row["training"], []).append((row["compute"], row["top1_mean"], row["top1_sd"]))
+        page.draw({"": lines}, path, x="compute, in native epochs", y=f"validation top-1 at {NATIVE} px (%)")
+
+    def verdict(self, rows: Sequence[dict]) -> str:
+        at = {(row["training"], row["epochs"]): row for row in rows}
+        longest = LENGTHS[-1]
+        native, half, tuned = (at[kind, longest] for kind in (NATIVELY, HALF_ONLY, TUNED))
+        behind = standard_errors(native, tuned) > CLEAR
+        share = tuned["compute"] / native["compute"]
+        return (
+            f"{'Did not reproduce' if behind else 'Reproduced'}: {longest} epochs at half resolution, the last "
+            f"{_native_epochs(longest)} native, reach {tuned['top1_mean']:.1f} % at {share:.0%} of the compute of "
+            f"native training, which reaches {native['top1_mean']:.1f} % "
+            f"({'clearly more' if behind else 'within the spread or less'}); without the native end it is "
+            f"{half['top1_mean']:.1f} %."
+        )
+
+
+def _sizes(kind: str, epochs: int) -> Tuple[str, ...]:
+    if kind == NATIVELY:
+        return ()
+    if kind == HALF_ONLY:
+        return (f"data.image_sizes=[[0,{HALF}]]",)
+    return (f"data.image_sizes=[[0,{HALF}],[{epochs - _native_epochs(epochs)},{NATIVE}]]",)
+
+
+def _native_epochs(epochs: int) -> int:
+    """At the end of a run that begins at half the resolution."""
+    return max(1, round(_TUNING * epochs))
+
+
+def multiply_adds(image_size: int) -> int:
+    """Of one forward pass of an image."""
+    model = loading.load(ROOT / RECIPE, _DATA).model
+    return sum(block.multiply_adds for block in blocks(model, image_size).values())

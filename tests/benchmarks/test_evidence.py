@@ -1,0 +1,344 @@
+"""The runner of experiments: what it trains, keeps and compares; and that verdicts follow from figures."""
+
+import itertools
+import json
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks.evidence import __main__ as command
+from benchmarks.evidence import experiment, page, runs
+from benchmarks.evidence.ablations import Ablations
+from benchmarks.evidence.experiment import Climb, Experiment, Series
+from benchmarks.evidence.half_weights import PEAKS, WEIGHTS, HalfWeights
+from benchmarks.evidence.ladder import BATCHES, LARS, LARS_MOMENTUM, LINEAR, RMSPROP, SGD, Ladder, LadderOnGpu
+from benchmarks.evidence.micro import WAYS, MicroBatches
+from benchmarks.evidence.norms import GROUPS, MICRO, NORMS, SIZE, Norms, parameters
+from benchmarks.evidence.resolution import HALF_ONLY, LENGTHS, NATIVELY, TUNED, Resolution
+from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
+from recipe.errors import UserError
+from training import weights
+
+SHORT = (
+    "run.steps=3", "schedule.warmup_steps=1", "batch.global=24", "batch.micro=12", "data.train_images=48",
+    "data.validation_images=20", "batch.evaluation=20", "log.every_steps=1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Runs are kept in a folder of the test's own."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_named_by_what_it_is(kept):
+    run = Run(("schedule.peak=1", "batch.global=96"), 0)
+    assert run.folder == Run(("batch.global=96", "schedule.peak=1"), 0).folder
+    others = [
+        Run(("schedule.peak=2", "batch.global=96"), 0), Run(("schedule.peak=1", "batch.global=96"), 1),
+        Run(("schedule.peak=1", "batch.global=96"), 0, 2, 1), Run(("schedule.peak=1", "batch.global=96"), 0, 1, 2),
+    ]  # fmt: skip
+    assert len({each.folder for each in [run, *others]}) == 5
+
+
+def test_what_is_wanted_is_trained_once_side_by_side_and_as_by_its_own_command(kept):
+    """Another run is wanted once the first has ended; the command that a page names gives the same bits."""
+    first, second, third = (Run(SHORT, seed) for seed in range(3))
+    said = []
+
+    def wanted():
+        return [first, second, first] if outcome(first) is None else [first, second, third]
+
+    train_all(wanted, 2, said.append)
+    assert len(said) == 3 and all("top1" in each for each in said)
+    assert all(0 <= outcome(run).top1 <= 1 and outcome(run).loss > 0 for run in (first, second, third))
+    again = []
+    train_all(wanted, 2, again.append)
+    assert again == []
+
+    elsewhere = kept.parent / "elsewhere"
+    alone = [*first.command()[:-1], f"run.output={elsewhere}"]
+    subprocess.run(
+        alone, cwd=runs.ROOT, check=True, capture_output=True, env={**runs.os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    ours, theirs = (weights.read(str(folder)).tensors for folder in (first.folder, elsewhere))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_that_diverges_is_an_outcome(kept):
+    run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
+    said = []
+    train_all(lambda: [run], 1, said.append)
+    found = outcome(run)
+    assert found.diverged and found.top1 == 1 / 50 and found.loss == float("inf")
+    assert "diverged" in said[0]
+    train_all(lambda: [run], 1, said.append)
+    assert len(said) == 1
+
+
+def test_a_run_that_fails_is_said_with_its_command(kept, monkeypatch):
+    def fail(recipe):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(runs, "train", fail)
+    run = Run(SHORT, 0)
+    with pytest.raises(Lost, match=f"train.py .*run.seed=0.* see {run.log}"):
+        train_all(lambda: [run], 1, print)
+    assert "no such thing" in run.log.read_text()
+
+
+@pytest.mark.multiprocess
+def test_runs_of_several_processes_are_launched(kept):
+    run = Run((*SHORT, "parallel.replicas=2"), 0, replicas=2)
+    train_all(lambda: [run], 2, print)
+    assert outcome(run).top1 >= 0
+
+
+# Searches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """losses(function): what runs come to, by their peak; only what has been asked for is known."""
+
+    def pretend(function):
+        done = {}
+
+        def found(run):
+            return done.get(run)
+
+        def train(wanted):
+            while True:
+                missing = [run for run in wanted() if run not in done]
+                if not missing:
+                    return done
+                for run in missing:
+                    peak = float(next((text for text in run.overrides if "peak" in text), "=4").partition("=")[2])
+                    done[run] = Outcome(0.5, function(peak), 1.0, {})
+
+        monkeypatch.setattr(experiment, "outcome", found)
+        return train
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("best", "trained"),
+    [(1.0, 3), (2.0, 4), (8.0, 6), (0.25, 5), (1e9, 5 + 3)],
+    ids=["here", "up", "far", "down", "off"],
+)
+def test_a_search_ends_where_both_neighbours_are_worse(losses, best, trained):
+    climb = Climb(1.0, 2.0, (), "schedule.peak", 0, guessing=1e6)
+    done = losses(lambda peak: abs(peak / best - 1) if peak <= best else peak / best)(climb.runs)
+    assert climb.best() == (best if best < 100 else 64.0)  # as far as it goes
+    assert len(done) == trained == len(climb.losses())
+
+
+def test_a_search_leaves_what_diverges(losses):
+    climb = Climb(1.0, 2.0, (), "schedule.peak", 0, guessing=1e6)
+    losses(lambda peak: float("inf") if peak > 0.2 else 1 - peak)(climb.runs)
+    assert climb.best() == 0.125
+
+
+# Pages ------------------------------------------------------------------------------------------------------------
+
+
+class Two(Experiment):
+    """Two series of runs that are not trained."""
+
+    name, question, about, published = "two", "Which of two?", "Two.", "nothing"
+
+    def series(self):
+        return [Series({"kind": kind}, (f"schedule.peak={number}",)) for number, kind in ((1, "one"), (2, "other"))]
+
+    def draw(self, rows, path):
+        points = {row["kind"]: [(1, row["top1_mean"], row["top1_sd"])] for row in rows}
+        page.draw({"": points}, path, x="x", y="y", log_x=True)
+
+    def verdict(self, rows):
+        return "One of them."
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Outcomes by peak and seed."""
+    monkeypatch.setattr(
+        experiment,
+        "outcome",
+        lambda run: Outcome(0.5 + 0.1 * (run.overrides[0][-1] == "2") + 0.01 * run.seed, 1.0, 2.0, {}),
+    )
+
+
+def test_a_page_has_figures_the_command_and_ends_with_the_verdict(tmp_path, pretended):
+    two = Two()
+    rows = two.rows()
+    assert [(row["top1_mean"], row["top1_sd"], row["seeds"]) for row in rows] == [(51, 1, 3), (61, 1, 3)]
+    page.write(two, rows, tmp_path)
+    text = (tmp_path / "two.md").read_text()
+    assert "| other | 61.0 ± 1.0 | 1.000 ± 0.000 | 2.000 ± 0.000 |" in text
+    assert "`python -m benchmarks.evidence two`" in text
+    assert "--config configs/evidence.yaml schedule.peak=2 run.seed=2`" in text
+    assert text.endswith("**Verdict.** One of them.\n")
+    assert (tmp_path / "two.png").stat().st_size > 1000
+    assert (tmp_path / "two.csv").read_text().splitlines()[1].startswith("one,3,0,51")
+
+
+def test_a_rerun_is_compared_with_what_was_written(tmp_path, pretended):
+    two = Two()
+    assert page.agreement(two, two.rows(), tmp_path) is None
+    page.write(two, two.rows(), tmp_path)
+    assert page.agreement(two, two.rows(), tmp_path) == (2, [])
+    near, far = [dict(row) for row in two.rows()]
+    near["top1_mean"] += 0.9
+    far["top1_mean"] += 1.1
+    assert page.agreement(two, [near, far], tmp_path) == (2, ["kind other: top-1 62.10 %, before 61.00 %"])
+    new = {**near, "kind": "third"}
+    assert page.agreement(two, [near, new], tmp_path) == (1, ["kind third: not there before"])
+
+
+def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
+    lost = Outcome(0.02, float("inf"), float("inf"), {}, "step 3")
+    monkeypatch.setattr(experiment, "outcome", lambda run: lost if run.seed else Outcome(0.5, 1.5, 1.0, {}))
+    row = experiment.row(Series({"kind": "one"}, ()))
+    assert (row["diverged"], row["loss_mean"], row["loss_sd"]) == (2, 1.5, None)
+    assert row["top1_mean"] == pytest.approx((50 + 2 + 2) / 3, abs=1e-4)
+    assert "2 of 3" in page.table([row])
+
+
+# The experiments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", command.EXPERIMENTS)
+def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, monkeypatch):
+    """With losses that are least at a peak that is none of the first guesses."""
+    monkeypatch.setattr("benchmarks.evidence.ladder.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
+    monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: {"distance_largest": 0.0, "same_bits": 3})
+    made = command.EXPERIMENTS[name]
+    losses(lambda peak: abs(peak - 0.3))(made.wanted)
+    for run in made.wanted():
+        run.recipe()
+    assert len({run.folder for run in made.wanted()}) == len(set(made.wanted()))
+    rows = made.rows()
+    assert len(rows) == len(made.series()) > 1
+    assert all(row["seeds"] >= 3 for row in rows)
+    assert made.verdict(rows).endswith(".")
+    json.dumps(rows)
+
+
+def row(mean, sd=0.5, **labels):
+    return {**labels, "seeds": 3, "diverged": 0, "top1_mean": mean, "top1_sd": sd, "train_loss_mean": 4 - mean / 50,
+            "train_loss_sd": 0.01, "loss_mean": 1.0, "loss_sd": 0.01}  # fmt: skip
+
+
+def ladder_rows(linear, tuned, lars):
+    falling = {LINEAR: linear, RMSPROP: tuned, SGD: tuned, LARS: lars, LARS_MOMENTUM: lars}
+    return [
+        row(mean, optimizer=name, batch=batch) for name, means in falling.items() for batch, mean in zip(BATCHES, means)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("linear", "tuned", "lars", "said"),
+    [
+        (
+            (70, 70, 60, 40),
+            (70, 70, 70, 70),
+            (70, 70, 70, 70),
+            ("Reproduced: ", "behind LARS from 3072 on", "linear 30.0"),
+        ),
+        (
+            (70, 70, 70, 70),
+            (70, 70, 70, 70),
+            (70, 70, 70, 70),
+            ("Did not reproduce: ", "RMSprop is never clearly behind"),
+        ),
+        (
+            (70, 70, 60, 30),
+            (70, 70, 70, 60),
+            (70, 65, 60, 55),
+            ("Reproduced in part", "loses clearly", "best at 6144: RMSp"),
+        ),
+    ],
+)
+def test_the_ladders_verdict_follows_from_its_figures(linear, tuned, lars, said):
+    verdict = Ladder().verdict(ladder_rows(linear, tuned, lars))
+    assert all(each in verdict for each in said), verdict
+
+
+def test_the_ladder_on_gpus_says_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        LadderOnGpu().at_once()
+
+
+def test_verdicts_of_the_others_follow_from_their_figures():
+    weights_of = {"float32": 70, "float16 stochastic": 70, "float16 nearest": 70}
+    alike = [row(weights_of[kind], peak=peak, weights=kind) for peak, kind in itertools.product(PEAKS, WEIGHTS)]
+    assert HalfWeights().verdict(alike).startswith("Not fully reproduced")
+    stalls = [
+        row(30 if kind == "float16 nearest" and peak < 1 else 70, peak=peak, weights=kind)
+        for peak, kind in itertools.product(PEAKS, WEIGHTS)
+    ]
+    assert HalfWeights().verdict(stalls).startswith("Reproduced")
+    assert "up to 40.0 points" in HalfWeights().verdict(stalls)
+
+    base = row(60, part="as it is", setting="")
+    changed = [row(50, part="warm-up", setting="none"), row(60.2, part="decay", setting="power 1")]
+    averaged = {**row(60, part="average", setting="of steps, 0.9"), "step_average_top1": 61.0}
+    verdict = Ablations().verdict([base, *changed, averaged])
+    assert "clearly worse: warm-up none (-10.0)" in verdict and "of steps, 0.9 +1.0" in verdict
+
+    def norms(batch_small):
+        found = [
+            row(
+                batch_small if (norm, micro) == ("batch", 3) else 60,
+                norm=norm,
+                micro_batch=micro,
+                convolutions="G16, expansion 4",
+            )
+            for norm, micro in itertools.product(NORMS, MICRO)
+        ]
+        return [*found, row(60, norm="group", micro_batch=32, convolutions="G1, expansion 6")]
+
+    assert (
+        Norms()
+        .verdict(norms(30))
+        .startswith("Reproduced: at micro batches of 3 instead of 32, batch normalisation changes by -30.0")
+    )
+    assert Norms().verdict(norms(60)).startswith("Did not reproduce")
+
+    def resolution(tuned):
+        means = {NATIVELY: 70, HALF_ONLY: 40, TUNED: tuned}
+        return [
+            row(means[kind], training=kind, epochs=epochs, compute=float(epochs))
+            for kind, epochs in itertools.product(means, LENGTHS)
+        ]
+
+    assert Resolution().verdict(resolution(70)).startswith("Reproduced")
+    assert Resolution().verdict(resolution(60)).startswith("Did not reproduce")
+
+    same = [{**row(60, **way._asdict()), "distance_largest": 1e-6 * (way.micro != 384), "same_bits": 3} for way in WAYS]
+    assert "the same to the bit" in MicroBatches().verdict(same)
+    same[1]["same_bits"] = 2
+    assert "change bits" in MicroBatches().verdict(same)
+
+
+def test_depthwise_convolutions_come_with_as_many_parameters():
+    counts = [parameters(experiment.changed(SIZE, overrides)) for overrides in GROUPS.values()]
+    assert max(counts) / min(counts) < 1.02
+
+
+def test_peaks_between_the_ends_are_on_the_line_of_logarithms(losses):
+    ladder = Ladder()
+    assert ladder.peak(LARS, 1536) is None
+    losses(lambda peak: abs(peak / 8 - 1))(lambda: [*ladder.climb(LARS, 768).runs(), *ladder.climb(LARS, 6144).runs()])
+    assert [ladder.peak(LARS, batch) for batch in BATCHES] == [8, 8, 8, 8]
+    low, high = 4.0, 32.0
+    ladder.climb = lambda optimizer, batch: type("Found", (), {"best": lambda self: {768: low, 6144: high}[batch]})()
+    assert [ladder.peak(LARS, batch) for batch in BATCHES] == [4, 8, 16, 32]
+    assert "schedule.peak=8" in ladder.tuned(LARS_MOMENTUM, 1536).overrides
