@@ -26,7 +26,7 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     from engines.devices import device_of
     from parallel.processes import Processes
 
-    return Processes(topology, device_of(recipe, topology))
+    return Processes(topology, device_of(recipe, topology), recipe.parallel.silence)
 
 
 def create(

@@ -6,6 +6,7 @@ one process uses the same functions, which then have nobody to ask.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -23,7 +24,9 @@ from recipe.errors import ConfigError
 
 _MEETING_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
-_FOREVER = datetime.timedelta(days=3650)
+SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
+_WORD_SECONDS = 5.0  # between two words of a rank that lives
+_ALIVE, _DONE = 1, 0
 _quiet_code: Optional[int] = None  # see leave_quietly
 _last_word = threading.Lock()
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
@@ -37,8 +40,11 @@ class Processes(Agreement):
     in a run of one process.
     """
 
-    def __init__(self, topology: Topology, device: torch.device):
+    def __init__(self, topology: Topology, device: torch.device, silence: float = SILENCE_SECONDS):
         """Meets the other processes; every rank must make this call.
+
+        Args:
+            silence: seconds after which a rank that says nothing counts as lost.
 
         Raises:
             ConfigError: the master's address is missing, or the ranks do not meet in time.
@@ -58,7 +64,7 @@ class Processes(Agreement):
         self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
         self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
-        self._watch = _Watch(topology)
+        self._watch = _Watch(topology, silence)
         self.wait_for_all()  # all watch by now; while they begin to, they need the store, which dies with rank 0
 
     def gather(self, value: Any) -> List[Any]:
@@ -181,31 +187,55 @@ class Processes(Agreement):
 class _Watch:
     """Ends this process at once when another is gone, whatever this one waits for (1711.04325 ran on MPI_Abort).
 
-    Each rank has a thread that waits for a word from the rank before it, which comes at the end of the run only. If
-    that rank dies, the connection breaks; this rank leaves, too, and so it goes round. NCCL would wait for ever.
+    Each rank has a thread that says every few seconds to the rank after it that it lives, and another that listens to
+    the rank before it. If that one dies, the connection breaks; if it is stopped or hangs, or its host loses power, it
+    falls silent. Then this rank leaves, too, and so it goes round. NCCL would wait for ever.
     """
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology, silence: float):
+        """Args: silence: seconds without a word after which a rank counts as lost."""
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_MEETING_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
-        self._name = describe(topology)
-        self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
-        self._thread.start()
+        self._name, self._silence = describe(topology), silence
+        self._done = threading.Event()
+        self._threads = [
+            threading.Thread(target=task, name="watch", daemon=True) for task in (self._speak, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
         """Says that all is well; every rank must."""
-        dist.send(torch.ones(1), self._after, group=self._group)
-        self._thread.join()
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _speak(self) -> None:
+        with contextlib.suppress(RuntimeError):  # who should hear it is gone; that comes round to this rank
+            while not self._done.wait(min(_WORD_SECONDS, self._silence / 4)):
+                dist.send(torch.tensor([_ALIVE]), self._after, group=self._group)
+            dist.send(torch.tensor([_DONE]), self._after, group=self._group)
 
     def _listen(self) -> None:
-        try:
-            dist.irecv(torch.empty(1), self._before, group=self._group).wait(_FOREVER)
-        except RuntimeError:
-            time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
-            if _quiet_code is not None:
-                leave("", _quiet_code)
-            leave(f"{self._name}: rank {self._before} is gone; leaving")
+        word = torch.tensor([_ALIVE])
+        while word.item() == _ALIVE:
+            since = time.monotonic()
+            try:
+                dist.irecv(word, self._before, group=self._group).wait(datetime.timedelta(seconds=self._silence))
+            except RuntimeError:
+                self._lost(silent=time.monotonic() - since > 0.9 * self._silence)
+
+    def _lost(self, silent: bool) -> None:
+        if silent:
+            leave(
+                f"{self._name}: rank {self._before} has said nothing for {self._silence:g} s: it is stopped or hangs, "
+                "or its host is gone; leaving"
+            )
+        time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
+        if _quiet_code is not None:
+            leave("", _quiet_code)
+        leave(f"{self._name}: rank {self._before} is gone; leaving")
 
 
 def describe(topology: Topology) -> str:

@@ -57,6 +57,14 @@ class Parallel(Section):
         json_schema_extra=_or_auto({"type": "integer", "minimum": 1}),
     )
 
+    silence: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="seconds without a sign of life after which a rank counts as lost and the run ends: stopped, hung, "
+        "or its host gone (one that dies is noticed at once)",
+    )
+
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:

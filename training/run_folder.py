@@ -25,7 +25,7 @@ from training.files import write_text
 _FREE = {
     "run": {"name", "output", "device", "resume"},
     "batch": {"evaluation"},
-    "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas"},
+    "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
     "data": {"root", "workers", "prefetch", "bad_images"},
     "log": {"tensorboard", "trace", "wandb", "mlflow"},
     "checkpoint": {"keep_last", "keep_best"},

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -99,6 +100,36 @@ def test_a_rank_that_dies_takes_the_others_with_it(size, who):
         message = f"rank {rank} (replica {rank}, stage 0): rank {before} is gone; leaving"
         assert ended[rank][:3] == (1, [], [message])
         assert ended[rank].later < 2 * step + 3
+
+
+def fall_silent(rank, size, who):
+    Processes(Topology(size, 1, rank, rank), CPU, silence=2.0)
+    if rank == who:
+        subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {os.getpid()}"])  # nobody else would
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
+def test_a_rank_that_falls_silent_is_named_and_given_up(size, who):
+    ended = ranks.run(size, fall_silent, who, timeout=60)
+    after = (who + 1) % size
+    name = f"rank {after} (replica {after}, stage 0)"
+    silent = f"{name}: rank {who} has said nothing for 2 s: it is stopped or hangs, or its host is gone; leaving"
+    assert ended[after][:3] == (1, [], [silent])
+    others = [ended[rank] for rank in range(size) if rank not in (who, after)]
+    assert all(each.code == 1 and each.errors[0].endswith(f"rank {after} is gone; leaving") for each in others)
+    assert max(each.later for each in [ended[after], *others]) < ended[who].later
+
+
+def rest(rank, size):
+    group = Processes(Topology(size, 1, rank, rank), CPU, silence=1.0)
+    time.sleep(3.5)
+    group.part()
+
+
+def test_ranks_that_rest_are_not_given_up():
+    assert world.run(2, rest, connect=False) == [None, None]
 
 
 def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):
