@@ -1,0 +1,97 @@
+"""Does a run survive what happens to runs?
+
+    python -m benchmarks.faults [--json] [--seed N] [--kind NAME ...]
+
+Real runs of one to four processes are struck at random moments: killed, stopped, their disk full or failing, their
+checkpoints damaged, their clock set, a worker killed, a shard deleted. Each must end in time with the right exit code
+and words, and, mended and started again, end with the bits of the undisturbed run. Needs Linux, root (for a small
+disk) and a C compiler (for a clock that jumps). Takes about half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import List
+
+from benchmarks import claims
+from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.trial import Bench, Trial
+from recipe.errors import DONE, FAILED
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
+    parser.add_argument("--seed", type=int, default=None, metavar="N", help="of the moments (drawn, and told)")
+    parser.add_argument(
+        "--kind", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="NAME", help="only these"
+    )
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    trials = _all(options.kind, seed)
+    claims.report("faults", _rows(trials), _claims(trials), options.json)
+    return DONE if all(not trial.wrong for trial in trials) else FAILED
+
+
+def _all(names: List[str], seed: int) -> List[Trial]:
+    plan = [
+        (name, topology, number)
+        for name in names
+        for topology, times in KINDS[name].trials.items()
+        for number in range(times)
+    ]
+    trials, began = [], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        bench = Bench(Path(folder))
+        for name, topology, number in plan:
+            trial = bench.trial(name, topology, random.Random(f"{seed} {name} {topology} {number}"))
+            trials.append(trial)
+            word = f"NOT SURVIVED: {trial.wrong}" if trial.wrong else "survived"
+            print(
+                f"{len(trials)} of {len(plan)}, {time.monotonic() - began:.0f} s: {name}, {topology}, at step "
+                f"{trial.step}, code {trial.code} after {trial.detection:.1f} s: {word}",
+                flush=True,
+            )
+    return trials
+
+
+def _rows(trials: List[Trial]) -> List[dict]:
+    """A row per kind and topology."""
+    found: List[dict] = []
+    for name, topology in dict.fromkeys((trial.kind, trial.topology) for trial in trials):
+        own = [trial for trial in trials if (trial.kind, trial.topology) == (name, topology)]
+        found.append(
+            {
+                "fault": name,
+                "replicas_x_stages": topology,
+                "tried": len(own),
+                "survived": sum(not trial.wrong for trial in own),
+                "updates_lost": sum(trial.lost for trial in own),
+                "updates_repeated": sum(trial.repeated for trial in own),
+                "longest_detection_s": round(max(trial.detection for trial in own), 2),
+            }
+        )
+    return found
+
+
+def _claims(trials: List[Trial]) -> List[dict]:
+    survived = sum(not trial.wrong for trial in trials)
+    wrong_updates = sum(trial.lost + trial.repeated for trial in trials)
+    return [
+        claims.claim("faults_tried", [len(trials)], "faults", ">= 50"),
+        claims.claim("faults_survived", [survived / len(trials)], "of those tried", ">= 1"),
+        claims.claim("updates_lost_or_repeated", [wrong_updates], "updates", "<= 0"),
+        claims.claim("longest_detection", [max(trial.detection for trial in trials)], "s", "<= 30"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

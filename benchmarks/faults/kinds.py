@@ -1,0 +1,202 @@
+"""The kinds of faults: how each strikes, what must be said of it, and what mends it before the run is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Callable, Dict, Mapping, NamedTuple, Tuple
+
+from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology, children
+
+ONE, REPLICAS, BOTH = Topology(1, 1), Topology(2, 1), Topology(2, 2)
+ALL = (ONE, REPLICAS, BOTH)
+KILLED = -signal.SIGKILL
+_YEAR = 365 * 86_400.0
+
+
+class Struck(NamedTuple):
+    """When a fault struck, and how the session then ended. said: regular expression that must be found in that."""
+
+    step: int
+    ending: Ending
+    said: str = ""
+
+
+class Kind(NamedTuple):
+    """One kind of fault.
+
+    trials: how often it is tried on each topology. codes: exit codes that are right. strike: makes it happen in a
+    session. mend: makes the run fit to be resumed. resumed: what the resumed session must say, as a regular expression.
+    overrides: of the recipe. shim, disk, shards: what its site needs.
+    """
+
+    trials: Mapping[Topology, int]
+    codes: Tuple[int, ...]
+    strike: Callable[[Site, Session, random.Random], Struck]
+    mend: Callable[[Site], None] = lambda site: None
+    resumed: str = ""
+    overrides: Tuple[str, ...] = ()
+    shim: bool = False
+    disk: bool = False
+    shards: bool = False
+
+
+def _moment(site: Site, session: Session, draws: random.Random, first: int = 0, last: int = STEPS - 2) -> int:
+    """Waits for a random moment of the run: before its first step, or amid or between any of its steps."""
+    step = draws.randint(first, last)
+    session.reach(step, delay=draws.uniform(0, 8.0 if step == 0 else 0.15))
+    return site.steps()
+
+
+def _kill_run(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws)
+    since = time.monotonic()
+    session.kill()
+    return Struck(step, session.wait(since))
+
+
+def _kill_rank(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1)
+    ranks = session.ranks()
+    rank = draws.choice(sorted(ranks))
+    since = time.monotonic()
+    _signal(ranks[rank], signal.SIGKILL)
+    return Struck(step, session.wait(since), rf"rank {rank} \(host .*\) was ended by signal 9")
+
+
+def _stop_rank(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1)
+    ranks = session.ranks()
+    rank = draws.choice(sorted(ranks))
+    since = time.monotonic()
+    _signal(ranks[rank], signal.SIGSTOP)
+    return Struck(step, session.wait(since), rf"rank {rank} has said nothing for \d+ s")
+
+
+def _terminate(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1)
+    since = time.monotonic()
+    session.process.terminate()
+    return Struck(step, session.wait(since), r"SIGTERM: .*finish")
+
+
+def _fill_disk(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1, last=STEPS - 6)
+    since = time.monotonic()
+    with open(site.folder / "filler", "wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(bytes(1 << 16))
+    with open(site.folder / "filler", "ab", buffering=0) as stream, contextlib.suppress(OSError):
+        while True:
+            stream.write(b"0")
+    return Struck(step, session.wait(since), "No space left on device")
+
+
+def _break_disk(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1, last=STEPS - 6)
+    since = time.monotonic()
+    site.control(0, broken_disk=True)
+    return Struck(step, session.wait(since), "Input/output error")
+
+
+def _damaging(damage: Callable[[Path, random.Random], None]) -> Callable[[Site, Session, random.Random], Struck]:
+    """A run is killed once it has two checkpoints, of which the newest is damaged then."""
+
+    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
+        step = _moment(site, session, draws, first=8)
+        since = time.monotonic()
+        session.kill()
+        ending = session.wait(since)
+        damage(site.checkpoints()[-1], draws)
+        return Struck(step, ending)
+
+    return strike
+
+
+def _flip(path: Path, draws: random.Random) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(draws.randrange(path.stat().st_size))
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1 << draws.randrange(8)]))
+
+
+def _truncate(path: Path, draws: random.Random) -> None:
+    os.truncate(path, draws.randrange(path.stat().st_size))
+
+
+def _jump(site: Site, session: Session, draws: random.Random) -> Struck:
+    """The time of day is set five times, by up to a year, forwards and backwards; the run is to take no notice."""
+    step, since = _moment(site, session, draws), time.monotonic()
+    for _ in range(5):
+        site.control(draws.uniform(-_YEAR, _YEAR), broken_disk=False)
+        session.reach(0, delay=draws.uniform(0, 0.3))
+    return Struck(step, session.wait(since))
+
+
+def _kill_worker(site: Site, session: Session, draws: random.Random) -> Struck:
+    step = _moment(site, session, draws, first=1)
+    workers = children(session.process.pid)
+    since = time.monotonic()
+    if workers:
+        _signal(draws.choice(workers), signal.SIGKILL)
+    return Struck(step, session.wait(since), "worker")
+
+
+def _delete_shard(site: Site, session: Session, draws: random.Random) -> Struck:
+    """Deleted while the run goes on, which is killed a little later; the next session is to name the shard."""
+    step = _moment(site, session, draws, first=1, last=STEPS - 8)
+    shard = draws.choice(sorted((site.folder / "shards" / "train").glob("*.tar")))
+    shard.rename(shard.with_suffix(".away"))
+    session.reach(step + 2, delay=0.0)
+    session.kill()
+    session.wait(time.monotonic())
+    since = time.monotonic()
+    return Struck(step, site.start().wait(since), re.escape(shard.name))
+
+
+def _restore_shard(site: Site) -> None:
+    for path in (site.folder / "shards" / "train").glob("*.away"):
+        path.rename(path.with_suffix(".tar"))
+
+
+def _signal(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+_PASSED_OVER = "damaged.*trying the one before"
+KINDS: Dict[str, Kind] = {
+    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _kill_run),
+    "rank killed": Kind({REPLICAS: 4, BOTH: 4}, (1,), _kill_rank),
+    "run told to stop": Kind({ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), _terminate),
+    "rank stopped": Kind({REPLICAS: 3, BOTH: 3}, (1,), _stop_rank),
+    "disk full": Kind(
+        {ONE: 2, REPLICAS: 2}, (1,), _fill_disk, lambda site: (site.folder / "filler").unlink(), disk=True
+    ),
+    "disk fails": Kind({ONE: 2, REPLICAS: 2}, (1,), _break_disk, lambda site: site.control(0, False), shim=True),
+    "checkpoint truncated": Kind({ONE: 2, BOTH: 1}, (KILLED,), _damaging(_truncate), resumed=_PASSED_OVER),
+    "checkpoint's bit flipped": Kind({ONE: 2, BOTH: 1}, (KILLED,), _damaging(_flip), resumed=_PASSED_OVER),
+    "clock jumps": Kind({ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _jump, lambda site: site.control(0, False), shim=True),
+    "worker killed": Kind({ONE: 3}, (1,), _kill_worker, overrides=("data.workers=1",)),
+    "shard deleted": Kind({ONE: 2}, (2,), _delete_shard, _restore_shard, shards=True),
+}
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path):
+    """A file system of its own at `folder`, which a run fills; root alone can make one."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)

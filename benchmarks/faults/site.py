@@ -1,0 +1,202 @@
+"""Where a run under test lives: its folder, its sessions as real processes, and what it leaves in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+
+from benchmarks.experiments import ROOT
+from training.checkpoint import CheckpointFolder
+from training.monitor import TIMING_FIELDS
+
+# Draws in every way that a run can, keeps both averages, changes its image size. 30 steps, a checkpoint every 3;
+# 12 micro batches a step are 1 or 2 replicas'. Sums of replicas in a tree: every topology ends with the same bits.
+RECIPE = (
+    "run.device=cpu", "run.epochs=6", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3",
+    "model.drop_path=0.3", "model.image_size=8", "batch.global=240", "batch.micro=20", "batch.evaluation=90",
+    "exchange.order=tree", "schedule.warmup_steps=6", "data.augment=randaugment", "data.mixup=0.2",
+    "data.cutmix=0.85", "data.image_sizes=[[0, 8], [1, 12]]", "average.step_decay=0.9", "average.epoch_decay=0.97",
+    "checkpoint.every_epochs=0.6", "evaluation.every_epochs=2", "log.every_steps=1", "log.tensorboard=false",
+    "parallel.silence=4",
+)  # fmt: skip
+STEPS = 30
+SESSION_SECONDS = 180.0  # in which a session ends, or hangs
+_LEAVING_SECONDS = 10.0  # in which its processes are gone once it has ended
+_MARK = "FAULTS_SITE"  # in the environment of all that is started for a site
+
+
+class Topology(NamedTuple):
+    """Processes of a run."""
+
+    replicas: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.stages}"
+
+
+class Ending(NamedTuple):
+    """How a session ended: exit code (None: it hung and was killed), seconds since it was struck, all that it said."""
+
+    code: Optional[int]
+    seconds: float
+    said: str
+
+
+class Result(NamedTuple):
+    """What a finished run leaves, but for times: one digest of weights, momentum and averages, and the events."""
+
+    digest: str
+    events: List[dict]
+
+
+class Site:
+    """One run's place."""
+
+    def __init__(self, folder: Path, topology: Topology, overrides: Sequence[str] = (), shim: Optional[Path] = None):
+        """Args: shim: the library of shim.c, for runs whose clock or disk is to fail."""
+        self.folder, self.topology = folder, topology
+        self.run = folder / "run"
+        self._overrides, self._shim = tuple(overrides), shim
+        folder.mkdir(parents=True, exist_ok=True)
+        self.control(0, False)
+
+    def control(self, clock: float, broken_disk: bool) -> None:
+        """Args: clock: seconds by which the time of day is off. broken_disk: whether what is written can be synced."""
+        path = self.folder / "control"
+        with open(path, "r+b" if path.exists() else "wb") as stream:
+            stream.write(struct.pack("qq", int(clock * 1e9), broken_disk))
+
+    def start(self) -> Session:
+        """One session of the run."""
+        shape = ["--replicas", str(self.topology.replicas), "--stages", str(self.topology.stages)]
+        recipe = ["--config", "configs/quickstart.yaml", *RECIPE, *self._overrides, f"run.output={self.run}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: str(self.folder)}
+        if self._shim is not None:
+            environment.update(LD_PRELOAD=str(self._shim), FAULTS_CONTROL=str(self.folder / "control"))
+        return Session(self, [sys.executable, "-m", "tools.launch", *shape, *recipe], environment)
+
+    def steps(self) -> int:
+        """Steps that the metrics tell of, at this moment."""
+        with contextlib.suppress(OSError):
+            return (self.run / "metrics.jsonl").read_bytes().count(b'"event": "train"')
+        return 0
+
+    def checkpoints(self) -> List[Path]:
+        """Files of those that count, the oldest first."""
+        folder = CheckpointFolder(self.run / "checkpoints", 2, True)
+        return [folder.path(manifest.step) for manifest in folder.manifests()]
+
+    def result(self) -> Result:
+        """Of a finished run."""
+        content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(_flat(content["engine"]).items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        events = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        told = [{key: value for key, value in event.items() if key not in TIMING_FIELDS} for event in events]
+        return Result(digest.hexdigest(), told)
+
+    def clear(self) -> None:
+        """Removes all that there is of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Session:
+    """The processes of one start of a run."""
+
+    def __init__(self, site: Site, command: List[str], environment: Dict[str, str]):
+        self._site = site
+        self._log = site.folder / f"session-{time.monotonic_ns()}.log"
+        with open(self._log, "wb") as stream:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            )
+
+    def reach(self, step: int, delay: float) -> bool:
+        """Waits until the run has logged `step` (0: not at all) and `delay` seconds more; False if it has ended."""
+        end = time.monotonic() + SESSION_SECONDS
+        while self.running and self._site.steps() < step and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(delay)
+        return self.running
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def ranks(self) -> Dict[int, int]:
+        """Rank -> process number, of those that have been started."""
+        if self._site.topology == (1, 1):
+            return {0: self.process.pid}
+        found = {}
+        for child in children(self.process.pid):
+            with contextlib.suppress(OSError, KeyError):
+                found[int(_environment(child)["RANK"])] = child
+        return found
+
+    def kill(self) -> None:
+        """The launcher alone: its ranks are to die with it."""
+        self.process.kill()
+
+    def wait(self, since: float) -> Ending:
+        """Until all its processes are gone. Args: since: moment (time.monotonic) that it is timed from."""
+        code: Optional[int] = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(SESSION_SECONDS)
+        seconds = time.monotonic() - since
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        end = time.monotonic() + _LEAVING_SECONDS
+        while _alive(self._site.folder) and time.monotonic() < end:
+            time.sleep(0.02)
+        for left in _alive(self._site.folder):
+            code = None  # what outlives its launcher hangs
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+        return Ending(code, seconds, self._log.read_text(errors="replace"))
+
+
+def children(parent: int) -> List[int]:
+    """Of a process."""
+    with contextlib.suppress(OSError):
+        return [int(text) for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return []
+
+
+def _environment(process: int) -> Dict[str, str]:
+    pairs = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
+
+
+def _alive(site: Path) -> List[int]:
+    """Processes that were started for a site, whatever has become of their parents."""
+    mark = f"\0{_MARK}={site}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # a process that has ended has no environment
+                if mark in b"\0" + (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def _flat(tree: object, name: str = "") -> Dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    return {leaf: each for key, branch in tree.items() for leaf, each in _flat(branch, f"{name}/{key}").items()}

@@ -1,0 +1,162 @@
+"""One trial: a run is struck, mended, resumed until it ends, and compared with the undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional
+
+from PIL import Image
+
+from benchmarks.faults.kinds import KINDS, Kind, small_disk
+from benchmarks.faults.site import ROOT, Result, Site, Topology
+from data.sources import DigitsSource
+
+_SESSIONS = 3  # in which a run that nothing more happens to must end
+_TOO_LATE = 4  # times that a run may end before the fault strikes
+
+
+class Trial(NamedTuple):
+    """What became of one fault.
+
+    step: how far the run was. code: of the session that was struck; detection: seconds until it had ended. repeated,
+    lost: updates in the metrics of the finished run that are there twice, or missing or other than the undisturbed
+    run's. wrong: what was not as it should be; nothing, if the run survived.
+    """
+
+    kind: str
+    topology: str
+    step: int
+    code: Optional[int]
+    detection: float
+    repeated: int
+    lost: int
+    wrong: str
+
+
+class Bench:
+    """What trials share: a folder, the library that makes clocks jump, shards, and undisturbed results."""
+
+    def __init__(self, folder: Path):
+        """Raises CalledProcessError where there is no C compiler."""
+        self._folder = folder
+        self._shim = folder / "shim.so"
+        source = Path(__file__).with_name("shim.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", self._shim, source, "-ldl"], check=True)
+        self._shards: Optional[Path] = None
+        self._undisturbed: Dict[bool, Result] = {}
+        self._number = 0
+
+    def trial(self, name: str, topology: Topology, draws: random.Random) -> Trial:
+        """Tries a kind of fault at a random moment; again with others where the run was faster."""
+        for _ in range(_TOO_LATE):
+            found = self._tried(name, topology, draws)
+            if found is not None:
+                return found
+        return Trial(name, str(topology), 0, None, 0.0, 0, 0, "the run always ended before the fault")
+
+    def _tried(self, name: str, topology: Topology, draws: random.Random) -> Optional[Trial]:
+        kind = KINDS[name]
+        reference = self._reference(kind.shards)
+        with self._site(kind, topology) as site:
+            struck = kind.strike(site, site.start(), draws)
+            ending = struck.ending
+            if ending.code == 0 and 0 not in kind.codes:
+                return None
+            wrong = []
+            if ending.code not in kind.codes:
+                wrong.append(
+                    f"exit code {ending.code} instead of {' or '.join(map(str, kind.codes))}: {_tail(ending.said)}"
+                )
+            if not re.search(struck.said, ending.said, re.DOTALL):
+                wrong.append(f"not said: {struck.said}; but: {_tail(ending.said)}")
+            kind.mend(site)
+            wrong += _resumed(site, kind)
+            repeated, lost = 0, 0
+            if not wrong:
+                repeated, lost, differing = _compared(site.result(), reference)
+                wrong += differing
+        detection = ending.seconds if kind.codes != (0,) else 0.0
+        return Trial(name, str(topology), struck.step, ending.code, detection, repeated, lost, "; ".join(wrong))
+
+    @contextlib.contextmanager
+    def _site(self, kind: Kind, topology: Topology):
+        self._number += 1
+        folder = self._folder / f"trial-{self._number}"
+        with small_disk(folder) if kind.disk else contextlib.nullcontext():
+            site = Site(
+                folder, topology, (*kind.overrides, *self._data(kind, folder)), self._shim if kind.shim else None
+            )
+            yield site
+            site.clear()
+
+    def _data(self, kind: Kind, folder: Path) -> List[str]:
+        """Overrides; shards are copied, as some will be missing."""
+        if not kind.shards:
+            return []
+        if self._shards is None:
+            self._shards = _packed(self._folder)
+        subprocess.run(["cp", "-r", self._shards, folder.parent / f"{folder.name}-shards"], check=True)
+        folder.mkdir(exist_ok=True)
+        (folder.parent / f"{folder.name}-shards").rename(folder / "shards")
+        return ["data.source=shards", f"data.root={folder / 'shards'}"]
+
+    def _reference(self, shards: bool) -> Result:
+        """Of the run in one process that nothing happens to; every topology is to end like it."""
+        if shards not in self._undisturbed:
+            with self._site(KINDS["shard deleted" if shards else "run killed"], Topology(1, 1)) as site:
+                ending = site.start().wait(time.monotonic())
+                if ending.code != 0:
+                    raise RuntimeError(f"the undisturbed run ended with {ending.code}: {_tail(ending.said)}")
+                self._undisturbed[shards] = site.result()
+        return self._undisturbed[shards]
+
+
+def _resumed(site: Site, kind: Kind) -> List[str]:
+    """Starts the run again until it ends; what was wrong."""
+    wrong = []
+    for number in range(_SESSIONS):
+        ending = site.start().wait(time.monotonic())
+        if number == 0 and not re.search(kind.resumed, ending.said, re.DOTALL):
+            wrong.append(f"not said when resumed: {kind.resumed}; but: {_tail(ending.said)}")
+        if ending.code == 0:
+            return wrong
+        wrong.append(f"resumed, it ended with {ending.code}: {_tail(ending.said)}")
+    return wrong
+
+
+def _compared(result: Result, reference: Result) -> tuple:
+    """(updates that are told twice, updates that are missing or other, what differs)."""
+    steps = [event["step"] for event in result.events if event["event"] == "train"]
+    repeated = len(steps) - len(set(steps))
+    ours, theirs = ({e["step"]: e for e in each.events if e["event"] == "train"} for each in (result, reference))
+    lost = sum(ours.get(step) != event for step, event in theirs.items())
+    wrong = []
+    if result.digest != reference.digest:
+        wrong.append("other weights, momentum or averages than the undisturbed run's")
+    if result.events != reference.events:
+        wrong.append("other events than the undisturbed run's")
+    return repeated, lost, wrong
+
+
+def _packed(folder: Path) -> Path:
+    """The digits as PNG files in tar shards."""
+    for split, name in (("train", "train"), ("validation", "val")):
+        source = DigitsSource(split)
+        for index in range(len(source)):
+            place = folder / "digits" / name / source.classes[source.labels[index]]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(place / f"{index:05d}.png")
+        pack = ["pack", folder / "digits" / name, folder / "shards" / name, "--images-per-shard", "200"]
+        subprocess.run([sys.executable, "-m", "tools.shards", *pack], cwd=ROOT, check=True, capture_output=True)
+    return folder / "shards"
+
+
+def _tail(text: str) -> str:
+    """The last lines, in one."""
+    return " | ".join(text.strip().splitlines()[-4:])[-600:]
