@@ -145,6 +145,13 @@ class Engine(ABC):
             Diverged: on every rank.
         """
 
+    def not_finite(self) -> List[str]:
+        """Names, in running order, of the model's parameters whose gradient of the last step was not finite.
+
+        Every rank calls, and waits. Empty where that is not known.
+        """
+        return []
+
     @abstractmethod
     def end_epoch(self) -> None:
         """Takes the weights into the average over epochs, if there is one. The loop says when an epoch ends."""

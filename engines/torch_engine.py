@@ -32,6 +32,7 @@ from recipe.batch import training_image_sizes
 from recipe.config import Optimizer, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.exchange import SPARSE
 
 
 class TorchEngine(Engine):
@@ -243,6 +244,12 @@ class TorchEngine(Engine):
             return self.batch.global_, []
         counts, messages = zip(*self._processes.gather((self._feed.images_seen, self._feed.unreadable)))
         return sum(counts), [message for part in messages for message in part]
+
+    def not_finite(self) -> List[str]:
+        if self._recipe.exchange.method in SPARSE:
+            return []  # of which one element says that something was not finite
+        found = {name for own in self._processes.gather(self.weights.not_finite()) for name in own}
+        return [name for name in self._shapes if name in found]
 
     def end_epoch(self) -> None:
         if "epoch_average" in self._averages:

@@ -118,6 +118,10 @@ class WeightState:
         """
         return self._update(step, lr, divisor, measure)
 
+    def not_finite(self) -> List[str]:
+        """Names of the parameters whose gradient of the last step, as it was exchanged, is not finite. Waits."""
+        return [name for name, view in zip(self._parameters, self.gradients.views) if not view.isfinite().all()]
+
     def state_dict(self) -> dict:
         """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
         return {key: self.by_name(buffer) for key, buffer in self._persistent().items()}

@@ -40,6 +40,13 @@ class Run(Section):
         False, description="CUDA runs repeat bit for bit, at a cost in speed (CPU runs always do)"
     )
 
+    loss_limit: float = Field(
+        10.0,
+        gt=1,
+        description="training loss, in multiples of that of guessing (ln classes), that ends the run as diverged when "
+        "it is exceeded in three lines of the log in a row",
+    )
+
     @model_validator(mode="after")
     def _one_length(self) -> "Run":
         exactly_one(self, ("epochs", "steps", "images"), required=True)

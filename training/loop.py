@@ -7,6 +7,7 @@ was written before it, and a resumed run writes the rest as the undisturbed run 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ from training.evaluation import Scores, evaluate
 from training.monitor import Clock, DataWait, Monitor, duration, pace, workers_needed
 from training.stopping import StopSignals
 
+_LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _INPUT_BOUND = 0.05  # share of the training time above which waiting for images is worth a word
 
 
@@ -46,7 +48,8 @@ class Progression:
 
     step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
     event belongs behind it. loss, correct, images: sums since the last log line. paused, waited: those of `seconds`
-    that were not spent training, and that a device waited for images. scores: of the last evaluation.
+    that were not spent training, and that a device waited for images. lines_above_limit: of the log, the last ones,
+    in a row, whose loss is above run.loss_limit. scores: of the last evaluation.
     """
 
     step: int = 0
@@ -61,6 +64,7 @@ class Progression:
     paused: float = 0.0
     waited: float = 0.0
     best_top1: float = 0.0
+    lines_above_limit: int = 0
     scores: dict = field(default_factory=dict)
 
 
@@ -217,11 +221,28 @@ class Trainer:
         self._monitor.event("train", step + 1, values, "")
         self._monitor.progress.advance(step + 1, text)
         window.empty()
+        self._check_loss(values["loss"], step)
         if in_row > self._recipe.precision.max_skipped_steps:
             raise TrainingError(
                 self._told_once(
-                    f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out; "
+                    f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
+                    f"{_where(self._engine)}; the weights are those of step {step + 1 - in_row}; "
                     "lower schedule.peak (or peak_per_image) or precision.loss_scale"
+                )
+            )
+
+    def _check_loss(self, loss: float, step: int) -> None:
+        """Raises TrainingError where the loss has been out of all reason for some lines of the log."""
+        limit = self._recipe.run.loss_limit * math.log(self._recipe.model.classes)
+        progression = self._progression
+        progression.lines_above_limit = progression.lines_above_limit + 1 if loss > limit else 0
+        if progression.lines_above_limit == _LINES_ABOVE_LIMIT:
+            times, lines = self._recipe.run.loss_limit, _LINES_ABOVE_LIMIT
+            raise TrainingError(
+                self._told_once(
+                    f"step {step + 1}: the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times "
+                    f"that of guessing) in {lines} lines of the log in a row: the run has diverged; lower schedule.peak "
+                    "(or peak_per_image), or raise run.loss_limit"
                 )
             )
 
@@ -353,6 +374,16 @@ class Trainer:
                 self._monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
+
+
+def _where(engine: Engine) -> str:
+    """Which parameters' gradients are not finite. Going backwards, they spoil all those before them."""
+    names = engine.not_finite()
+    if not names:
+        return ""
+    return (
+        f" (that of {names[-1]} and of {len(names) - 1} parameters before it)" if len(names) > 1 else f" ({names[0]})"
+    )
 
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:

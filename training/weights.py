@@ -150,6 +150,14 @@ def _of_run(folder: Path, which: str) -> StoredWeights:
 
 
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
+    """Raises CheckpointError also where something is missing: a file by itself has no checksum."""
+    try:
+        return _parts_of_checkpoint(path, content, which)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged: its content is not a checkpoint's ({error})") from None
+
+
+def _parts_of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
     state = content["engine"]
     if which != TRAINED:
         averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
@@ -170,7 +178,10 @@ def _of_safetensors(path: Path) -> StoredWeights:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
-    classes = json.loads(metadata["classes"]) if "classes" in metadata else None
+    try:
+        classes = json.loads(metadata["classes"]) if "classes" in metadata else None
+    except ValueError:
+        raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read") from None
     return StoredWeights(path, tensors, metadata.get("recipe"), classes, metadata.get("weights", TRAINED))
 
 

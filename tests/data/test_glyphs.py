@@ -25,6 +25,11 @@ from recipe.randomness import Stream
 FOLDER = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_drawn_before():
+    data.glyphs._kept.cache_clear()
+
+
 def source(difficulty, classes=10, images=400, split="train", size=32):
     return GlyphsSource(classes, images, split, size, difficulty)
 
@@ -235,6 +240,7 @@ def test_every_part_is_seen_except_at_difficulty_0(part, monkeypatch):
     place = data.glyphs.ImageFilter if "." in part else data.glyphs
     name = part.split(".")[-1]
     monkeypatch.setattr(place, name, partial(WITHOUT[part], getattr(place, name)))
+    data.glyphs._kept.cache_clear()
     after = [pixels(source(difficulty), 20) for difficulty in (0, 1)]
     different = [(first != second).any((1, 2, 3)).sum() for first, second in zip(before, after)]
     assert different[0] == 0
@@ -316,7 +322,6 @@ def test_without_matplotlib_its_package_is_named(monkeypatch):
 
 def test_small_sets_are_drawn_once_a_process(monkeypatch):
     """A second source of the same set has the first one's pixels; another split, or difficulty, has its own."""
-    data.glyphs._kept.cache_clear()
     first = source(0.5, images=20)
     pixels_of = [first.read(index).clone() for index in range(5)]
     with monkeypatch.context() as patch:
@@ -331,7 +336,6 @@ def test_small_sets_are_drawn_once_a_process(monkeypatch):
 
 
 def test_sets_are_drawn_ahead_for_what_is_forked(monkeypatch):
-    data.glyphs._kept.cache_clear()
     ahead = source(0.5, images=20)
     expected = [ahead._drawn(index) for index in range(20)]
     ahead.draw_ahead()
@@ -340,7 +344,6 @@ def test_sets_are_drawn_ahead_for_what_is_forked(monkeypatch):
 
 
 def test_large_sets_are_drawn_as_they_are_asked_for(monkeypatch):
-    data.glyphs._kept.cache_clear()
     monkeypatch.setattr(data.glyphs, "_KEPT_BYTES", 20 * 3 * 32 * 32 - 1)
     large, drawn = source(0.5, images=20), []
     monkeypatch.setattr(GlyphsSource, "_drawn", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
@@ -348,4 +351,3 @@ def test_large_sets_are_drawn_as_they_are_asked_for(monkeypatch):
     assert drawn == []
     large.read(1), large.read(1)
     assert drawn == [1, 1]
-    data.glyphs._kept.cache_clear()

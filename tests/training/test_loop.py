@@ -179,6 +179,46 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start):
     assert start.saved() == [6]
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "left out; the weights"),
+        (["a"], r"\(a\)"),
+        (["a", "b", "c"], r"\(that of c and of 2 parameters before it\)"),
+    ],
+)
+def test_gradients_that_are_not_finite_are_named(start, names, said):
+    engine = ScriptedEngine(finite=lambda step: step < 3)
+    engine.not_finite = lambda: names
+    with pytest.raises(TrainingError, match=rf"^step 8: the last 5 updates .*{said}.* those of step 3; lower"):
+        start(engine, "precision.max_skipped_steps=3")
+
+
+LOW_LIMIT = ("log.every_steps=2", "run.loss_limit=1.5")  # times ln 10: 3.45; lines have 0.5, 2.5, 4.5, 6.5, 8.5, 10.5
+
+
+def test_a_loss_beyond_reason_in_three_lines_ends_the_run(start):
+    with pytest.raises(TrainingError, match=r"^step 10: the training loss is 8.5, and was above 3.45 \(1.5 times "):
+        start(ScriptedEngine(), *LOW_LIMIT)
+    assert (start.steps("train"), start.saved()) == ([2, 4, 6, 8, 10], [6])
+    progression = Progression(**start.content()["progression"])
+    assert progression.lines_above_limit == 1
+    with pytest.raises(TrainingError, match=r"^step 10: "):  # resumed: where it would have ended
+        start(ScriptedEngine(), *LOW_LIMIT, progression=progression)
+
+
+def test_a_line_below_the_limit_starts_the_count_anew(start):
+    """Steps 8 and 9 have no loss to speak of."""
+    engine = ScriptedEngine()
+    step = engine.train_step
+    calm = torch.tensor(0.0)
+    engine.train_step = lambda *arguments, **keywords: step(*arguments, **keywords)._replace(
+        **({"loss": calm} if arguments[1] in (8, 9) else {})
+    )
+    start(engine, *LOW_LIMIT)
+    assert start.steps("end") == [12]
+
+
 def raising(number, *at):
     """Sends this process a signal before each of the steps named."""
     return lambda step: [signal.raise_signal(number) for _ in range(at.count(step))]

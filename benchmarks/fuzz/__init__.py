@@ -1,0 +1,1 @@
+"""Damaged and hostile input by the ten thousand: recipes, images, shards, checkpoints."""

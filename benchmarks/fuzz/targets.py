@@ -1,0 +1,190 @@
+"""What damaged input is given to: each either takes it, or refuses it by the error that it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Tuple, Type
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.experiments import ROOT
+from data.base import Box
+from data.encoded import EncodedImage
+from data.shards import ShardsSource
+from recipe import batch, loading
+from recipe.errors import UserError
+from tools import shards
+from training import weights
+from training.checkpoint import CheckpointFolder
+
+
+class Target(NamedTuple):
+    """Something that reads files.
+
+    seeds: whole files, given a folder to work in. read: of damaged bytes, in that folder. refuses: what it may raise.
+    share: of all inputs.
+    """
+
+    seeds: Callable[[Path], List[bytes]]
+    read: Callable[[bytes, Path], None]
+    refuses: Tuple[Type[Exception], ...] = (UserError,)
+    share: float = 0.1
+
+
+def _recipes(folder: Path) -> List[bytes]:
+    """Those that come along, as they are written where they extend no other, and as they are resolved."""
+    paths = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "sweeps"]
+    written = [path.read_bytes() for path in paths if "extends:" not in path.read_text()]
+    return written + [loading.dump(loading.load(path)).encode() for path in paths]
+
+
+def _read_recipe(data: bytes, folder: Path) -> None:
+    """A file, then the arithmetic of its batch."""
+    path = folder / "recipe.yaml"
+    path.write_bytes(data)
+    recipe = loading.load(path)
+    divided = batch.divide(recipe, recipe.parallel.replicas or 1)
+    assert divided.global_ == divided.micro * divided.accumulation * divided.replicas
+    batch.lengths(recipe, recipe.data.train_images or 10_000)
+
+
+def _overrides(folder: Path) -> List[bytes]:
+    return [
+        b"batch.global=768", b"run.steps=10", b"data.crop_area=[0.05, 1.0]", b"schedule.peak=1e-3", b"run.name=a",
+        b"model.init_from=runs/a", b"optimizer.name=sgd", b"data.image_sizes=[[0, 16]]", b"model.mean=[0.5, 0.5, 0.5]",
+    ]  # fmt: skip
+
+
+def _read_override(data: bytes, folder: Path) -> None:
+    recipe = loading.load(ROOT / "configs" / "quickstart.yaml", [data.decode(errors="surrogateescape")])
+    batch.divide(recipe, 1)
+
+
+def _images(folder: Path) -> List[bytes]:
+    draws = np.random.default_rng(0)
+    pixels = np.kron(draws.integers(0, 256, (6, 8, 3), dtype=np.uint8), np.ones((12, 12, 1), dtype=np.uint8))
+    image, found = Image.fromarray(pixels), []
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for mode, options in (
+        ("RGB", {"format": "JPEG"}), ("RGB", {"format": "JPEG", "progressive": True, "quality": 50}),
+        ("L", {"format": "JPEG"}), ("CMYK", {"format": "JPEG"}), ("RGB", {"format": "JPEG", "exif": turned}),
+        ("RGB", {"format": "JPEG", "subsampling": 0, "restart_marker_rows": 1}), ("RGB", {"format": "PNG"}),
+        ("P", {"format": "PNG"}), ("LA", {"format": "PNG"}), ("I;16", {"format": "PNG"}), ("1", {"format": "PNG"}),
+    ):  # fmt: skip
+        stream = io.BytesIO()
+        made = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257) if mode == "I;16" else image.convert(mode)
+        made.save(stream, **options)
+        found.append(stream.getvalue())
+    return found
+
+
+def _read_image(data: bytes, folder: Path) -> None:
+    """Whole, a box of it, and a box of it smaller."""
+    image = EncodedImage(data, "damaged")
+    height, width = max(1, image.height // 2), max(1, image.width // 2)
+    box = Box(image.height // 4, image.width // 4, height, width)
+    for given in ((None, None), (box, None), (box, 8)):
+        pixels = image.pixels(*given)
+        assert pixels.dtype == torch.uint8 and pixels.shape[0] == 3
+
+
+def _tars(folder: Path) -> List[bytes]:
+    images = _images(folder)
+    found = []
+    for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
+            for number in range(4):
+                name = f"{'long' * 30}{number:04}" if number == 3 and form != tarfile.USTAR_FORMAT else f"{number:04}"
+                for suffix, content in (("cls", b"%d\n" % (number % 2)), ("jpg", images[number])):
+                    info = tarfile.TarInfo(f"{name}.{suffix}")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+        found.append(stream.getvalue())
+    return found
+
+
+def _read_tar(data: bytes, folder: Path) -> None:
+    """Indexed as shards of other makers are, then opened and all its images read."""
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "part-0.tar").write_bytes(data)
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        code = shards.main(["index", str(folder)])
+    assert code in (0, 1, 2), code
+    if code == 0:
+        _read_all(folder)
+
+
+def _manifests(folder: Path) -> List[bytes]:
+    _read_tar(_tars(folder)[0], folder)
+    return [(folder / "shards.json").read_bytes()]
+
+
+def _read_manifest(data: bytes, folder: Path) -> None:
+    (folder / "shards.json").write_bytes(data)
+    _read_all(folder)
+
+
+def _indexes(folder: Path) -> List[bytes]:
+    _read_tar(_tars(folder)[0], folder)
+    return [path.read_bytes() for path in folder.iterdir() if path.suffix not in (".tar", ".json")]
+
+
+def _read_index(data: bytes, folder: Path) -> None:
+    (path,) = (path for path in folder.iterdir() if path.suffix not in (".tar", ".json"))
+    path.write_bytes(data)
+    _read_all(folder)
+
+
+def _read_all(folder: Path) -> None:
+    source = ShardsSource(str(folder), window=4)
+    for opened in source.open_all(range(len(source))):
+        if not isinstance(opened, Exception):
+            with contextlib.suppress(UserError):
+                opened.pixels()
+
+
+def _checkpoints(folder: Path) -> List[bytes]:
+    made = CheckpointFolder(folder / "whole", 2, False)
+    state = {"weights": {"a": torch.arange(12.0).view(3, 4), "b": torch.zeros(2, dtype=torch.float16)}}
+    return [made.save(1, {"engine": state, "recipe": "run: {epochs: 1}", "classes": ["x"]}, 0.5).read_bytes()]
+
+
+def _read_checkpoint(data: bytes, folder: Path) -> None:
+    """As weights, where no manifest stands before it."""
+    path = folder / "damaged.pt"
+    path.write_bytes(data)
+    weights.read(str(path))
+
+
+def _tensors(folder: Path) -> List[bytes]:
+    from safetensors.torch import save
+
+    metadata = {"recipe": "run: {epochs: 1}", "classes": '["cat", "dog"]', "weights": "trained"}
+    return [save({"a": torch.arange(120.0).view(3, 40), "b": torch.zeros(2)}, metadata)]
+
+
+def _read_tensors(data: bytes, folder: Path) -> None:
+    path = folder / "damaged.safetensors"
+    path.write_bytes(data)
+    weights.read(str(path))
+
+
+TARGETS: Dict[str, Target] = {
+    "recipes": Target(_recipes, _read_recipe, share=0.15),
+    "overrides": Target(_overrides, _read_override, share=0.1),
+    "images": Target(_images, _read_image, share=0.3),
+    "tars": Target(_tars, _read_tar, share=0.1),
+    "shard manifests": Target(_manifests, _read_manifest, share=0.1),
+    "shard indexes": Target(_indexes, _read_index, share=0.1),
+    "checkpoints": Target(_checkpoints, _read_checkpoint, share=0.1),
+    "safetensors": Target(_tensors, _read_tensors, share=0.05),
+}

@@ -1,0 +1,140 @@
+"""Inputs one after the other in a process of their own, which may crash or hang: who watches it goes on behind that."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import List, NamedTuple, Optional
+
+import torch
+
+from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.targets import TARGETS
+
+_HANGS = 20.0  # seconds that one input may take
+_SAMPLE = 100  # inputs between two looks at the memory
+
+
+class Fault(NamedTuple):
+    """An input that was neither taken nor refused. kind: crash, hang, or the error's name."""
+
+    number: int
+    kind: str
+    text: str
+
+
+class Found(NamedTuple):
+    """What became of a target's inputs. taken, refused: how many; slowest: seconds; growth: kB per 1,000 inputs."""
+
+    inputs: int
+    taken: int
+    refused: int
+    slowest: float
+    growth: float
+    faults: List[Fault]
+
+
+def made(name: str, seed: int, number: int, seeds: List[bytes]) -> bytes:
+    """Input `number` of a target."""
+    return mutated(seeds, random.Random(f"{seed} {name} {number}"))
+
+
+def run(name: str, seed: int, inputs: int) -> Found:
+    """Gives a target its inputs."""
+    context = multiprocessing.get_context("fork")
+    faults: List[Fault] = []
+    sizes: List[List[float]] = []
+    number, totals, slowest = 0, [0, 0], 0.0
+    while number < inputs:
+        place = context.Array("d", [number, time.monotonic()], lock=False)
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(name, seed, number, inputs, place, writer))
+        process.start()
+        writer.close()
+        report = _awaited(process, reader, place)
+        number = int(place[0]) + 1
+        if report is None:
+            kind = "hang" if time.monotonic() - place[1] > _HANGS else "crash"
+            faults.append(Fault(number - 1, kind, f"ended with {process.exitcode}"))
+            continue
+        taken, refused, longest, own, memory = report
+        totals, slowest = [totals[0] + taken, totals[1] + refused], max(slowest, longest)
+        faults += own
+        sizes.append(memory)
+        number = inputs
+    return Found(inputs, *totals, slowest, _growth(sizes), faults)
+
+
+def _awaited(process, reader, place) -> Optional[tuple]:
+    """What a child sends at its end; None if it died, or hung and was killed."""
+    while not reader.poll(0.2):
+        if time.monotonic() - place[1] > _HANGS:
+            process.kill()
+            break
+    try:
+        return reader.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+
+
+def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libjpeg tells of all that it finds
+    target, taken, refused, longest = TARGETS[name], 0, 0, 0.0
+    faults: List[Fault] = []
+    memory: List[float] = []
+    with tempfile.TemporaryDirectory() as place_to_work:
+        folder = Path(place_to_work)
+        seeds = target.seeds(folder)
+        for number in range(first, inputs):
+            place[0], place[1] = number, time.monotonic()
+            try:
+                target.read(made(name, seed, number, seeds), folder)
+                taken += 1
+            except target.refuses:
+                refused += 1
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"{type(error).__name__}: {str(error)[:200]} ({Path(last.filename).name}:{last.lineno})"
+                faults.append(Fault(number, type(error).__name__, text))
+            longest = max(longest, time.monotonic() - place[1])
+            if number % _SAMPLE == 0:
+                memory.append(_resident())
+    writer.send((taken, refused, longest, faults, memory))
+    writer.close()
+    os._exit(0)
+
+
+def _resident() -> float:
+    """Of this process, in kB, after all has been given back that is free: what is left is held by somebody."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+def _growth(sizes: List[List[float]]) -> float:
+    """From the second to the last fifth of the longest run without a crash, in kB per 1,000 inputs.
+
+    Medians: single inputs take much for a moment. The first fifth fills caches.
+    """
+    longest = max(sizes, key=len, default=[])
+    fifth = len(longest) // 5
+    if not fifth:
+        return 0.0
+    early, late = statistics.median(longest[fifth : 2 * fifth]), statistics.median(longest[-fifth:])
+    return (late - early) / (3 * fifth * _SAMPLE / 1000)

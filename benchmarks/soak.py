@@ -1,0 +1,131 @@
+"""Does a long run grow? Ten thousand updates with a checkpoint and an evaluation about every hundred.
+
+    python -m benchmarks.soak [--json]
+
+One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
+memory (PSS), open files and threads of all their processes are read from /proc. What is claimed are slopes: least
+squares over the updates, without the first tenth, in which caches fill. Takes some ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Sequence
+
+from benchmarks import claims
+from benchmarks.experiments import QUIET, ROOT
+
+STEPS = 10_000
+# 102 updates an epoch, at the end of which the run is scored and saved.
+RECIPE = (
+    "run.device=cpu", f"run.steps={STEPS}", "model.width=0.25", "model.depth=0.1", "model.image_size=12",
+    "batch.global=14", "batch.micro=7", "batch.evaluation=360", "schedule.warmup_steps=100", "log.every_steps=50",
+    "average.step_decay=0.99",
+)  # fmt: skip
+RUNS: Dict[str, Sequence[str]] = {
+    "one process, one worker": ("data.workers=1",),
+    "two replicas": ("--replicas", "2", "exchange.method=dense"),
+}
+_SAMPLE_SECONDS = 1.0
+_WARM_UP = 0.1  # of the updates
+
+
+class Sample(NamedTuple):
+    """Of all processes of a run, at one moment."""
+
+    step: int
+    memory_kb: float
+    files: float
+    threads: float
+
+
+def measure(options: Sequence[str], folder: Path) -> List[Sample]:
+    """Trains a run and looks at it every second. Raises CalledProcessError where it fails."""
+    flags = [option for option in options if "=" not in option]
+    overrides = [option for option in options if "=" in option]
+    command = [
+        *(sys.executable, "-m", "tools.launch", *flags, "--config", "configs/quickstart.yaml"),
+        *(*RECIPE, *overrides, *QUIET, f"run.output={folder}"),
+    ]
+    samples: List[Sample] = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            step = _step(folder)
+            if step:
+                samples.append(Sample(step, *_used(process.pid)))
+            time.sleep(_SAMPLE_SECONDS)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return samples[:-1]  # the last may be of a run that is ending
+
+
+def _step(folder: Path) -> int:
+    """That the run has told of."""
+    with contextlib.suppress(OSError):
+        return 50 * (folder / "metrics.jsonl").read_bytes().count(b'"event": "train"')
+    return 0
+
+
+def _used(root: int) -> tuple:
+    """Memory in kB, files and threads of a process and all below it."""
+    memory = files = threads = 0
+    for process in _tree(root):
+        with contextlib.suppress(OSError, StopIteration):
+            place = Path(f"/proc/{process}")
+            lines = (place / "smaps_rollup").read_text().splitlines()
+            memory += int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+            files += len(list((place / "fd").iterdir()))
+            threads += len(list((place / "task").iterdir()))
+    return memory, files, threads
+
+
+def _tree(root: int) -> List[int]:
+    found = [root]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
+            found += _tree(int(child))
+    return found
+
+
+def slope(samples: Sequence[Sample], name: str) -> float:
+    """Growth per 1,000 updates."""
+    late = [sample for sample in samples if sample.step >= _WARM_UP * STEPS]
+    fitted = statistics.linear_regression([sample.step for sample in late], [getattr(sample, name) for sample in late])
+    return 1000 * fitted.slope
+
+
+def main() -> None:
+    as_json = claims.wants_json(__doc__)
+    rows, made = [], []
+    for name, options in RUNS.items():
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            samples = measure(options, Path(folder) / "run")
+        grown = {key: slope(samples, key) for key in ("memory_kb", "files", "threads")}
+        rows.append(
+            {
+                "run": name,
+                "updates": STEPS,
+                "samples": len(samples),
+                "memory_mb": round(samples[-1].memory_kb / 1024, 1),
+                "files": samples[-1].files,
+                "threads": samples[-1].threads,
+                **{f"{key}_per_1000": round(value, 3) for key, value in grown.items()},
+            }
+        )
+        word = name.replace(", ", "_").replace(" ", "_")
+        made.append(claims.claim(f"memory_{word}", [grown["memory_kb"]], "kB per 1,000 updates", "<= 256"))
+        made.append(claims.claim(f"files_{word}", [grown["files"]], "per 1,000 updates", "<= 0.05"))
+        made.append(claims.claim(f"threads_{word}", [grown["threads"]], "per 1,000 updates", "<= 0.05"))
+    claims.report("soak", rows, made, as_json)
+
+
+if __name__ == "__main__":
+    main()

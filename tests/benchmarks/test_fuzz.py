@@ -1,0 +1,72 @@
+"""Damaged input in small, and that the harness notices what neither takes nor refuses it."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from benchmarks.fuzz import trial
+from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.targets import TARGETS, Target
+from recipe.errors import UserError
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_damaged_input_is_taken_or_refused(name):
+    found = trial.run(name, seed=5, inputs=200)
+    assert found.faults == []
+    assert found.inputs == found.taken + found.refused == 200
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whole_input_is_taken(name, tmp_path):
+    seeds = TARGETS[name].seeds(tmp_path)
+    for seed in seeds:
+        TARGETS[name].read(seed, tmp_path)
+
+
+def test_damage_is_a_function_of_seed_and_number():
+    seeds = [bytes(range(256)), b"other"]
+    assert trial.made("a", 1, 7, seeds) == trial.made("a", 1, 7, seeds)
+    assert len({trial.made("a", seed, number, seeds) for seed in range(3) for number in range(20)}) > 55
+    damaged = [mutated(seeds, random.Random(number)) for number in range(200)]
+    assert sum(each in seeds for each in damaged) < 10
+
+
+def misbehave(data, folder):
+    """By its number, which the harness has noted before: takes, refuses, fails otherwise, dies, or hangs."""
+    misbehave.number += 1
+    if misbehave.number == 3:
+        raise UserError("refused")
+    if misbehave.number == 5:
+        raise KeyError("nobody expected this")
+    if misbehave.number == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if misbehave.number == 9:
+        time.sleep(60)
+
+
+def test_other_errors_crashes_and_hangs_are_found_and_what_follows_is_tried(monkeypatch):
+    """The child that follows a crash counts from 1 again: 3 and 5 come twice more, 8 and 9 never."""
+    misbehave.number = 0
+    monkeypatch.setattr(trial, "_HANGS", 1.5)
+    monkeypatch.setitem(trial.TARGETS, "bad", Target(lambda folder: [b"seed"], misbehave))
+    found = trial.run("bad", seed=0, inputs=14)
+    assert [(fault.number, fault.kind) for fault in found.faults] == [(7, "crash"), (12, "KeyError")]
+    assert (found.taken, found.refused) == (4, 1)
+    misbehave.number = 8
+    found = trial.run("bad", seed=0, inputs=2)
+    assert [(fault.number, fault.kind) for fault in found.faults] == [(0, "hang"), (1, "hang")]
+
+
+def test_memory_that_is_kept_is_seen(monkeypatch):
+    kept = []
+    monkeypatch.setitem(
+        trial.TARGETS, "leaks", Target(lambda folder: [b"seed"], lambda data, folder: kept.append(bytes(4096)))
+    )
+    growth = trial.run("leaks", seed=0, inputs=3000).growth
+    assert 4096 * 1000 / 1024 * 0.8 < growth < 4096 * 1000 / 1024 * 1.5
