@@ -241,8 +241,8 @@ class Trainer:
             raise TrainingError(
                 self._told_once(
                     f"step {step + 1}: the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times "
-                    f"that of guessing) in {lines} lines of the log in a row: the run has diverged; lower schedule.peak "
-                    "(or peak_per_image), or raise run.loss_limit"
+                    f"that of guessing) in {lines} lines of the log in a row: the run has diverged; lower "
+                    "schedule.peak (or peak_per_image), or raise run.loss_limit"
                 )
             )
 

@@ -26,7 +26,7 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def kept(tmp_path, monkeypatch):
     """Runs are kept in a folder of the test's own."""
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
