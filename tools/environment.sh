@@ -1,6 +1,7 @@
 # Sourced by run_pod.sh and run_tests.sh: makes a virtual environment where it is missing or out of date, and
-# sets PYTHON to its interpreter. make_environment: .venv from requirements.txt, needs Python 3.10 or newer and
-# nothing else. make_ipu_environment: .venv-ipu from requirements-ipu.txt, needs Python 3.8.
+# sets PYTHON to its interpreter. make_environment: .venv from requirements.lock, which has a hash of every file that
+# requirements.txt comes to; needs Python 3.10 or newer and nothing else. make_ipu_environment: .venv-ipu from
+# requirements-ipu.txt, needs Python 3.8.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -31,23 +32,23 @@ find_python38() {
 }
 
 make_environment() {
-  environment_from .venv requirements.txt find_python "about 6 GB"
+  environment_from .venv requirements.lock find_python "about 6 GB" --require-hashes
 }
 
 make_ipu_environment() {
   environment_from .venv-ipu requirements-ipu.txt find_python38 "about 5 GB"
 }
 
-# environment_from FOLDER REQUIREMENTS FINDER SIZE: FINDER prints the Python that makes it, and is asked only then.
+# environment_from FOLDER REQUIREMENTS FINDER SIZE [PIP OPTIONS]: FINDER prints the Python that makes it, and is asked only then.
 environment_from() {
-  local venv="$ROOT/$1" requirements="$ROOT/$2" wanted
+  local venv="$ROOT/$1" requirements="$ROOT/$2" wanted options=("${@:5}")
   wanted=$(cksum < "$requirements")
   if [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" != "$wanted" ]; then
     local python
     python=$("$3") || exit 2
     echo "making $1 with $("$python" --version) from $2 (a few minutes, $4)" >&2
     "$python" -m venv "$venv" || { echo "$python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" || exit 1
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${options[@]+"${options[@]}"} -r "$requirements" || exit 1
     printf '%s\n' "$wanted" > "$venv/requirements.cksum"
   fi
   PYTHON="$venv/bin/python"

@@ -1,0 +1,156 @@
+"""What a run shows to others: the sockets it listens at, the files it leaves, the packages it is made of."""
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from data.base import UnreadableImage
+from data.decode import decode
+from tests.conftest import ROOT, TINY
+
+LISTENS = "0A"  # state of a socket in /proc/net/tcp
+
+
+def launch(*arguments, **options):
+    """The launcher with a small recipe, as a process."""
+    command = [sys.executable, "-m", "tools.launch", "--config", "configs/quickstart.yaml", *TINY, "run.device=cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True, **options
+    )
+
+
+def tree(process):
+    """A process and all below it."""
+    found = [process]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            found += tree(int(child))
+    return found
+
+
+def listening(processes):
+    """Addresses at which they listen."""
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+    found = set()
+    for name, family, unpack in (("tcp", socket.AF_INET, "<I"), ("tcp6", socket.AF_INET6, "<4I")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and fields[9] in inodes:
+                words = struct.unpack(unpack.replace("<", ">"), bytes.fromhex(fields[1].partition(":")[0]))
+                found.add(socket.inet_ntop(family, struct.pack(unpack, *words)))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_of_one_host_listen_at_the_loopback_only(tmp_path):
+    """Launcher, stores and gloo, looked at until the run ends; they are there, and nothing is open to others."""
+    run = launch("--replicas", "2", f"run.output={tmp_path / 'run'}", "run.steps=60")
+    seen = set()
+    try:
+        while run.poll() is None:
+            seen |= listening(tree(run.pid))
+            time.sleep(0.05)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 0
+    assert seen and seen <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022])
+def test_files_have_the_rights_that_the_user_gives_new_ones(tmp_path, umask):
+    """Nothing that others may write, no more than the umask leaves."""
+    run = launch(f"run.output={tmp_path / 'run'}", preexec_fn=lambda: os.umask(umask))
+    assert run.wait() == 0
+    made = list((tmp_path / "run").rglob("*"))
+    assert {path.name for path in made} >= {"config.yaml", "metrics.jsonl", "checkpoints", "environment.json", "lock"}
+    for path in [tmp_path / "run", *made]:
+        rights = stat.S_IMODE(path.stat().st_mode)
+        assert rights & umask == 0, path
+        assert rights & ~umask & 0o700 in (0o600, 0o700), path
+
+
+def png(*chunks):
+    """A PNG file of chunks (kind, content)."""
+    written = [
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
+
+
+def header(width, height):
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        pytest.param(
+            png(header(1, 1), (b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 28), 9)), (b"IEND", b"")), id="text"
+        ),
+        pytest.param(
+            png(header(1, 1), (b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 28), 9)), (b"IEND", b"")), id="profile"
+        ),
+        pytest.param(png(header(1, 1), (b"IDAT", zlib.compress(bytes(1 << 28), 9)), (b"IEND", b"")), id="pixels"),
+        pytest.param(png(header(60_000, 60_000), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")), id="size"),
+    ],
+)
+def test_little_files_that_swell_do_not(bomb):
+    """256 MiB behind a quarter of one: refused, or left packed; a decoder that unpacked it would take half a second."""
+    start = time.process_time()
+    with contextlib.suppress(UnreadableImage):
+        assert decode(bomb, "bomb").shape == (3, 1, 1)
+    assert time.process_time() - start < 5
+    assert resident() < resident.before + 64 * 1024
+
+
+def resident():
+    """Largest memory that this process ever had, in kB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.fixture(autouse=True)
+def _remembered():
+    resident.before = resident()
+
+
+def pinned(text):
+    """{package: versions} of the lines that pin one."""
+    found = {}
+    for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE):
+        found.setdefault(name.lower().replace("_", "-"), set()).add(version)
+    return found
+
+
+def test_the_lock_has_what_is_required_and_a_hash_of_every_file():
+    required = pinned((ROOT / "requirements.txt").read_text())
+    locked = (ROOT / "requirements.lock").read_text()
+    versions = pinned(locked)
+    assert required.keys() <= versions.keys()
+    for name, wanted in required.items():
+        assert wanted <= versions[name], name
+    entries = re.split(r"\n(?=[A-Za-z0-9])", locked)
+    packages = [entry for entry in entries if "==" in entry.splitlines()[0]]
+    assert len(packages) >= len(required)
+    for entry in packages:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry.splitlines()[0]
