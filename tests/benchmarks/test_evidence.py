@@ -18,6 +18,7 @@ from benchmarks.evidence.norms import GROUPS, MICRO, NORMS, SIZE, Norms, paramet
 from benchmarks.evidence.resolution import HALF_ONLY, LENGTHS, NATIVELY, TUNED, Resolution
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
 from recipe.errors import UserError
+from tests import ranks
 from training import weights
 
 SHORT = (
@@ -46,7 +47,19 @@ def test_a_run_is_named_by_what_it_is(kept):
     assert len({each.folder for each in [run, *others]}) == 5
 
 
-def test_what_is_wanted_is_trained_once_side_by_side_and_as_by_its_own_command(kept):
+def alone(function, kept):
+    """Calls function(folder) in a process in which nothing was computed before: torch's autograd does not live on in
+    what is forked from one in which it was."""
+    (ended,) = ranks.run(1, _within, function, kept, timeout=120)
+    assert ended.code == 0, "\n".join(ended.errors)
+
+
+def _within(rank, size, function, kept):
+    runs.RUNS = kept
+    function(kept)
+
+
+def trained_once(kept):
     """Another run is wanted once the first has ended; the command that a page names gives the same bits."""
     first, second, third = (Run(SHORT, seed) for seed in range(3))
     said = []
@@ -62,15 +75,14 @@ def test_what_is_wanted_is_trained_once_side_by_side_and_as_by_its_own_command(k
     assert again == []
 
     elsewhere = kept.parent / "elsewhere"
-    alone = [*first.command()[:-1], f"run.output={elsewhere}"]
-    subprocess.run(
-        alone, cwd=runs.ROOT, check=True, capture_output=True, env={**runs.os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    command = [*first.command()[:-1], f"run.output={elsewhere}"]
+    environment = {**runs.os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
     ours, theirs = (weights.read(str(folder)).tensors for folder in (first.folder, elsewhere))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_that_diverges_is_an_outcome(kept):
+def diverged(kept):
     run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
     said = []
     train_all(lambda: [run], 1, said.append)
@@ -81,22 +93,41 @@ def test_a_run_that_diverges_is_an_outcome(kept):
     assert len(said) == 1
 
 
-def test_a_run_that_fails_is_said_with_its_command(kept, monkeypatch):
+def failed(kept):
     def fail(recipe):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(runs, "train", fail)
+    runs.train = fail
     run = Run(SHORT, 0)
     with pytest.raises(Lost, match=f"train.py .*run.seed=0.* see {run.log}"):
         train_all(lambda: [run], 1, print)
     assert "no such thing" in run.log.read_text()
 
 
-@pytest.mark.multiprocess
-def test_runs_of_several_processes_are_launched(kept):
+def launched(kept):
     run = Run((*SHORT, "parallel.replicas=2"), 0, replicas=2)
     train_all(lambda: [run], 2, print)
     assert outcome(run).top1 >= 0
+
+
+@pytest.mark.multiprocess
+def test_what_is_wanted_is_trained_once_side_by_side_and_as_by_its_own_command(kept):
+    alone(trained_once, kept)
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_diverges_is_an_outcome(kept):
+    alone(diverged, kept)
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_fails_is_said_with_its_command(kept):
+    alone(failed, kept)
+
+
+@pytest.mark.multiprocess
+def test_runs_of_several_processes_are_launched(kept):
+    alone(launched, kept)
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
