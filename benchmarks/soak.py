@@ -64,7 +64,7 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return samples[:-1]  # the last may be of a run that is ending
+    return [sample for sample in samples if sample.step < STEPS]  # later ones are of a run that is ending
 
 
 def _step(folder: Path) -> int:
