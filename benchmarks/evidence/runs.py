@@ -13,13 +13,12 @@ import json
 import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import traceback
 from multiprocessing import connection
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -122,11 +121,6 @@ def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
     """Epochs and values along the run, e.g. of ("eval", "top1"). Nothing of a run that diverged at once."""
     events = read_events(run.folder).get(kind, [])
     return [event["epoch"] for event in events], [event[key] for event in events]
-
-
-def spread(values: Sequence[float]) -> Tuple[float, float]:
-    """Mean and standard deviation over the seeds."""
-    return statistics.mean(values), statistics.stdev(values)
 
 
 def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[str], None]) -> None:

@@ -16,7 +16,6 @@ from typing import Callable, Dict, Mapping, NamedTuple, Tuple
 from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology, children
 
 ONE, REPLICAS, BOTH = Topology(1, 1), Topology(2, 1), Topology(2, 2)
-ALL = (ONE, REPLICAS, BOTH)
 KILLED = -signal.SIGKILL
 _YEAR = 365 * 86_400.0
 
@@ -62,22 +61,18 @@ def _kill_run(site: Site, session: Session, draws: random.Random) -> Struck:
     return Struck(step, session.wait(since))
 
 
-def _kill_rank(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1)
-    ranks = session.ranks()
-    rank = draws.choice(sorted(ranks))
-    since = time.monotonic()
-    _signal(ranks[rank], signal.SIGKILL)
-    return Struck(step, session.wait(since), rf"rank {rank} \(host .*\) was ended by signal 9")
+def _signalling_rank(number: int, said: str) -> Callable[[Site, Session, random.Random], Struck]:
+    """One rank is sent a signal. Args: said: of the rank, as a regular expression with {rank} in it."""
 
+    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
+        step = _moment(site, session, draws, first=1)
+        ranks = session.ranks()
+        rank = draws.choice(sorted(ranks))
+        since = time.monotonic()
+        _signal(ranks[rank], number)
+        return Struck(step, session.wait(since), said.format(rank=rank))
 
-def _stop_rank(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1)
-    ranks = session.ranks()
-    rank = draws.choice(sorted(ranks))
-    since = time.monotonic()
-    _signal(ranks[rank], signal.SIGSTOP)
-    return Struck(step, session.wait(since), rf"rank {rank} has said nothing for \d+ s")
+    return strike
 
 
 def _terminate(site: Site, session: Session, draws: random.Random) -> Struck:
@@ -175,9 +170,13 @@ def _signal(process: int, number: int) -> None:
 _PASSED_OVER = "damaged.*trying the one before"
 KINDS: Dict[str, Kind] = {
     "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _kill_run),
-    "rank killed": Kind({REPLICAS: 4, BOTH: 4}, (1,), _kill_rank),
+    "rank killed": Kind(
+        {REPLICAS: 4, BOTH: 4}, (1,), _signalling_rank(signal.SIGKILL, r"rank {rank} \(host .*\) was ended by signal 9")
+    ),
     "run told to stop": Kind({ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), _terminate),
-    "rank stopped": Kind({REPLICAS: 3, BOTH: 3}, (1,), _stop_rank),
+    "rank stopped": Kind(
+        {REPLICAS: 3, BOTH: 3}, (1,), _signalling_rank(signal.SIGSTOP, r"rank {rank} has said nothing for \d+ s")
+    ),
     "disk full": Kind(
         {ONE: 2, REPLICAS: 2}, (1,), _fill_disk, lambda site: (site.folder / "filler").unlink(), disk=True
     ),
