@@ -227,9 +227,15 @@ class Trainer:
                 self._told_once(
                     f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
                     f"{_where(self._engine)}; the weights are those of step {step + 1 - in_row}; "
-                    "lower schedule.peak (or peak_per_image) or precision.loss_scale"
+                    f"{self._remedy(values['loss_scale'])}"
                 )
             )
+
+    def _remedy(self, loss_scale: float) -> str:
+        if self._recipe.precision.dynamic_loss_scale:
+            fallen = f"the loss scale has fallen to {loss_scale:g}, so it is not too high"
+            return f"{fallen}; lower schedule.peak (or peak_per_image)"
+        return "lower schedule.peak (or peak_per_image) or precision.loss_scale"
 
     def _check_loss(self, loss: float, step: int) -> None:
         """Raises TrainingError where the loss has been out of all reason for some lines of the log."""

@@ -90,6 +90,18 @@ def test_steps_that_stay_so_end_the_run_which_names_step_and_layer_and_keeps_the
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_loss_scale_that_collapses_is_told_with_what_it_came_to(tmp_path):
+    """It is halved for each update that is left out, on all ranks alike, and is not blamed then."""
+    poison = Poison(math.inf, range(FIRST, 99))
+    dynamic = ("precision.dynamic_loss_scale=true", "precision.max_skipped_steps=3", "log.every_steps=1")
+    both = ranks.train(2, f"run.output={tmp_path / 'run'}", *dynamic, "precision.loss_scale=128", sabotage=poison)
+    assert [ended.code for ended in both] == [1, 1]
+    scales = [event["loss_scale"] for event in events(tmp_path / "run", "train")]
+    assert scales[FIRST - 1 :] == [128, 64, 32, 16, 8]
+    (line,) = [line for line in both[0].errors if line.startswith("step")]
+    assert "the loss scale has fallen to 8, so it is not too high; lower schedule.peak" in line
+
+
 def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path):
     both = ranks.train(
         2, f"run.output={tmp_path / 'run'}", "optimizer.name=sgd", "schedule.peak=1000", "log.every_steps=1"
