@@ -3,8 +3,10 @@
     python -m benchmarks.soak [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
-memory (PSS), open files and threads of all their processes are read from /proc. What is claimed are slopes: least
-squares over the updates, without the first tenth, in which caches fill. Takes some ten minutes on two cores.
+memory, open files and threads of all their processes are read from /proc. Memory is the proportional share of what is
+no page of a file: the share in libraries' pages changes with every other program that has them loaded. What is claimed
+are slopes: least squares over the updates, without the first tenth, in which caches fill. Takes some ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -78,10 +80,11 @@ def _used(root: int) -> tuple:
     """Memory in kB, files and threads of a process and all below it."""
     memory = files = threads = 0
     for process in _tree(root):
-        with contextlib.suppress(OSError, StopIteration):
+        with contextlib.suppress(OSError):
             place = Path(f"/proc/{process}")
-            lines = (place / "smaps_rollup").read_text().splitlines()
-            memory += int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+            for line in (place / "smaps_rollup").read_text().splitlines():
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    memory += int(line.split()[1])
             files += len(list((place / "fd").iterdir()))
             threads += len(list((place / "task").iterdir()))
     return memory, files, threads

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from pathlib import Path
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from benchmarks import claims
 from benchmarks.evidence.experiment import Experiment
@@ -74,6 +75,21 @@ def _label(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
+def read(path: Path) -> List[dict]:
+    """Rows of a CSV file that was written here: numbers as numbers, None where there was none."""
+    with open(path, newline="") as stream:
+        return [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(stream)]
+
+
+def _value(text: str) -> Union[int, float, str, None]:
+    """Of how it was written: 1e-3 is a word, as a number is written in another way."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            if str(kind(text)) == text:
+                return kind(text)
+    return text or None
+
+
 class Agreement(NamedTuple):
     """Of a run of the experiment with the figures that were there before: rows compared, and those that differ."""
 
@@ -90,17 +106,16 @@ def agreement(experiment: Experiment, rows: Sequence[dict], folder: Path = RESUL
     if not path.exists():
         return None
     labels = list(experiment.series()[0].labels)
-    with open(path, newline="") as stream:
-        before = {tuple(row[label] for label in labels): row for row in csv.DictReader(stream)}
+    before = {_named(row, labels): row for row in read(path)}
     differing, compared = [], 0
     for row in rows:
-        found = before.get(tuple(str(row[label]) for label in labels))
+        found = before.get(_named(row, labels))
         if found is None:
             differing.append(f"{_named(row, labels)}: not there before")
             continue
         compared += 1
-        mean, deviation = float(found["top1_mean"]), float(found["top1_sd"] or 0)
-        if abs(row["top1_mean"] - mean) > max(row["top1_sd"] or 0, deviation):
+        mean = found["top1_mean"]
+        if abs(row["top1_mean"] - mean) > max(row["top1_sd"] or 0, found["top1_sd"] or 0):
             differing.append(f"{_named(row, labels)}: top-1 {row['top1_mean']:.2f} %, before {mean:.2f} %")
     return Agreement(compared, differing)
 

@@ -17,7 +17,7 @@ from data.base import Box
 from data.encoded import EncodedImage
 from data.shards import ShardsSource
 from recipe import batch, loading
-from recipe.errors import UserError
+from recipe.errors import DONE, WRONG_INPUT, DataError, UserError
 from tools import shards
 from training import weights
 from training.checkpoint import CheckpointFolder
@@ -118,9 +118,10 @@ def _read_tar(data: bytes, folder: Path) -> None:
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         code = shards.main(["index", str(folder)])
-    assert code in (0, 1, 2), code
-    if code == 0:
-        _read_all(folder)
+    if code == WRONG_INPUT:
+        raise DataError(silent.getvalue())
+    assert code == DONE, silent.getvalue()
+    _read_all(folder)
 
 
 def _manifests(folder: Path) -> List[bytes]:

@@ -17,6 +17,7 @@ from benchmarks.evidence.micro import WAYS, MicroBatches
 from benchmarks.evidence.norms import GROUPS, MICRO, NORMS, SIZE, Norms, parameters
 from benchmarks.evidence.resolution import HALF_ONLY, LENGTHS, NATIVELY, TUNED, Resolution
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
+from benchmarks.experiments import RESULTS
 from recipe.errors import UserError
 from tests import ranks
 from training import weights
@@ -357,6 +358,16 @@ def test_verdicts_of_the_others_follow_from_their_figures():
     assert "the same to the bit" in MicroBatches().verdict(same)
     same[1]["same_bits"] = 2
     assert "change bits" in MicroBatches().verdict(same)
+
+
+@pytest.mark.parametrize("name", [name for name in command.EXPERIMENTS if (RESULTS / f"{name}.csv").exists()])
+def test_the_pages_of_the_repository_say_what_their_figures_say(name):
+    found = command.EXPERIMENTS[name]
+    rows = page.read(RESULTS / f"{name}.csv")
+    written = (RESULTS / f"{name}.md").read_text()
+    assert written.startswith(f"# {found.question}\n")
+    assert page.table(rows) in written
+    assert written.endswith(f"**Verdict.** {found.verdict(rows)}\n")
 
 
 def test_depthwise_convolutions_come_with_as_many_parameters():
