@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Sequence, Tuple
 
 from benchmarks.evidence.experiment import Experiment, Series, changed, standard_errors
 from benchmarks.evidence.ladder import BATCHES, CLEAR, LARS, Ladder
@@ -24,15 +24,13 @@ PARTS: Dict[str, Dict[str, Tuple[str, ...]]] = {
         "at 0.01": ("optimizer.skip_lr_scale=0.01",),
     },
     "label smoothing": {"none": ("data.label_smoothing=0",)},
-    "average": {
-        "of steps, 0.9": ("average.step_decay=0.9", "evaluation.every_epochs=5"),
-        "of epochs, 0.5": ("average.epoch_decay=0.5", "evaluation.every_epochs=5"),
-    },
+    "average": {"of steps 0.9, of epochs 0.5": ("average.step_decay=0.9", "average.epoch_decay=0.5")},
 }  # fmt: skip
 RECIPE = {
     "warm-up": "1.5 epochs", "decay": "power 2", "trust coefficient": "0.001", "weight decay": "2.5e-6",
     "skipped": "biases and norms, at 0.1", "label smoothing": "0.1", "average": "none",
 }  # fmt: skip
+_SELDOM = "evaluation.every_epochs=5"  # no curves are drawn of these
 _SETTINGS = ", ".join(f"{part}: {value}" for part, value in RECIPE.items())
 
 
@@ -44,7 +42,7 @@ class Ablations(Experiment):
     about = f"""The last rung of the [ladder](ladder.md): LARS in its gradient form at a batch of {BATCH}, at the peak \
 rate that was found there, which is kept; so what changes with a part is what it does without tuning the rest anew. \
 The recipe has {_SETTINGS}. "Skipped" are parameters without trust ratio and weight decay, which have a share of the \
-learning rate. Averages change nothing of the training: their rows have the accuracy of the average beside that of the \
+learning rate. Averages change nothing of the training: their row has the accuracy of both beside that of the \
 weights."""
     published = (
         "The pod recipe warms up over 70 of 350 epochs, decays with power 2, skips biases and norms, and averages over "
@@ -65,7 +63,8 @@ weights."""
         found = [Series({"part": BASE, "setting": ""}, base.overrides)]
         for part, settings in PARTS.items():
             for setting, overrides in settings.items():
-                found.append(Series({"part": part, "setting": setting}, changed(base.overrides, overrides)))
+                own = changed(base.overrides, (*overrides, _SELDOM))
+                found.append(Series({"part": part, "setting": setting}, own))
         return found
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
@@ -76,11 +75,10 @@ weights."""
         names = [f"{row['part']}: {row['setting']}" if row["setting"] else row["part"] for row in rows]
         for place, row in enumerate(rows):
             axis.errorbar(row["top1_mean"], place, xerr=row["top1_sd"], fmt="o", color="C0", capsize=3)
-            average = self._average(row)
-            if average is not None:
+            for average in self._averages(row).values():
                 axis.plot(average, place, "D", color="C1")
         axis.axvspan(*(rows[0]["top1_mean"] + side * rows[0]["top1_sd"] for side in (-1, 1)), color="C0", alpha=0.15)
-        axis.set(xlabel="validation top-1 (%), mean ± standard deviation; diamonds: the average of weights")
+        axis.set(xlabel="validation top-1 (%), mean ± standard deviation; diamonds: averages of weights")
         axis.set_yticks(range(len(rows)), names)
         axis.invert_yaxis()
         axis.grid(alpha=0.3)
@@ -95,9 +93,7 @@ weights."""
             text = f"{row['part']} {row['setting']} ({row['top1_mean'] - base['top1_mean']:+.1f})"
             (better if distance > CLEAR else worse if distance < -CLEAR else alike).append(text)
         averages = ", ".join(
-            f"{row['setting']} {self._average(row) - row['top1_mean']:+.1f}"
-            for row in rows
-            if self._average(row) is not None
+            f"{name} {average - row['top1_mean']:+.1f}" for row in rows for name, average in self._averages(row).items()
         )
         return (
             f"Of the changes, in points against {base['top1_mean']:.1f} %, clearly worse: "
@@ -107,8 +103,7 @@ weights."""
         )
 
     @staticmethod
-    def _average(row: dict) -> Optional[float]:
-        for name in ("step_average_top1", "epoch_average_top1"):
-            if row.get(name) is not None:
-                return row[name]
-        return None
+    def _averages(row: dict) -> Dict[str, float]:
+        """Top-1 of the averages of weights that a row has."""
+        found = {kind: row.get(f"{kind}_average_top1") for kind in ("step", "epoch")}
+        return {f"of {kind}s": top1 for kind, top1 in found.items() if top1 is not None}

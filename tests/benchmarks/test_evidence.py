@@ -321,9 +321,9 @@ def test_verdicts_of_the_others_follow_from_their_figures():
 
     base = row(60, part="as it is", setting="")
     changed = [row(50, part="warm-up", setting="none"), row(60.2, part="decay", setting="power 1")]
-    averaged = {**row(60, part="average", setting="of steps, 0.9"), "step_average_top1": 61.0}
+    averaged = {**row(60, part="average", setting="both"), "step_average_top1": 61.0, "epoch_average_top1": 59.5}
     verdict = Ablations().verdict([base, *changed, averaged])
-    assert "clearly worse: warm-up none (-10.0)" in verdict and "of steps, 0.9 +1.0" in verdict
+    assert "clearly worse: warm-up none (-10.0)" in verdict and "of steps +1.0, of epochs -0.5" in verdict
 
     def norms(batch_small):
         found = [
