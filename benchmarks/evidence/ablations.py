@@ -14,15 +14,10 @@ BASE = "as it is"
 # part -> what it is set to -> overrides; what the recipe itself has stands in RECIPE.
 PARTS: Dict[str, Dict[str, Tuple[str, ...]]] = {
     "warm-up": {"none": ("schedule.warmup_epochs=0",), "5 epochs": ("schedule.warmup_epochs=5",)},
-    "decay": {"power 1": ("schedule.power=1",), "power 3": ("schedule.power=3",)},
-    "trust coefficient": {
-        "0.0005": ("optimizer.trust_coefficient=0.0005",), "0.002": ("optimizer.trust_coefficient=0.002",),
-    },
-    "weight decay": {"0": ("optimizer.weight_decay=0",), "1e-3": ("optimizer.weight_decay=1e-3",)},
-    "skipped": {
-        "none": ("optimizer.skip=[]",), "at the full rate": ("optimizer.skip_lr_scale=1",),
-        "at 0.01": ("optimizer.skip_lr_scale=0.01",),
-    },
+    "decay": {"power 1": ("schedule.power=1",)},
+    "trust coefficient": {"0.0005": ("optimizer.trust_coefficient=0.0005",)},
+    "weight decay": {"1e-3": ("optimizer.weight_decay=1e-3",)},
+    "skipped": {"none": ("optimizer.skip=[]",), "at the full rate": ("optimizer.skip_lr_scale=1",)},
     "label smoothing": {"none": ("data.label_smoothing=0",)},
     "average": {"of steps 0.9, of epochs 0.5": ("average.step_decay=0.9", "average.epoch_decay=0.5")},
 }  # fmt: skip

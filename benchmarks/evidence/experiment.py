@@ -89,15 +89,20 @@ def row(series: Series) -> dict:
         **series.labels,
         "seeds": len(found),
         "diverged": len(found) - len(ended),
-        **_two("top1", [100 * each.top1 for each in found]),
-        **_two("loss", [each.loss for each in ended]),
-        **_two("train_loss", [each.train_loss for each in ended]),
+        **two("top1", [100 * each.top1 for each in found]),
+        **two("loss", [each.loss for each in ended]),
+        **two("train_loss", [each.train_loss for each in ended]),
         **{f"{name}_top1": round(100 * statistics.mean(values), 3) for name, values in _averages(ended).items()},
     }
 
 
-def _two(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
-    """Rounded as it is written: a rerun is compared with what was written."""
+def losses(series: Series) -> List[float]:
+    """Validation loss of each run."""
+    return [outcome(run).loss for run in series.runs]
+
+
+def two(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
+    """Mean and standard deviation, rounded as they are written: a rerun is compared with what was written."""
     mean = round(statistics.mean(values), 4) if values else None
     return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), 4) if len(values) > 1 else None}
 

@@ -19,7 +19,6 @@ NORMS: Dict[str, Tuple[str, ...]] = {
     "batch": ("model.norm=batch", "model.norm_momentum=0.1"),
     "group": ("model.norm=group",),
     "group, proxy": ("model.norm=group", "model.proxy_norm=true"),
-    "layer, proxy": ("model.norm=layer", "model.proxy_norm=true"),
 }
 GROUPS: Dict[str, Tuple[str, ...]] = {
     "G16, expansion 4": (),
@@ -28,8 +27,8 @@ GROUPS: Dict[str, Tuple[str, ...]] = {
 }
 SIZE = (
     "model.width=0.4", "model.norm_groups=4", "model.image_size=32", "data.glyph_size=32",
-    "batch.global=96", "data.train_images=20480", "run.epochs=3", "schedule.warmup_epochs=0.5", "schedule.peak=2",
-    "evaluation.every_epochs=3", "batch.evaluation=256",
+    "data.glyph_difficulty=0.3", "batch.global=96", "data.train_images=10240", "run.epochs=2",
+    "schedule.warmup_epochs=0.3", "schedule.peak=1", "evaluation.every_epochs=2", "batch.evaluation=256",
 )  # fmt: skip
 
 
@@ -49,9 +48,9 @@ class Norms(Experiment):
     def about(self) -> str:
         counts = {name: parameters(changed(SIZE, overrides)) for name, overrides in GROUPS.items()}
         told = ", ".join(f"{name}: {count:,} parameters" for name, count in counts.items())
-        return f"""A model of width 0.4 at 32 px, 61,440 images in 640 updates of 96, LARS at a peak of 2 for all: \
-rates were not searched for each row. Group normalisation has 4 groups; running statistics of batch normalisation have \
-momentum 0.1. {told}, both with group normalisation and micro batches of 32."""
+        return f"""A model of width 0.4 at 32 px, 20,480 images of difficulty 0.3 in 213 updates of 96, LARS at a peak \
+of 1 for all: rates were not searched for each row. Group normalisation has 4 groups; running statistics of batch \
+normalisation have momentum 0.1. {told}, both with group normalisation and micro batches of 32."""
 
     def series(self) -> List[Series]:
         found = [

@@ -13,7 +13,12 @@ from benchmarks.evidence.runs import RECIPE
 from benchmarks.experiments import RESULTS
 
 # Column of the table: (key of a row, heading, digits). A mean's standard deviation stands beside it.
-_MEASURED = (("top1", "top-1 (%)", 1), ("loss", "validation loss", 3), ("train_loss", "training loss", 3))
+_MEASURED = (
+    ("top1", "top-1 (%)", 1),
+    ("loss", "validation loss", 3),
+    ("train_loss", "training loss", 3),
+    ("behind", "behind float32", 4),
+)
 
 
 def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> None:
@@ -49,7 +54,7 @@ def _page(experiment: Experiment, rows: Sequence[dict]) -> str:
 
 def table(rows: Sequence[dict]) -> str:
     """Markdown: labels, mean ± standard deviation over the seeds of what was measured, how many runs diverged."""
-    measured = [each for each in _MEASURED if any(row[f"{each[0]}_mean"] is not None for row in rows)]
+    measured = [each for each in _MEASURED if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
     known = {f"{key}_{kind}" for key, _, _ in _MEASURED for kind in ("mean", "sd")} | {"seeds", "diverged"}
     labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in known]
     diverged = any(row["diverged"] for row in rows)

@@ -18,8 +18,8 @@ NATIVE, HALF = 32, 21  # pixels a side: 0.43 of the pixels, as 252 against 380 p
 LENGTHS = (2, 4, 8)  # epochs
 NATIVELY, HALF_ONLY, TUNED = "native", "half", "half, then native"
 _DATA = (
-    "model.width=0.35", f"model.image_size={NATIVE}", f"data.glyph_size={NATIVE}", "data.train_images=20480",
-    "batch.global=256", "batch.micro=256", "schedule.peak=4", "evaluation.every_epochs=2",
+    "model.width=0.35", f"model.image_size={NATIVE}", f"data.glyph_size={NATIVE}",
+    "data.train_images=7680", "batch.global=128", "batch.micro=128", "schedule.peak=1", "evaluation.every_epochs=2",
 )  # fmt: skip
 _TUNING = 0.25  # share of the epochs that is native in the end
 
@@ -31,9 +31,9 @@ class Resolution(Experiment):
     question = "Half the resolution, finished at the native one: accuracy by compute"
     about = f"""A model of width 0.35; {NATIVE} px is native, {HALF} px has \
 {HALF**2 / NATIVE**2:.2f} of the pixels (252 against 380 px: 0.44). "{TUNED}" trains the last {_TUNING:.0%} of its \
-epochs at {NATIVE} px, by `data.image_sizes`, in one schedule. Everything is evaluated at {NATIVE} px. Batch 256, \
-20,480 images, LARS at a peak of 4. Compute is counted: multiply-adds of all forward and backward passes, in units of \
-one native epoch."""
+epochs at {NATIVE} px, by `data.image_sizes`, in one schedule. Everything is evaluated at {NATIVE} px. Batch 128, \
+7,680 images, LARS at a peak of 1. Compute is counted: multiply-adds of all forward and backward \
+passes, in units of one native epoch."""
     published = (
         "Training EfficientNets at half the pixels and fine-tuning natively for 2 of 350 epochs reaches the native "
         "accuracy (Masters et al., 2106.03640; Touvron et al., 1906.06423, for why it needs the fine-tuning)."
