@@ -4,9 +4,9 @@
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
 memory, open files and threads of all their processes are read from /proc. Memory is the proportional share of what is
-no page of a file: the share in libraries' pages changes with every other program that has them loaded. glibc's allocator
-is told to give back what is free: what grows then is held by somebody. What is claimed are slopes: least squares over the
-updates, without the first tenth, in which caches fill. Takes some ten minutes on two cores.
+no page of a file, as the share in libraries' pages changes with every other program that has them loaded; and glibc's
+allocator is told to give back what is free, so that what grows is held by somebody. What is claimed are slopes: least
+squares over the updates, without the first tenth, in which caches fill. Takes some ten minutes on two cores.
 """
 
 from __future__ import annotations
