@@ -150,8 +150,8 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
             for process in [process for process in running if not process.is_alive()]:
                 run = running.pop(process)
                 _check(process, run)
-                left = len(pending) - 1
-                say(f"{' '.join(run.arguments)}: {_told(outcome(run))}; {left} more known to come")
+                pending.remove(run)
+                say(f"{' '.join(run.arguments)}: {_told(outcome(run))}; {len(pending)} more known to come")
     finally:
         for process in running:
             process.terminate()  # saves and ends: the next start goes on there

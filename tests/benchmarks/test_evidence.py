@@ -13,7 +13,7 @@ from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.experiment import Climb, Experiment, Series
 from benchmarks.evidence.half_weights import PEAKS, WEIGHTS, HalfWeights
 from benchmarks.evidence.ladder import BATCHES, LARS, LARS_MOMENTUM, LINEAR, RMSPROP, SGD, Ladder, LadderOnGpu
-from benchmarks.evidence.micro import WAYS, MicroBatches
+from benchmarks.evidence.micro import WAYS, MicroBatches, _Distance
 from benchmarks.evidence.norms import GROUPS, MICRO, NORMS, SIZE, Norms, parameters
 from benchmarks.evidence.resolution import HALF_ONLY, LENGTHS, NATIVELY, TUNED, Resolution
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
@@ -249,7 +249,7 @@ def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
 def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, monkeypatch):
     """With losses that are least at a peak that is none of the first guesses."""
     monkeypatch.setattr("benchmarks.evidence.ladder.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
-    monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: {"distance_largest": 0.0, "same_bits": 3})
+    monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: _Distance(0.0, 3))
     made = command.EXPERIMENTS[name]
     losses(lambda peak: abs(peak - 0.3))(made.wanted)
     for run in made.wanted():
@@ -358,7 +358,10 @@ def test_verdicts_of_the_others_follow_from_their_figures():
     assert Resolution().verdict(resolution(70)).startswith("Reproduced")
     assert Resolution().verdict(resolution(60)).startswith("Did not reproduce")
 
-    same = [{**row(60, **way._asdict()), "distance_largest": 1e-6 * (way.micro != 384), "same_bits": 3} for way in WAYS]
+    distance = {"distance_after_4": 1e-6, "distance_after_40": 2e-3, "same_bits": 0}
+    none = {"distance_after_4": 0, "distance_after_40": 0, "same_bits": 3}
+    same = [{**row(60, **way._asdict()), **(none if way.micro == 384 else distance)} for way in WAYS]
+    assert "by up to 1e-06 of their norm after 4 updates and 2e-03 after 40" in MicroBatches().verdict(same)
     assert "the same to the bit" in MicroBatches().verdict(same)
     same[1]["same_bits"] = 2
     assert "change bits" in MicroBatches().verdict(same)
