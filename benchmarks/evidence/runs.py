@@ -150,7 +150,7 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
             for process in [process for process in running if not process.is_alive()]:
                 run = running.pop(process)
                 _check(process, run)
-                pending.remove(run)
+                pending = [other for other in pending if other != run]  # it may have ended before they were counted
                 say(f"{' '.join(run.arguments)}: {_told(outcome(run))}; {len(pending)} more known to come")
     finally:
         for process in running:
