@@ -40,7 +40,7 @@ passes, in units of one native epoch."""
     )
 
     findings = (
-        "Glyphs are drawn in all poses, but not cropped at random, so a model meets one scale only. What it has learned "
+        "Glyphs are drawn in all poses, but never cropped at random, so a model meets one scale. What it has learned "
         f"at {HALF} px is of next to no use for strokes half as thick again: without native epochs it guesses, with "
         "them it starts almost anew. On photographs random crops vary the scale by far more than that; whether that is "
         "what is missing here was not tried."
