@@ -348,15 +348,20 @@ def test_verdicts_of_the_others_follow_from_their_figures():
     )
     assert Norms().verdict(norms(60)).startswith("Did not reproduce")
 
-    def resolution(tuned):
+    def resolution(tuned, cropped):
         means = {NATIVELY: 70, HALF_ONLY: 40, TUNED: tuned}
-        return [
-            row(means[kind], training=kind, epochs=epochs, compute=float(epochs))
+        found = [
+            row(means[kind], crops="none", training=kind, epochs=epochs, compute=float(epochs))
             for kind, epochs in itertools.product(means, LENGTHS)
         ]
+        means[TUNED] = cropped
+        longest = {"epochs": LENGTHS[-1], "compute": float(LENGTHS[-1])}
+        return found + [row(mean, crops="random", training=kind, **longest) for kind, mean in means.items()]
 
-    assert Resolution().verdict(resolution(70)).startswith("Reproduced")
-    assert Resolution().verdict(resolution(60)).startswith("Did not reproduce")
+    assert Resolution().verdict(resolution(70, 70)).startswith("Reproduced: ")
+    assert Resolution().verdict(resolution(60, 70)).startswith("Reproduced with random crops only")
+    assert Resolution().verdict(resolution(70, 60)).startswith("Reproduced with whole images only")
+    assert Resolution().verdict(resolution(60, 60)).startswith("Did not reproduce")
 
     distance = {"distance_after_4": 1e-6, "distance_after_40": 2e-3, "same_bits": 0}
     none = {"distance_after_4": 0, "distance_after_40": 0, "same_bits": 3}
