@@ -66,14 +66,14 @@ weights and the same seed, so the same images in the same order and the same fir
     def verdict(self, rows: Sequence[dict]) -> str:
         at = {(row["peak"], row["weights"]): row for row in rows}
         stochastic, nearest = ([peak for peak in PEAKS if _clear(at[peak, kind])] for kind in (STOCHASTIC, NEAREST))
-        worst = max(PEAKS, key=lambda peak: at[peak, KEPT]["top1_mean"] - at[peak, NEAREST]["top1_mean"])
-        lost, whole = (at[worst, KEPT]["top1_mean"] - at[worst, NEAREST]["top1_mean"], at[worst, KEPT]["top1_mean"])
+        lost = {peak: at[peak, KEPT]["top1_mean"] - at[peak, NEAREST]["top1_mean"] for peak in nearest or PEAKS}
+        worst = max(lost, key=lambda peak: lost[peak])
         return (
             f"{'Reproduced' if nearest and not stochastic else 'Not fully reproduced'}: with stochastic rounding the "
             f"validation loss {'differs from' if stochastic else 'cannot be told from'} that of float32 weights "
             f"{_peaks(stochastic) or 'at any rate'}, with rounding to nearest it "
             f"{'is clearly higher ' + _peaks(nearest) if nearest else 'is nowhere clearly higher either'}; rounding to "
-            f"nearest costs up to {lost:.1f} of {whole:.1f} % top-1 (at {worst:g})."
+            f"nearest costs up to {lost[worst]:.1f} of {at[worst, KEPT]['top1_mean']:.1f} % top-1 there (at {worst:g})."
         )
 
 

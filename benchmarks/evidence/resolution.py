@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series, changed, standard_errors
+from benchmarks.evidence.experiment import Experiment, Series, standard_errors
 from benchmarks.evidence.ladder import CLEAR
 from benchmarks.evidence.runs import RECIPE
 from benchmarks.experiments import ROOT
@@ -56,7 +56,8 @@ most recipes."""
             Series(
                 {"crops": crops, "training": kind, "epochs": epochs, "compute": self._compute(kind, epochs)},
                 (
-                    *changed(_DATA, _CROPS[crops]),
+                    *_DATA,
+                    *_CROPS[crops],
                     f"run.epochs={epochs}",
                     f"schedule.warmup_epochs={0.15 * epochs:g}",
                     *_sizes(kind, epochs),
