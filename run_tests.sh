@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves the repository: lint, import directions, the fast tests (under 10 minutes on two cores).
-#   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (under an hour)
+#   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (under two hours)
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
 . "$(dirname "$0")/tools/environment.sh"

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import List
+from typing import Iterable, List, Tuple
 
 from benchmarks import claims
 from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.site import Topology
 from benchmarks.faults.trial import Bench, Trial
 from recipe.errors import DONE, FAILED
 
@@ -41,22 +42,27 @@ def main() -> int:
     return DONE if all(not trial.wrong for trial in trials) else FAILED
 
 
-def _all(names: List[str], seed: int) -> List[Trial]:
-    plan = [
+def plan(names: Iterable[str] = tuple(KINDS)) -> List[Tuple[str, Topology, int]]:
+    """Kind, topology and number of each trial."""
+    return [
         (name, topology, number)
         for name in names
         for topology, times in KINDS[name].trials.items()
         for number in range(times)
     ]
+
+
+def _all(names: List[str], seed: int) -> List[Trial]:
+    planned = plan(names)
     trials, began = [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
-        for name, topology, number in plan:
+        for name, topology, number in planned:
             trial = bench.trial(name, topology, random.Random(f"{seed} {name} {topology} {number}"))
             trials.append(trial)
             word = f"NOT SURVIVED: {trial.wrong}" if trial.wrong else "survived"
             print(
-                f"{len(trials)} of {len(plan)}, {time.monotonic() - began:.0f} s: {name}, {topology}, at step "
+                f"{len(trials)} of {len(planned)}, {time.monotonic() - began:.0f} s: {name}, {topology}, at step "
                 f"{trial.step}, code {trial.code} after {trial.detection:.1f} s: {word}",
                 flush=True,
             )
