@@ -45,10 +45,7 @@ weights."""
         "(Goyal et al., 1706.02677)."
     )
 
-    findings = (
-        "Seeds differ by four points at so few updates: of a part that is worth less, three seeds cannot tell. Averages "
-        "need a longer end at a low rate than these runs have to be more than their weights."
-    )
+    findings = "Seeds differ by four points at so few updates: of a part that is worth less, three seeds cannot tell."
 
     def __init__(self) -> None:
         self._ladder = Ladder()
@@ -78,7 +75,7 @@ weights."""
             for average in self._averages(row).values():
                 axis.plot(average, place, "D", color="C1")
         axis.axvspan(*(rows[0]["top1_mean"] + side * rows[0]["top1_sd"] for side in (-1, 1)), color="C0", alpha=0.15)
-        axis.set(xlabel="validation top-1 (%), mean ± standard deviation; diamonds: averages of weights")
+        axis.set(xlabel="validation top-1 (%); diamonds: averages of weights")
         axis.set_yticks(range(len(rows)), names)
         axis.invert_yaxis()
         axis.grid(alpha=0.3)
