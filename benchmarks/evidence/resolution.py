@@ -43,7 +43,7 @@ most recipes."""
     )
 
     findings = (
-        f"What is learned at {HALF} px is of next to no use at {NATIVE}. Without crops a model meets one scale only, so "
+        f"What is learned at {HALF} px is of next to no use at {NATIVE}. Without crops a model meets one scale, so "
         "the longest runs were made with random crops, too: no better. Not tried, but likely: so small a model ends in "
         "one pixel at both sizes, where each weight has its place in the image, and the native epochs come when the "
         "rate has fallen to a sixteenth of its peak."
