@@ -14,6 +14,7 @@ from benchmarks.faults.trial import Bench, Trial
 
 pytestmark = pytest.mark.multiprocess
 QUICK = ("checkpoint's bit flipped", Topology(1, 1), 0)  # the others are slow
+BEFORE_ITS_FIRST_STEP = ("run killed", "clock jumps")  # may strike a run then, too
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def test_a_run_survives(bench, kind, topology, number):
         pytest.skip("a small disk can be mounted by root only")
     found = bench.trial(kind, topology, random.Random(f"{kind} {topology} {number}"))
     assert (found.wrong, found.lost, found.repeated) == ("", 0, 0)
-    assert 0 <= found.step <= STEPS and found.code in KINDS[kind].codes
+    assert found.step > 0 or kind in BEFORE_ITS_FIRST_STEP
+    assert found.step <= STEPS and found.code in KINDS[kind].codes
 
 
 def test_what_does_not_survive_is_told(bench, monkeypatch):
