@@ -138,6 +138,9 @@ class _Ahead:
         while self._thread.is_alive() and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
                 self._ready.get(timeout=0.05)
+        with contextlib.suppress(queue.Empty):  # an error that nobody asked for would keep what its frames hold
+            while True:
+                self._ready.get_nowait()
         self._ended = True
 
     def _run(self) -> None:

@@ -128,16 +128,21 @@ def test_a_failure_is_raised_where_its_batch_is_missed(depth):
     assert next(ahead, None) is None
 
 
-def test_a_failure_keeps_nothing_alive():
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_a_failure_keeps_nothing_alive(asked_for):
     """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
     batches = Batches(fails_at=1)
     ahead = Prefetcher(batches, CPU, 2)
     alive = weakref.ref(batches), weakref.ref(ahead)
     gc.disable()
     try:
-        with contextlib.suppress(ValueError):
-            for _ in ahead:
-                pass
+        if asked_for:
+            with contextlib.suppress(ValueError):
+                for _ in ahead:
+                    pass
+        else:
+            assert settled(batches) == 1
+            ahead.close()
         del ahead, batches
         assert [ref() for ref in alive] == [None, None]
     finally:
