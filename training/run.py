@@ -27,7 +27,7 @@ from training import loggers, weights
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
-from training.run_folder import RunFolder, begun_recipe, first_difference
+from training.run_folder import RunFolder, begun_recipe, first_difference, note_session
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -166,6 +166,8 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreemen
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = _resume(engine, checkpoints, recipe, processes)
     step = progression.step
+    if main:
+        note_session(folder, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
     elif recipe.model.init_from:

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Mapping, Optional, Set
+from typing import IO, List, Mapping, Optional, Sequence, Set
 
 import torch
 
@@ -33,7 +33,7 @@ _FREE = {
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
 
-_LOCK, _CONFIG = "lock", "config.yaml"
+_LOCK, _CONFIG, _ENVIRONMENT = "lock", "config.yaml", "environment.json"
 
 
 class RunFolder:
@@ -112,12 +112,26 @@ class RunFolder:
         return stream
 
     def _note_environment(self) -> None:
-        path = self.path / "environment.json"
-        try:
-            starts = json.loads(path.read_text())["starts"]
-        except (OSError, ValueError, KeyError):
-            starts = []
-        write_text(path, json.dumps({"starts": [*starts, describe_environment()]}, indent=1) + "\n")
+        _write_starts(self.path, [*_starts(self.path), describe_environment()])
+
+
+def note_session(folder: Path, **facts: int) -> None:
+    """Adds `facts` to the newest start in a folder's `environment.json`: what is known only once training can begin."""
+    starts = _starts(folder)
+    starts[-1:] = [{**each, **facts} for each in starts[-1:]]
+    _write_starts(folder, starts)
+
+
+def _starts(folder: Path) -> List[dict]:
+    """None where there are none, or none that can be read."""
+    try:
+        return list(json.loads((folder / _ENVIRONMENT).read_text())["starts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _write_starts(folder: Path, starts: Sequence[dict]) -> None:
+    write_text(folder / _ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
 
 
 def begun_recipe(recipe: Recipe) -> Optional[Recipe]:

@@ -83,7 +83,8 @@ def test_four_ranks_leave_and_say_what_one_process_does(alone, tmp_path):
     ours, theirs = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one))
     assert ours == theirs
     assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
-    assert len(json.loads((four / "environment.json").read_text())["starts"]) == 1
+    (start,) = json.loads((four / "environment.json").read_text())["starts"]
+    assert (start["step"], start["replicas"], start["stages"]) == (0, 2, 2)
     assert said[0] == "240 = 20 micro x 6 accumulation x 2 replicas (2 stages each: 4 devices)"
     assert said_by_one[2] == "one process computes all 2 stages itself, on one device"
     told, wanted = without_pace(said)[1:], without_pace([said_by_one[1], *said_by_one[3:]])
@@ -91,15 +92,20 @@ def test_four_ranks_leave_and_say_what_one_process_does(alone, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "overrides"), [(4, ()), pytest.param(4, FOUR_STAGES, marks=pytest.mark.slow)], ids=["1x4", "4x1"]
+    ("size", "stages", "overrides"),
+    [(4, 1, ()), pytest.param(4, 4, FOUR_STAGES, marks=pytest.mark.slow)],
+    ids=["1x4", "4x1"],
 )
-def test_a_tree_ends_the_same_over_changed_topologies(alone, tmp_path, size, overrides):
+def test_a_tree_ends_the_same_over_changed_topologies(alone, tmp_path, size, stages, overrides):
     """Stopped on two replicas of two stages, then alone, then finished on four ranks in one row."""
     place = f"run.output={tmp_path / 'run'}"
     stopped = train_until(3, 3, 4, *TWO_STAGES, place)
     stopped = train_until(stopped + 3, 0, 1, place)
     said = train_to_the_end(size, *overrides, place)
     assert f"resuming at step {stopped} of 10" in said
+    starts = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
+    assert [(start["replicas"], start["stages"]) for start in starts] == [(2, 2), (1, 1), (size // stages, stages)]
+    assert starts[0]["step"] == 0 and starts[2]["step"] == stopped
     assert_same_outcome(tmp_path / "run", Outcome(alone[0]))
 
 

@@ -132,11 +132,12 @@ def division(run: Run) -> Optional[str]:
     """The line of the batch arithmetic; None without a recipe that can be divided."""
     if run.recipe is None:
         return None
+    replicas = next((start.replicas for start in reversed(run.starts) if start.replicas), None)
     try:
-        line = batch.divide(run.recipe).describe()
+        line = batch.divide(run.recipe, replicas).describe()
     except UserError:
         return None
-    if run.recipe.parallel.replicas is None:
+    if run.recipe.parallel.replicas is None and replicas is None:
         line += "; with replicas: auto, as one replica divides it"
     return line
 

@@ -16,7 +16,7 @@ from training.monitor import duration, pace
 
 _MOST_ROWS = 400  # of evaluations
 _MOST_SESSIONS = 20  # that are shown at once
-_OF_A_START = ("started", "command")
+_OF_A_START = ("started", "command", "step")
 
 
 def head(run: Run) -> Html:
@@ -200,8 +200,6 @@ def environment_section(run: Run) -> Section:
     heads = ("begun", "from step", "command", "otherwise than before")
     told = table(heads, rows, caption="Starts of the program", numbers=(1,))
     content = [facts(known), tag("h3", "Starts"), told if len(rows) <= _MOST_SESSIONS else more(f"{len(rows)}", told)]
-    if all(start.step is None for start in run.starts):
-        content.append(note("From which step each went on is not known: only TensorBoard's files tell it."))
     return Section("environment", "Environment", content)
 
 

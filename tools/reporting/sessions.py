@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import bisect
-import datetime
 import json
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 from tools.reporting.metrics import Metrics
 
 
 class Start(NamedTuple):
-    """One start of the program on a run folder.
-
-    environment: as environment.json has it. step: updates that were done before; None where it is not known, or
-    where nothing was trained (the run was finished already, or its recipe was refused).
-    """
+    """One start of the program on a run folder; environment: as environment.json has it."""
 
     environment: dict
-    step: Optional[int]
+
+    @property
+    def step(self) -> Optional[int]:
+        """Updates that were done before; None where nothing was trained: finished already, or refused."""
+        return self._count("step", least=0)
+
+    @property
+    def replicas(self) -> Optional[int]:
+        """That trained together; None as for `step`."""
+        return self._count("replicas", least=1)
+
+    def _count(self, name: str, least: int) -> Optional[int]:
+        value = self.environment.get(name)
+        return value if type(value) is int and value >= least else None
 
 
 class Spent(NamedTuple):
@@ -40,48 +48,12 @@ class Spent(NamedTuple):
 
 
 def starts(folder: Path) -> List[Start]:
-    """All starts that environment.json has, the first one first; the step where TensorBoard's files tell it."""
+    """All starts that environment.json has, the first one first."""
     try:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["starts"]
-        environments = [each for each in found if isinstance(each, dict)]
+        return [Start(each) for each in found if isinstance(each, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    times = [_seconds(each.get("started")) for each in environments]
-    steps: Dict[int, int] = {}
-    if all(time is not None for time in times):
-        for begun, step in _begun(folder / "tensorboard"):
-            # A start is noted to the second, before the training opens its file.
-            steps[max(0, bisect.bisect_right(times, begun) - 1)] = step
-    return [Start(each, steps.get(number)) for number, each in enumerate(environments)]
-
-
-def _begun(folder: Path) -> List[tuple]:
-    """(seconds since 1970, updates done before) of each session that opened a file for TensorBoard, in order.
-
-    The writer says there from which step on it overwrites what an earlier session wrote.
-    """
-    files = sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
-    if not files:
-        return []
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    except ImportError:
-        return []
-    found = []
-    for file in files:
-        # The session's own event is the second or third.
-        for _, event in zip(range(4), LegacyEventFileLoader(str(file)).Load()):
-            if event.HasField("session_log"):
-                found.append((event.wall_time, max(0, event.step - 1)))
-                break
-    return sorted(found)
-
-
-def _seconds(started: object) -> Optional[float]:
-    try:
-        return datetime.datetime.fromisoformat(str(started)).timestamp()
-    except ValueError:
-        return None
 
 
 def resumed_at(begun: Sequence[Start]) -> List[int]:

@@ -84,6 +84,10 @@ def test_the_batch_is_told_as_the_recipe_divides_it(tmp_path):
     assert run.division(run.read(alone)) == (
         "24 = 12 micro x 2 accumulation x 1 replica (1 device); with replicas: auto, as one replica divides it"
     )
+    noted = written(tmp_path / "c", starts=[start(replicas=1), start(replicas=2), start()])
+    assert run.division(run.read(noted)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 devices)", (
+        "the newest known"
+    )
     ranks = written(tmp_path / "b", overrides=["parallel.replicas=2", "parallel.stages=2"])
     assert run.division(run.read(ranks)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
 

@@ -1,7 +1,4 @@
-"""Where sessions began is read from what TensorBoard's writer itself wrote; the time is accounted for whole."""
-
-import datetime
-import json
+"""Where sessions began, and where their time went: it is accounted for whole."""
 
 import pytest
 
@@ -12,25 +9,17 @@ from tools.reporting.sessions import Start, resumed_at, spent, starts
 BATCH = 24
 
 
-def at(seconds):
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def test_the_step_of_each_session_is_what_the_writer_was_told(tmp_path, monkeypatch):
-    """Three starts: of the second no file exists, as of one that found its recipe refused."""
-    import time
-
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = written(tmp_path / "run", starts=[start(at(1000)), start(at(2000)), start(at(3000))])
-    for seconds, step in ((1000.4, 0), (3000.9, 120)):
-        monkeypatch.setattr(time, "time", lambda seconds=seconds: seconds)
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        writer.add_scalar("train/loss", 1.0, step + 6)
-        writer.close()
-    found = starts(folder)
-    assert [each.step for each in found] == [0, None, 120]
+def test_a_start_that_trained_nothing_has_no_step(tmp_path):
+    """Three starts: the second found its recipe refused."""
+    noted = [start(step=0, replicas=2), start(), start(step=120, replicas=4)]
+    found = starts(written(tmp_path / "run", starts=noted))
+    assert [(each.step, each.replicas) for each in found] == [(0, 2), (None, None), (120, 4)]
     assert resumed_at(found) == [120]
+
+
+@pytest.mark.parametrize("odd", ["many", None, -1, 1.5, True])
+def test_a_step_that_is_none_is_not_taken_for_one(odd):
+    assert Start({"step": odd}).step is None and Start({"replicas": odd}).replicas is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"starts": 3}', '{"starts": ["odd"]}'])
@@ -56,7 +45,7 @@ def test_training_waiting_and_the_rest_are_the_whole_time(tmp_path):
 
 def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_of_it(tmp_path):
     """Saved by a signal at step 9: the line of step 12 tells of 3 updates of this session, which took 1.5 s."""
-    begun = [Start({}, 0), Start({}, 9)]
+    begun = [Start({"step": 0}), Start({"step": 9})]
     metrics = logged(tmp_path, train_event(6, seconds=3.0), train_event(12, seconds=6.0))
     first, second = spent(metrics, begun, BATCH)
     assert (first.first, first.last, second.first, second.last) == (0, 9, 9, 12)
@@ -72,9 +61,3 @@ def test_a_clock_that_is_not_finite_or_runs_back_is_passed_over(tmp_path):
 
 def test_nothing_logged_is_no_time(tmp_path):
     assert spent(logged(tmp_path), [], BATCH) == []
-
-
-def test_starts_without_a_time_are_starts_all_the_same(tmp_path):
-    folder = written(tmp_path / "run", starts=[start("yesterday"), start()])
-    assert [each.step for each in starts(folder)] == [None, None]
-    assert json.loads((folder / "environment.json").read_text())["starts"][0] == starts(folder)[0].environment
