@@ -3,10 +3,12 @@
     python -m benchmarks.soak [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
-memory, open files and threads of all their processes are read from /proc. Memory is the proportional share of what is
-no page of a file, as the share in libraries' pages changes with every other program that has them loaded; and glibc's
-allocator is told to give back what is free, so that what grows is held by somebody. What is claimed are slopes: least
-squares over the updates, without the first tenth, in which caches fill. Takes some ten minutes on two cores.
+memory, open files and threads of all their processes are read from /proc. Memory is what is no page of a file, as the
+share in libraries' pages changes with every other program that has them loaded, and what a worker has inherited counts
+for it as well as for the training process: each page of that becomes two once either writes to it, so that distinct
+pages, which are shown beside it, grow for long while nobody keeps more. glibc's allocator is told to give back what is
+free, so that what grows is held by somebody. What is claimed are slopes: least squares over the updates, without the
+first tenth, in which caches fill. Takes some ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -42,10 +44,14 @@ _WARM_UP = 0.1  # of the updates
 
 
 class Sample(NamedTuple):
-    """Of all processes of a run, at one moment."""
+    """Of all processes of a run, at one moment.
+
+    memory_kb: inherited pages once for each process. distinct_kb: each once.
+    """
 
     step: int
     memory_kb: float
+    distinct_kb: float
     files: float
     threads: float
 
@@ -64,11 +70,11 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
         while process.poll() is None:
             step = _step(folder)
             if step:
-                samples.append(Sample(step, *_used(process.pid)))
+                samples.append(sample(process.pid, step))
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return [sample for sample in samples if sample.step < STEPS]  # later ones are of a run that is ending
+    return [each for each in samples if each.step < STEPS]  # later ones are of a run that is ending
 
 
 def _step(folder: Path) -> int:
@@ -78,18 +84,18 @@ def _step(folder: Path) -> int:
     return 0
 
 
-def _used(root: int) -> tuple:
-    """Memory in kB, files and threads of a process and all below it."""
-    memory = files = threads = 0
+def sample(root: int, step: int) -> Sample:
+    """Of a process and all below it."""
+    memory = distinct = files = threads = 0
     for process in _tree(root):
         with contextlib.suppress(OSError):
             place = Path(f"/proc/{process}")
-            for line in (place / "smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                    memory += int(line.split()[1])
+            kilobytes = dict(line.split()[:2] for line in (place / "smaps_rollup").read_text().splitlines()[1:])
+            memory += int(kilobytes["Anonymous:"]) + int(kilobytes["Pss_Shmem:"])
+            distinct += int(kilobytes["Pss_Anon:"]) + int(kilobytes["Pss_Shmem:"])
             files += len(list((place / "fd").iterdir()))
             threads += len(list((place / "task").iterdir()))
-    return memory, files, threads
+    return Sample(step, memory, distinct, files, threads)
 
 
 def _tree(root: int) -> List[int]:
@@ -102,8 +108,8 @@ def _tree(root: int) -> List[int]:
 
 def slope(samples: Sequence[Sample], name: str) -> float:
     """Growth per 1,000 updates."""
-    late = [sample for sample in samples if sample.step >= _WARM_UP * STEPS]
-    fitted = statistics.linear_regression([sample.step for sample in late], [getattr(sample, name) for sample in late])
+    late = [each for each in samples if each.step >= _WARM_UP * STEPS]
+    fitted = statistics.linear_regression([each.step for each in late], [getattr(each, name) for each in late])
     return 1000 * fitted.slope
 
 
@@ -113,7 +119,7 @@ def main() -> None:
     for name, options in RUNS.items():
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             samples = measure(options, Path(folder) / "run")
-        grown = {key: slope(samples, key) for key in ("memory_kb", "files", "threads")}
+        grown = {key: slope(samples, key) for key in ("memory_kb", "distinct_kb", "files", "threads")}
         rows.append(
             {
                 "run": name,
