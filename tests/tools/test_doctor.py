@@ -223,7 +223,8 @@ def test_under_torchrun_a_wrong_folder_is_one_line_besides_its_own(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recipe = ["data.source=folder", f"data.root={tmp_path}/nowhere", "model.classes=2"]
     command = [*torchrun, "-m", "tools.doctor", *SHORT, "--output", str(tmp_path / "doctor"), *recipe]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # without it torchrun says first that it sets it
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
     assert ended.returncode == 1 and ended.stdout == ""
     assert ended.stderr.count("no such folder") == 1 and "no such folder" in ended.stderr.splitlines()[0]
     for word in ("[rank", "KeyboardInterrupt", "UserError", "tools/doctor.py"):
