@@ -22,6 +22,7 @@ from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.targets import TARGETS
 
 _HANGS = 20.0  # seconds that one input may take
+_START = 60.0  # seconds that a process may take to begin with its first
 _SAMPLE = 100  # inputs between two looks at the memory
 
 
@@ -56,7 +57,7 @@ def run(name: str, seed: int, inputs: int) -> Found:
     sizes: List[List[float]] = []
     number, totals, slowest = 0, [0, 0], 0.0
     while number < inputs:
-        place = context.Array("d", [number, time.monotonic()], lock=False)
+        place = context.Array("d", [number, time.monotonic() + _START], lock=False)
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(name, seed, number, inputs, place, writer))
         process.start()
@@ -90,6 +91,7 @@ def _awaited(process, reader, place) -> Optional[tuple]:
 
 
 def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None:
+    gc.freeze()  # what is inherited need not be looked through again at each look at the memory
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libjpeg tells of all that it finds
