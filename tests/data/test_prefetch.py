@@ -168,10 +168,10 @@ def test_the_thread_ends_and_closes_what_it_reads_when_given_up(given_up, taken)
 
 def test_closing_does_not_wait_forever_for_a_batch_that_does_not_come(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE", 0.2)
-    ahead = Prefetcher(Batches(waits={0: 1.5}), CPU, 2)
+    ahead = Prefetcher(Batches(waits={0: 3.0}), CPU, 2)
     start = time.monotonic()
     ahead.close()
-    assert time.monotonic() - start < 1.2
+    assert time.monotonic() - start < 2.5
     threads()[0].join()
 
 
@@ -194,21 +194,21 @@ def test_a_program_may_end_while_batches_are_loaded():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_it_tells_how_long_images_were_waited_for_but_not_the_first(depth):
-    """Two waits of 0.3 seconds behind one of 0.5. A thread loads each of those while the two batches before it are
+    """Two waits of 0.3 seconds behind one of 1.5. A thread loads each of those while the two batches before it are
     computed, which takes 0.2. A busy machine may take longer, never less."""
-    ahead = Prefetcher(Batches(6, waits={0: 0.5, 2: 0.3, 4: 0.3}), CPU, depth)
+    ahead = Prefetcher(Batches(6, waits={0: 1.5, 2: 0.3, 4: 0.3}), CPU, depth)
     for _ in ahead:
         time.sleep(0.1)
     expected = 0.6 if depth == 0 else 0.2
-    assert expected - 0.05 <= ahead.waited() <= expected + 0.35
+    assert expected - 0.05 <= ahead.waited() <= expected + 1.3
     ahead.close()
 
 
 def test_nothing_is_waited_for_where_loading_keeps_up():
     ahead = Prefetcher(Batches(20), CPU, 2)
     for _ in ahead:
-        time.sleep(0.01)
-    assert ahead.waited() < 0.1
+        time.sleep(0.05)
+    assert ahead.waited() < 0.5, "of one second"
     ahead.close()
 
 
