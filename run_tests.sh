@@ -27,5 +27,4 @@ if [ "${1:-}" = --full ]; then
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
-# A file's tests stay together, since they share what is slow to make. -n 0 runs all in one process, as for --pdb.
-exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "${selection[@]}" "$@"
+exec "$PYTHON" -m pytest "${selection[@]}" "$@"
