@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proves the repository: lint, import directions, the fast tests (under 10 minutes on two cores).
+# Proves the repository: lint, import directions, the fast tests (some twenty minutes on two cores).
 #   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (under two hours)
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu

@@ -13,6 +13,7 @@ from parallel.costs import Link
 from tests import world
 
 SIZES = (8, 4096, 65536, 262144)
+TRIES = 3  # of a measurement: a busy machine may spoil one, a wrong measurement spoils all
 
 
 @pytest.mark.parametrize("link", [Link(2e-4, 8e-9), Link(0.05, 1e-9), Link(3e-5, 4e-6)])
@@ -58,10 +59,15 @@ def measured_slowly(rank, size, late, per_byte):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_ranks_find_the_same_link(size):
-    links = world.run(size, measured)
-    assert len(set(links)) == 1
-    assert 0 < links[0].message(8) < 0.1
-    assert 0 <= links[0].seconds_per_byte < 1e-6
+    found = []
+    for _ in range(TRIES):
+        links = world.run(size, measured)
+        assert len(set(links)) == 1
+        assert links[0].message(8) > 0 and links[0].seconds_per_byte >= 0
+        found.append(links[0])
+        if links[0].message(8) < 0.1 and links[0].seconds_per_byte < 1e-6:
+            return
+    pytest.fail(f"so slow is no loopback: {found}")
 
 
 @pytest.mark.multiprocess
@@ -73,10 +79,15 @@ def test_one_rank_alone_has_no_link():
 @pytest.mark.parametrize("late", [0.0005, 0.02])
 def test_the_slowest_rank_counts_and_a_slow_link_does_not_take_long(late):
     """A loopback of a busy machine adds to a link of 1 MB/s, which decides what is found, and takes nothing off."""
-    results = world.run(4, measured_slowly, late, 1e-6)
-    links = [link for link, _ in results]
-    assert len(set(links)) == 1
-    assert 0.9 * (late + 0.0655) < links[0].message(65536) < 10 * (late + 0.0655)
-    assert 0.7e-6 < links[0].seconds_per_byte < 1e-5
-    # Eight messages of each size up to 65536 bytes, at most; one more size would be 2 s.
-    assert {messages for _, messages in results} <= {8, 16, 24, 32}
+    found = []
+    for _ in range(TRIES):
+        results = world.run(4, measured_slowly, late, 1e-6)
+        links = [link for link, _ in results]
+        assert len(set(links)) == 1
+        # Eight messages of each size up to 65536 bytes, at most; one more size would be 2 s.
+        assert {messages for _, messages in results} <= {8, 16, 24, 32}
+        found.append(links[0])
+        as_slow = 0.9 * (late + 0.0655) < links[0].message(65536) < 10 * (late + 0.0655)
+        if as_slow and 0.7e-6 < links[0].seconds_per_byte < 1e-5:
+            return
+    pytest.fail(f"not what the link was made: {found}")
