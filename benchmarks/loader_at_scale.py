@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Dict, List
 
 from benchmarks.photographs import CLASSES, photographs, small_photographs
+from benchmarks.processes import kilobytes
 from data.base import Source
 from data.loader import training_batches
 from data.local import LocalFolder
@@ -123,7 +124,7 @@ def _batches(source: Source, data: Data, micro: int, size: int):
 
 def _resident() -> int:
     """Bytes of memory of this process."""
-    return _kilobytes("/proc/self/status", "VmRSS") * 1024
+    return kilobytes("self", "status")["VmRSS"] * 1024
 
 
 def _proportional() -> int:
@@ -133,15 +134,8 @@ def _proportional() -> int:
     """
     processes = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     assert len(processes) == 1 + WORKERS, processes
-    rollups = [f"/proc/{process}/smaps_rollup" for process in processes]
-    return 1024 * sum(_kilobytes(rollup, kind) for rollup in rollups for kind in ("Pss_Anon", "Pss_Shmem"))
-
-
-def _kilobytes(path: str, name: str) -> int:
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    raise AssertionError((path, name))
+    rollups = [kilobytes(process, "smaps_rollup") for process in processes]
+    return 1024 * sum(rollup["Pss_Anon"] + rollup["Pss_Shmem"] for rollup in rollups)
 
 
 def main() -> None:

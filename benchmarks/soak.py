@@ -25,6 +25,7 @@ from typing import Dict, List, NamedTuple, Sequence
 
 from benchmarks import claims
 from benchmarks.experiments import QUIET, ROOT
+from benchmarks.processes import kilobytes, tree
 
 STEPS = 10_000
 # 102 updates an epoch, at the end of which the run is scored and saved.
@@ -87,23 +88,14 @@ def _step(folder: Path) -> int:
 def sample(root: int, step: int) -> Sample:
     """Of a process and all below it."""
     memory = distinct = files = threads = 0
-    for process in _tree(root):
+    for process in tree(root):
         with contextlib.suppress(OSError):
-            place = Path(f"/proc/{process}")
-            kilobytes = dict(line.split()[:2] for line in (place / "smaps_rollup").read_text().splitlines()[1:])
-            memory += int(kilobytes["Anonymous:"]) + int(kilobytes["Pss_Shmem:"])
-            distinct += int(kilobytes["Pss_Anon:"]) + int(kilobytes["Pss_Shmem:"])
+            place, used = Path(f"/proc/{process}"), kilobytes(process, "smaps_rollup")
+            memory += used["Anonymous"] + used["Pss_Shmem"]
+            distinct += used["Pss_Anon"] + used["Pss_Shmem"]
             files += len(list((place / "fd").iterdir()))
             threads += len(list((place / "task").iterdir()))
     return Sample(step, memory, distinct, files, threads)
-
-
-def _tree(root: int) -> List[int]:
-    found = [root]
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
-            found += _tree(int(child))
-    return found
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import tree
 from data.base import UnreadableImage
 from data.decode import decode
 from tests.conftest import ROOT, TINY
@@ -28,15 +29,6 @@ def launch(*arguments, **options):
     return subprocess.Popen(
         [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True, **options
     )
-
-
-def tree(process):
-    """A process and all below it."""
-    found = [process]
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
-            found += tree(int(child))
-    return found
 
 
 def listening(processes):

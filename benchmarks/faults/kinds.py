@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, Mapping, NamedTuple, Tuple
 
-from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology, children
+from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology
+from benchmarks.processes import children
 
 ONE, REPLICAS, BOTH = Topology(1, 1), Topology(2, 1), Topology(2, 2)
 KILLED = -signal.SIGKILL

@@ -18,6 +18,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 import torch
 
 from benchmarks.experiments import ROOT
+from benchmarks.processes import children
 from training.checkpoint import CheckpointFolder
 from training.monitor import TIMING_FIELDS
 
@@ -170,13 +171,6 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
         return Ending(code, seconds, self._log.read_text(errors="replace"))
-
-
-def children(parent: int) -> List[int]:
-    """Of a process."""
-    with contextlib.suppress(OSError):
-        return [int(text) for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return []
 
 
 def _environment(process: int) -> Dict[str, str]:

@@ -13,7 +13,6 @@ from parallel.costs import Link
 from tests import world
 
 SIZES = (8, 4096, 65536, 262144)
-TRIES = 3  # of a measurement: a busy machine may spoil one, a wrong measurement spoils all
 
 
 @pytest.mark.parametrize("link", [Link(2e-4, 8e-9), Link(0.05, 1e-9), Link(3e-5, 4e-6)])
@@ -38,6 +37,14 @@ def test_one_time_is_all_latency():
     assert probe.fit([8], [0.125]) == Link(0.125, 0.0)
 
 
+def assert_once(right, measure, tries=3):
+    """That one of several measurements is right: a busy machine may spoil one, what measures wrongly spoils all."""
+    found = []
+    while not (found and right(found[-1])):
+        assert len(found) < tries, found
+        found.append(measure())
+
+
 def measured(rank, size):
     return probe.measure(None, torch.device("cpu"))
 
@@ -59,15 +66,14 @@ def measured_slowly(rank, size, late, per_byte):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_ranks_find_the_same_link(size):
-    found = []
-    for _ in range(TRIES):
+
+    def measure():
         links = world.run(size, measured)
         assert len(set(links)) == 1
         assert links[0].message(8) > 0 and links[0].seconds_per_byte >= 0
-        found.append(links[0])
-        if links[0].message(8) < 0.1 and links[0].seconds_per_byte < 1e-6:
-            return
-    pytest.fail(f"so slow is no loopback: {found}")
+        return links[0]
+
+    assert_once(lambda link: link.message(8) < 0.1 and link.seconds_per_byte < 1e-6, measure)
 
 
 @pytest.mark.multiprocess
@@ -78,16 +84,19 @@ def test_one_rank_alone_has_no_link():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("late", [0.0005, 0.02])
 def test_the_slowest_rank_counts_and_a_slow_link_does_not_take_long(late):
-    """A loopback of a busy machine adds to a link of 1 MB/s, which decides what is found, and takes nothing off."""
-    found = []
-    for _ in range(TRIES):
+    """A loopback of a busy machine adds to a link of 1 MB/s, which decides what is found. Where it adds to small
+    messages most, the fit takes from large ones."""
+
+    def measure():
         results = world.run(4, measured_slowly, late, 1e-6)
         links = [link for link, _ in results]
         assert len(set(links)) == 1
         # Eight messages of each size up to 65536 bytes, at most; one more size would be 2 s.
         assert {messages for _, messages in results} <= {8, 16, 24, 32}
-        found.append(links[0])
-        as_slow = 0.9 * (late + 0.0655) < links[0].message(65536) < 10 * (late + 0.0655)
-        if as_slow and 0.7e-6 < links[0].seconds_per_byte < 1e-5:
-            return
-    pytest.fail(f"not what the link was made: {found}")
+        return links[0]
+
+    def as_made(link):
+        whole = 0.9 * (late + 0.0655) < link.message(65536) < 10 * (late + 0.0655)
+        return whole and 0.7e-6 < link.seconds_per_byte < 1e-5
+
+    assert_once(as_made, measure)
