@@ -1,5 +1,7 @@
 """The error that is the user's to mend: one line that says what, where and the remedy; and what commands exit with."""
 
+import unicodedata
+
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
@@ -7,8 +9,8 @@ class UserError(Exception):
     """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
 
     def __str__(self) -> str:
-        # Names that the message quotes, of files and keys, may hold line breaks.
-        return " ".join(super().__str__().splitlines())
+        # Names that the message quotes, of files and keys, may hold anything.
+        return printable(" ".join(super().__str__().splitlines()))
 
 
 class ConfigError(UserError):
@@ -27,3 +29,21 @@ def first_line(error: BaseException) -> str:
     """What an error of a library says, in one line: of what a compiler packs up, the error within."""
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+
+
+def printable(text: str) -> str:
+    """Return `text` with whatever steers a terminal, breaks the line or cannot be encoded as its escape, such as \\x1b.
+
+    For every name and message that others may have written: of files, classes, hosts. A byte of a file's name that is
+    no UTF-8 becomes \\xe9 and the like.
+    """
+    return "".join(
+        character if character.isprintable() or unicodedata.category(character) == "Zs" else _escape(character)
+        for character in text
+    )
+
+
+def _escape(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # how os.fsdecode keeps a byte that is no UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
