@@ -230,6 +230,33 @@ def test_a_damaged_only_checkpoint_is_refused(command, interrupt):
     assert line.startswith(f"{path}: damaged") and "restore one" in line
 
 
+@pytest.mark.parametrize("content", [b"", b'{"step": 3'])
+def test_a_run_whose_manifests_are_all_damaged_is_refused(command, interrupt, content):
+    """It neither begins anew nor touches what there is; `refuses` compares all files."""
+    interrupt(3, signal.SIGTERM)
+    assert command()[0] == STOPPED
+    manifests = sorted((command.folder / "checkpoints").glob("*.json"))
+    assert len(manifests) == 2
+    whole = manifests[0].read_bytes()
+    for path in manifests:
+        path.write_bytes(content)
+    assert command.refuses().startswith(f"{manifests[-1]}: damaged: ")
+    manifests[0].write_bytes(whole)
+    assert "resuming at step 2 of 4" in command()[1]
+
+
+def test_a_manifest_of_before_with_another_step_is_damage(command, interrupt):
+    """One flipped bit in a manifest without a checksum."""
+    interrupt(3, signal.SIGTERM)
+    command()
+    path = newest(command.folder).with_suffix(".json")
+    found = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"}
+    path.write_text(json.dumps({**found, "step": 7}))
+    out = command()[1]
+    assert "resuming at step 2 of 4" in out
+    assert f"{path}: damaged: it is that of step 7; trying the one before" in out
+
+
 # Images that are not to be used.
 
 

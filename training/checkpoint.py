@@ -1,8 +1,9 @@
 """Checkpoints: written so that a crash at any moment leaves the last good one, read only if whole.
 
 A checkpoint is `step-00001234.pt` (loaded with weights_only) and, renamed into place after it,
-`step-00001234.json`: its step, size, SHA-256 and scores. Without a matching manifest a file counts for nothing. What
-belongs to one replica is in `step-00001234.replica-0003.pt`, whose size and SHA-256 are in the same manifest.
+`step-00001234.json`: its step, size, SHA-256 and scores. Without a manifest a file counts for nothing, as its writing
+was cut off; a manifest that cannot be read, or does not match, is damage. What belongs to one replica is in
+`step-00001234.replica-0003.pt`, whose size and SHA-256 are in the same manifest.
 """
 
 from __future__ import annotations
@@ -10,41 +11,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import warnings
 from pathlib import Path
-from typing import IO, Callable, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import IO, Callable, Iterable, List, Optional, Set, Tuple
 
 import torch
 
 from recipe.errors import CheckpointError
+from training.manifest import File, Manifest, parsed, written
 
 FORMAT = 1
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
 _REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: weights are not looked for in what has this one
-_REPLICA_NAME = re.compile(r"step-\d{8,}\.replica-\d{4,}\.pt")
-
-
-class File(NamedTuple):
-    """What a file must be to count. sha256: hexadecimal digits."""
-
-    bytes: int
-    sha256: str
-
-
-class Manifest(NamedTuple):
-    """What is known of a checkpoint without opening it.
-
-    top1: share in [0, 1], None if it was not evaluated. replicas: the files of what belongs to one replica, by its
-    number; none where replicas differ in nothing.
-    """
-
-    step: int
-    bytes: int
-    sha256: str
-    top1: Optional[float]
-    replicas: Tuple[File, ...] = ()
+_REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
 
 
 class CheckpointFolder:
@@ -73,21 +54,20 @@ class CheckpointFolder:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(step)
-        written: List[Path] = []
+        made: List[Path] = []
         replicas: List[File] = []
         try:
             for state in replica_states:
                 replica_path = self.replica_path(step, len(replicas))
                 replicas.append(_write(replica_path, {_REPLICA_FORMAT: FORMAT, "state": state}))
-                written.append(replica_path)
+                made.append(replica_path)
                 del state  # or it would stay in memory while the next one is made
             whole = _write(path, {"format": FORMAT, **content})
-            written.append(path)
-            manifest = Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))
-            with replacing(path.with_suffix(".json")) as stream:
-                stream.write((json.dumps(_as_written(manifest)) + "\n").encode())
+            made.append(path)
+            with replacing(self._manifest_path(step)) as stream:
+                stream.write(written(Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))))
         except BaseException:
-            for each in written:
+            for each in made:
                 each.unlink()  # it would count for nothing, and on a full disk its room is needed
             raise
         self._damaged.discard(step)
@@ -98,42 +78,50 @@ class CheckpointFolder:
         """The content of the newest checkpoint that is whole, or None if there never was one.
 
         Args:
-            warn: told of each damaged checkpoint that is passed over.
+            warn: told of each newer one that is passed over: damaged, or without a manifest.
             with_replicas: whether the files of its replicas must be whole, too. Weights can be had without them.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is whole.
+            CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
         """
-        damaged = []
-        for path in reversed(self._paths()):
-            manifest = _read_manifest(path)
-            if manifest is None:
-                continue  # its writing was cut off before it counted
+        damaged, cut_off = [], []
+        for step in reversed(self._steps()):
+            path = self.path(step)
             try:
+                manifest = self._manifest(step)
+                if manifest is None:
+                    cut_off.append(f"{path}: has no manifest, as if its writing was cut off")
+                    warn(f"{cut_off[-1]}; it does not count")
+                    continue
                 content = load(path, manifest)
                 for replica, file in enumerate(manifest.replicas if with_replicas else ()):
-                    _verify(self.replica_path(manifest.step, replica), file)
+                    _verify(self.replica_path(step, replica), file)
             except CheckpointError as error:
                 damaged.append(str(error))
-                self._damaged.add(manifest.step)
-                warn(str(error))
+                self._damaged.add(step)
+                warn(f"{error}; trying the one before")
                 continue
             return content
-        if damaged:
+        if damaged or len(cut_off) > 1:  # one may be the first of the run, and its writing cut off
             raise CheckpointError(
-                f"{damaged[0]}; no older checkpoint is whole either: restore one with all files of its number into "
-                f"{self.folder}, or delete that folder to start from the beginning"
+                f"{[*damaged, *cut_off][0]}; no older checkpoint is whole either: restore one with all files of its "
+                f"number into {self.folder}, or delete that folder to start from the beginning"
             )
         return None
 
     def manifests(self) -> List[Manifest]:
-        """Of all checkpoints that count, the oldest first."""
-        found = [_read_manifest(path) for path in self._paths()]
+        """Of all checkpoints whose manifest is whole, the oldest first."""
+        found = []
+        for step in self._steps():
+            with contextlib.suppress(CheckpointError):
+                found.append(self._manifest(step))
         return [manifest for manifest in found if manifest is not None]
 
     def replica_count(self, step: int) -> int:
-        """How many replicas have a file of their own in the checkpoint of a step that counts."""
-        return next(len(manifest.replicas) for manifest in self.manifests() if manifest.step == step)
+        """How many replicas have a file of their own in the checkpoint of a step, which `load_newest` has read."""
+        manifest = self._manifest(step)
+        assert manifest is not None, f"step {step} has no manifest"
+        return len(manifest.replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
         """What `save` was given for that replica, on the CPU. `load_newest` has compared it with its checksum.
@@ -147,9 +135,30 @@ class CheckpointFolder:
             raise CheckpointError(f"{path}: damaged, or not of a checkpoint of this program in this version")
         return content["state"]
 
-    def _paths(self) -> List[Path]:
-        """Of all checkpoints, whether they count or not, the oldest first."""
-        return sorted(path for path in self.folder.glob("step-*.pt") if not _REPLICA_NAME.fullmatch(path.name))
+    def _steps(self) -> List[int]:
+        """Of all checkpoints that have a file or a manifest, the oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror or error}") from None
+        return sorted({int(found.group(1)) for found in map(_NAME.fullmatch, names) if found})
+
+    def _manifest_path(self, step: int) -> Path:
+        return self.path(step).with_suffix(".json")
+
+    def _manifest(self, step: int) -> Optional[Manifest]:
+        """The manifest of a step, None where there is none. Raises CheckpointError: damaged, or cannot be read."""
+        path = self._manifest_path(step)
+        try:
+            return parsed(path.read_bytes(), step)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{path}: damaged: {error}") from None
 
     def _prune(self) -> None:
         for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
@@ -161,20 +170,22 @@ class CheckpointFolder:
             kept.add(max(scored, key=lambda manifest: (manifest.top1, manifest.step)).step)
         for manifest in manifests:
             if manifest.step not in kept:
-                self.path(manifest.step).with_suffix(".json").unlink()
-                self.path(manifest.step).unlink()
+                self._manifest_path(manifest.step).unlink()
+                self.path(manifest.step).unlink(missing_ok=True)
         self._remove_strays()
 
     def _remove_strays(self) -> None:
         """Removes files of replicas that no manifest lists: of checkpoints that are gone, or that were cut off."""
-        listed = {
-            self.replica_path(manifest.step, replica)
-            for manifest in self.manifests()
-            for replica in range(len(manifest.replicas))
-        }
         for path in self.folder.glob("step-*.replica-*.pt"):
-            if _REPLICA_NAME.fullmatch(path.name) and path not in listed:
-                path.unlink()
+            name = _REPLICA_NAME.fullmatch(path.name)
+            with contextlib.suppress(CheckpointError):  # a manifest that is damaged may list it
+                if name and not self._lists(int(name.group(1)), int(name.group(2))):
+                    path.unlink()
+
+    def _lists(self, step: int, replica: int) -> bool:
+        """Whether the manifest of a step lists a file of that replica. Raises CheckpointError."""
+        manifest = self._manifest(step)
+        return manifest is not None and replica < len(manifest.replicas)
 
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
@@ -272,17 +283,3 @@ def _digest(stream) -> Tuple[str, int]:
         digest.update(chunk)
         size += len(chunk)
     return digest.hexdigest(), size
-
-
-def _read_manifest(path: Path) -> Optional[Manifest]:
-    try:
-        found = json.loads(path.with_suffix(".json").read_text())
-        replicas = tuple(File(*file) for file in found.pop("replicas", ()))
-        return Manifest(**found, replicas=replicas)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
-
-
-def _as_written(manifest: Manifest) -> dict:
-    """Without an empty list of replicas, which older programs do not know."""
-    return {key: value for key, value in manifest._asdict().items() if key != "replicas" or value}

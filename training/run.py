@@ -266,9 +266,7 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, proce
 
 def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Tuple[Optional[dict], int]:
     """The content of the newest whole checkpoint, which must be of this recipe, and how many replicas' files it has."""
-    content = checkpoints.load_newest(
-        warn=lambda line: print(f"{line}; trying the one before", flush=True), with_replicas=True
-    )
+    content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
         return None, 0
     step = content["progression"]["step"]

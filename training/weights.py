@@ -143,7 +143,7 @@ def _remedy(name: str, tensor: Optional[torch.Tensor]) -> str:
 
 def _of_run(folder: Path, which: str) -> StoredWeights:
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
-    content = checkpoints.load_newest(warn=lambda line: print(f"{line}; trying the one before", flush=True))
+    content = checkpoints.load_newest(warn=lambda line: print(line, flush=True))
     if content is None:
         raise CheckpointError(f"{folder}: no checkpoint in this folder; name a run folder that holds one")
     return _of_checkpoint(checkpoints.path(content["progression"]["step"]), content, which)

@@ -1,6 +1,7 @@
 """Checkpoints survive what disks, crashes and strangers do to them."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 from recipe.errors import CheckpointError
 from training import checkpoint
 from training.checkpoint import CheckpointFolder
+from training.manifest import File, Manifest, parsed, written
 
 
 def content(step):
@@ -38,6 +40,11 @@ def files(folder):
 
 def pair(*steps):
     return sorted(f"step-{step:08d}.{kind}" for step in steps for kind in ("json", "pt"))
+
+
+def manifest(checkpoints, step):
+    """Where it lies."""
+    return checkpoints.path(step).with_suffix(".json")
 
 
 @pytest.fixture
@@ -68,8 +75,10 @@ def test_the_manifest_tells_step_size_checksum_and_score(folder):
     path = folder().save(3, content(3), top1=0.25)
     manifest = json.loads(path.with_suffix(".json").read_text())
     digest = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
+    about_itself = manifest.pop("checksum")
+    assert about_itself == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     assert manifest == {"step": 3, "bytes": path.stat().st_size, "sha256": digest, "top1": 0.25}
-    assert folder().manifests() == [checkpoint.Manifest(**manifest)]
+    assert folder().manifests() == [Manifest(**manifest)]
 
 
 def test_the_newest_by_step_is_loaded_not_by_time(folder, warnings_given):
@@ -152,24 +161,93 @@ def test_if_all_are_damaged_it_says_so_and_touches_nothing(folder, warnings_give
     assert {path: path.read_bytes() for path in folder().folder.iterdir()} == before
 
 
-def test_a_file_without_manifest_counts_for_nothing(folder, warnings_given):
+def test_a_file_without_manifest_counts_for_nothing_and_is_named(folder, warnings_given):
     """So a crash between the two leaves the one before; with none before, the run begins anew."""
     for step in (1, 2):
         folder().save(step, content(step), None)
-    folder().path(2).with_suffix(".json").unlink()
+    manifest(folder(), 2).unlink()
     assert same(folder().load_newest(warnings_given.append), 1)
-    assert [manifest.step for manifest in folder().manifests()] == [1]
-    folder().path(1).with_suffix(".json").write_text('{"step": 1')
+    assert [found.step for found in folder().manifests()] == [1]
+    folder().path(1).unlink()
+    manifest(folder(), 1).unlink()
     assert folder().load_newest(warnings_given.append) is None
-    assert warnings_given == []
+    assert (
+        warnings_given == [f"{folder().path(2)}: has no manifest, as if its writing was cut off; it does not count"] * 2
+    )
 
 
 def test_a_manifest_of_another_file_is_no_match(folder, warnings_given):
     for step in (1, 2, 3):
         folder(keep_last=3).save(step, content(step), None)
-    os.replace(folder().path(1).with_suffix(".json"), folder().path(3).with_suffix(".json"))
+    os.replace(manifest(folder(), 1), manifest(folder(), 3))
     assert same(folder().load_newest(warnings_given.append), 2)
-    assert "step-00000003.pt: damaged" in warnings_given[0]
+    assert "step-00000003.json: damaged: it is that of step 1" in warnings_given[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_manifest_is_damage_and_named(folder, warnings_given, damage):
+    for step in (1, 2):
+        folder().save(step, content(step), None)
+    damage(manifest(folder(), 2))
+    assert same(folder().load_newest(warnings_given.append), 1)
+    assert len(warnings_given) == 1 and warnings_given[0].startswith(f"{manifest(folder(), 2)}: ")
+    assert warnings_given[0].endswith("; trying the one before") and "\n" not in warnings_given[0]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, os.unlink])
+def test_with_all_manifests_damaged_or_gone_it_says_so_and_touches_nothing(folder, warnings_given, damage):
+    for step in (1, 2):
+        folder().save(step, content(step), None)
+        damage(manifest(folder(), step))
+    before = files(folder().folder)
+    with pytest.raises(CheckpointError, match=r"no older checkpoint is whole either: restore one [^\n]*$"):
+        folder().load_newest(warnings_given.append)
+    assert len(warnings_given) == 2 and files(folder().folder) == before
+
+
+def test_a_missing_file_beside_its_manifest_is_damage(folder, warnings_given):
+    """Also of one that is not looked at because a newer one is whole: to remove it later ends no run."""
+    for step in (1, 2, 3):
+        folder(keep_last=3).save(step, content(step), None)
+    folder().path(3).unlink()
+    folder().path(1).unlink()
+    resumed = folder()
+    assert same(resumed.load_newest(warnings_given.append), 2)
+    assert warnings_given[0].startswith(f"{folder().path(3)}: cannot be read: No such file")
+    resumed.save(4, content(4), None)
+    assert not manifest(folder(), 1).exists()
+
+
+def test_every_wrong_bit_of_a_manifest_is_reported():
+    """Also those in the checksum and in its name."""
+    expected = Manifest(1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64)))
+    data = written(expected)
+    assert parsed(data, 1234) == expected
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            parsed(bytes(flipped), 1234)
+
+
+def test_manifests_of_before_have_no_checksum_and_are_read(folder, warnings_given):
+    folder().save(5, content(5), 0.25)
+    found = json.loads(manifest(folder(), 5).read_text())
+    del found["checksum"]
+    manifest(folder(), 5).write_text(json.dumps(found) + "\n")
+    assert same(folder().load_newest(warnings_given.append), 5)
+    assert [each.top1 for each in folder().manifests()] == [0.25] and warnings_given == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "null", "7", '{"step": 1}', "[" * 200_000, '{"step":1,"bytes":2,"sha256":"","top1":"high"}',
+     '{"step":1,"bytes":2,"sha256":"","top1":NaN}', '{"step":1,"bytes":2,"sha256":"","top1":null,"replicas":7}',
+     '{"step":1,"bytes":2,"sha256":"","top1":null,"replicas":[[1]]}'],
+)  # fmt: skip
+def test_what_is_no_manifest_is_refused(text):
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        parsed(text.encode(), 1)
 
 
 def test_damaged_checkpoints_do_not_push_out_whole_ones(folder, warnings_given):
@@ -354,7 +432,7 @@ def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path, folder, p
     path = checkpoints.save(1, content(1), None)
     path.write_bytes(data)
     digest, size = checkpoint._digest(io.BytesIO(data))
-    path.with_suffix(".json").write_text(json.dumps(checkpoint.Manifest(1, size, digest, None)._asdict()))
+    manifest(checkpoints, 1).write_bytes(written(Manifest(1, size, digest, None)))
     with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
         checkpoints.load_newest(lambda line: None)
     with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):

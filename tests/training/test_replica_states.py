@@ -19,7 +19,7 @@ from recipe.errors import CheckpointError
 from tests import ranks
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
-from tests.training.test_checkpoint import DAMAGES, _Disk, content, files, pair, same
+from tests.training.test_checkpoint import DAMAGES, _Disk, content, emptied, files, pair, same
 from training import checkpoint, weights
 from training.checkpoint import CheckpointFolder
 from training.run import run
@@ -92,7 +92,7 @@ def test_a_manifest_without_replicas_is_read_as_it_always_was(folder):
     """Those of before have no such key, and whatever has no replicas' files is written likewise."""
     folder().save(4, content(4), 0.5)
     manifest = json.loads(folder().path(4).with_suffix(".json").read_text())
-    assert sorted(manifest) == ["bytes", "sha256", "step", "top1"]
+    assert sorted(manifest) == ["bytes", "checksum", "sha256", "step", "top1"]
     assert same(folder().load_newest(pytest.fail, with_replicas=True), 4)
     assert folder().replica_count(4) == 0
 
@@ -159,6 +159,16 @@ def test_a_damaged_checkpoint_keeps_its_files_until_it_is_written_again(saved, f
     resumed.save(9, content(9), None, states(9))
     assert_whole(folder(), 9)
     assert files(resumed.folder) == all_files(2, 9)
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_keeps_its_files(saved, folder):
+    """Its manifest alone knows that they are no strays."""
+    checkpoints = saved(1, 2)
+    emptied(checkpoints.path(2).with_suffix(".json"))
+    resumed = folder()
+    assert_whole(resumed, 1, lambda line: None)
+    resumed.save(3, content(3), None, states(3))
+    assert files(resumed.folder) == all_files(1, 2, 3)
 
 
 def test_files_go_with_their_checkpoint(saved, folder):
