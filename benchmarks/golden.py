@@ -1,0 +1,142 @@
+"""The bits that tiny runs end with, in this checkout and in an earlier one: a refactoring must not change them.
+
+    python -m benchmarks.golden [--against REVISION] [--json]
+
+Each case is a whole run of the quickstart recipe, started as users start it, so any revision with these commands can be
+compared. Sums depend on the CPU and on torch, so both sides are computed here and now and none is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from benchmarks import claims
+from benchmarks.experiments import ROOT
+from recipe.errors import UserError
+
+_TINY = (
+    "run.device=cpu", "run.epochs=2", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3", "model.drop_path=0.3",
+    "model.image_size=16", "batch.global=240", "batch.micro=20", "batch.evaluation=90", "schedule.warmup_epochs=1",
+    "data.augment=randaugment", "data.cutmix=0.85", "average.step_decay=0.9", "log.tensorboard=false",
+)  # fmt: skip
+_CUT = ("parallel.split=[blocks.3.0]",)
+
+
+class Case(NamedTuple):
+    """A run: overrides of the quickstart, and its processes."""
+
+    overrides: Tuple[str, ...] = ()
+    replicas: int = 1
+    stages: int = 1
+    ipu: bool = False
+
+
+CASES: Dict[str, Case] = {
+    "half weights": Case(),
+    "float32 weights": Case(("precision.weights=float32",)),
+    "trust of the momentum": Case(("optimizer.trust=momentum",)),
+    "rmsprop": Case(("optimizer.name=rmsprop", "schedule.peak=0.01")),
+    "2 stages x 2 replicas, tree order": Case(("exchange.order=tree", *_CUT), 2, 2),
+    "1f1b with recomputation": Case(("parallel.schedule=1f1b", "parallel.recompute=true", *_CUT), 1, 2),
+    "gtopk": Case(("exchange.method=gtopk", "exchange.density=0.01", *_CUT), 2, 2),
+    "topk, one step late": Case(("exchange.method=topk", "exchange.density=0.01", "exchange.delay=1"), 2),
+    "PopTorch's double": Case(
+        ("run.device=ipu", "optimizer.trust=momentum", "data.mixup=0", "data.cutmix=null", "average.step_decay=null"),
+        ipu=True,
+    ),
+}
+
+
+def digest(checkout: Path, case: Case) -> str:
+    """SHA-256 of every tensor that the case's run leaves when it is trained by the program in `checkout`.
+
+    Raises:
+        UserError: the run failed; its output is in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        if case.replicas == case.stages == 1:
+            start = ["train.py"]
+        else:
+            start = ["-m", "tools.launch", "--replicas", str(case.replicas), "--stages", str(case.stages)]
+        recipe = ["--config", "configs/quickstart.yaml", *_TINY, *case.overrides, f"run.output={run}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if case.ipu:
+            environment["PYTHONPATH"] = str(checkout / "tests" / "ipu" / "double")
+        ended = subprocess.run(
+            [sys.executable, *start, *recipe], cwd=checkout, env=environment, capture_output=True, text=True
+        )
+        if ended.returncode:
+            raise UserError(f"{checkout}: {' '.join(case.overrides)}: {ended.stdout}{ended.stderr}")
+        newest = max((run / "checkpoints").glob("step-????????.pt"))
+        return _sum([newest, *sorted(newest.parent.glob(f"{newest.stem}.replica-*.pt"))])
+
+
+def _sum(files: Sequence[Path]) -> str:
+    """Args: files: a checkpoint and what belongs to its replicas."""
+    found = hashlib.sha256()
+    for file in files:
+        for name, tensor in sorted(_tensors(torch.load(file, weights_only=True))):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _tensors(tree: object, name: str = "") -> Iterator[Tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, branch in tree.items():
+            yield from _tensors(branch, f"{name}/{key}")
+
+
+@contextlib.contextmanager
+def checkout_of(revision: str) -> Iterator[Path]:
+    """The program as it was at a revision, in a folder for the time being. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkout"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        made = subprocess.run([*git, "add", "--detach", str(path), revision], capture_output=True, text=True)
+        if made.returncode:
+            raise UserError(f"--against {revision}: {made.stderr.strip()}")
+        try:
+            yield path
+        finally:
+            subprocess.run([*git, "remove", "--force", str(path)], check=True, capture_output=True)
+
+
+def _row(name: str, case: Case, earlier: Optional[Path]) -> dict:
+    row = {"case": name, "here": digest(ROOT, case)}
+    if earlier is not None:
+        row["there"] = digest(earlier, case)
+    print(name, *(value[:16] for key, value in row.items() if key != "case"), file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="REVISION", help="also train with the program of this git revision")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        earlier = stack.enter_context(checkout_of(arguments.against)) if arguments.against else None
+        rows = [_row(name, case, earlier) for name, case in CASES.items()]
+    found = []
+    if arguments.against:
+        equal = sum(row["here"] == row["there"] for row in rows) / len(rows)
+        found = [claims.claim("cases_with_equal_bits", [equal], "of all", ">= 1")]
+    claims.report("golden", rows, found, arguments.json)
+
+
+if __name__ == "__main__":
+    claims.run(main)
