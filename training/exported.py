@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-import json
-import zipfile
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 
@@ -15,7 +12,8 @@ from data.batches import MicroBatch
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, first_line
-from training.weights import TRAINED
+from training.program import Archive, function_of
+from training.weights import TRAINED, names_in_json
 
 ONNX, PROGRAM = ".onnx", ".pt2"
 INPUT, OUTPUT = "images", "logits"  # names in an .onnx file
@@ -45,17 +43,26 @@ class ExportedModel:
         self.path, self._program = path, program
         self.recipe: Optional[str] = program.metadata["recipe"]
         self.which = program.metadata["weights"]
-        self.classes: Optional[List[str]] = json.loads(program.metadata.get("classes", "null"))
+        self.classes: Optional[List[str]] = names_in_json(program.metadata.get("classes", "null"), path)
+        self._model = loading.loads(self.recipe, str(path)).model
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images of `batch`: float32 [valid, classes]."""
-        return self._program.logits(batch.images.contiguous())[: batch.valid]
+        """Logits of the valid images of `batch`: float32 [valid, classes]. Raises CheckpointError: it has none."""
+        try:
+            logits = self._program.logits(batch.images.contiguous())
+        except Exception as error:  # of whatever it is that a damaged program computes
+            raise CheckpointError(f"{self.path}: its program fails: {first_line(error)}") from None
+        shape = [len(batch.images), self._model.classes]
+        if list(logits.shape) != shape or logits.dtype != torch.float32:
+            raise CheckpointError(
+                f"{self.path}: its program gives {logits.dtype} {list(logits.shape)}, not float32 {shape} of its recipe"
+            )
+        return logits[: batch.valid]
 
     def check(self, recipe: Recipe) -> None:
         """Raises CheckpointError for a recipe whose images or classes are not those that the program was made for."""
-        own = loading.loads(self.recipe, str(self.path)).model
         for key in _INSIDE:
-            made_for, asked = getattr(own, key), getattr(recipe.model, key)
+            made_for, asked = getattr(self._model, key), getattr(recipe.model, key)
             if made_for != asked:
                 raise CheckpointError(
                     f"{self.path}: was exported with model.{key} {made_for}, not {asked}; export it again with that"
@@ -89,7 +96,7 @@ def read(path: str, which: str = TRAINED) -> ExportedModel:
         program = opened(place.suffix, content)
     except ImportError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # either library raises nearly everything about files that are not its own
+    except Exception as error:  # nearly everything is raised about files that are not ours
         raise CheckpointError(f"{path}: no program that tools.export wrote: {first_line(error)}") from None
     model = ExportedModel(place, program)
     if which not in (TRAINED, model.which):
@@ -110,43 +117,47 @@ def opened(suffix: str, content: bytes) -> Program:
 
 
 def _opened_onnx(content: bytes) -> Program:
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ImportError("the package onnxruntime is not installed; pip install onnxruntime")
+    """No library of operators is ever loaded, and no file beside this one is read, as tools.export writes none."""
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"the package {package} is not installed; pip install onnx onnxruntime")
+    import onnx
     import onnxruntime
 
+    proto = onnx.load_from_string(content)
+    if _names_files(proto):
+        raise ValueError("some of its numbers are in other files")
+    metadata = _ours({each.key: each.value for each in proto.metadata_props})
+    del proto
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # its warnings are about graphs that are not ours
+    options.log_severity_level = 4  # what it has to say it also raises
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def logits(images: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
-    return Program(_ours(dict(session.get_modelmeta().custom_metadata_map)), logits)
+    return Program(metadata, logits)
+
+
+def _names_files(message: Any) -> bool:
+    """Whether a tensor within a message of ONNX has its numbers in a file."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        return bool(message.external_data) or message.data_location != message.DEFAULT
+    fields = (value for field, value in message.ListFields() if field.message_type is not None)
+    return any(_names_files(each) for value in fields for each in (value if hasattr(value, "add") else (value,)))
 
 
 def _opened_program(content: bytes) -> Program:
-    """Its texts are read before torch is given the file: that may run code of a file that is not ours."""
-    if not hasattr(torch, "export"):
-        raise ImportError(f"torch {torch.__version__} runs no exported programs; use that of requirements.txt")
-    metadata = _ours(_texts(content))
-    run = torch.export.load(io.BytesIO(content)).module()
+    archive = Archive(content)
+    metadata = _ours(archive.texts())
+    run = function_of(archive)
 
     def logits(images: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return run(images)
 
     return Program(metadata, logits)
-
-
-def _texts(content: bytes) -> Dict[str, str]:
-    """The texts that a .pt2 file has beside the program, by name; it is a zip file, read and checked as such."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"{damaged} is damaged")
-        named: List[Tuple[str, str]] = [(name.rpartition("/extra/")[2], name) for name in archive.namelist()]
-        return {key: archive.read(name).decode() for key, name in named if key != name}
 
 
 def _ours(metadata: Dict[str, str]) -> Dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
@@ -12,6 +12,7 @@ import torch
 from data.sources import open_source
 from models.efficientnet import timm_name
 from recipe import loading
+from recipe.bounded import parse_json
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError
 from training.checkpoint import CheckpointFolder, load, unpickled
@@ -178,11 +179,17 @@ def _of_safetensors(path: Path) -> StoredWeights:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
-    try:
-        classes = json.loads(metadata["classes"]) if "classes" in metadata else None
-    except ValueError:
-        raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read") from None
+    classes = names_in_json(metadata.get("classes", "null"), path)
     return StoredWeights(path, tensors, metadata.get("recipe"), classes, metadata.get("weights", TRAINED))
+
+
+def names_in_json(text: str, path: Path) -> Optional[List[str]]:
+    """Names of classes in the metadata of a file; None for null. Raises CheckpointError."""
+    with contextlib.suppress(ValueError):
+        names = parse_json(text)
+        if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            return names
+    raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read")
 
 
 def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:

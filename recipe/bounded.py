@@ -1,0 +1,25 @@
+"""JSON that anybody may have written: of bounded size and depth, or a ValueError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Union
+
+MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's objects JSON takes 20 times its bytes
+
+
+def parse_json(text: Union[str, bytes]) -> Any:
+    """What JSON text says. Raises ValueError for all that is none, is longer than MOST_BYTES, or nested too deeply."""
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON says. Raises OSError, and ValueError as `parse_json` does, without reading more than that."""
+    with open(path, "rb") as stream:
+        return parse_json(stream.read(MOST_BYTES + 1))
