@@ -36,6 +36,10 @@ class Run(Section):
         "auto",
         description="auto continues from the newest good checkpoint of the run folder; never refuses a used folder",
     )
+    lock: bool = Field(
+        True,
+        description="lock the run folder against other processes; false where its file system has no POSIX locks",
+    )
     deterministic: bool = Field(
         False, description="CUDA runs repeat bit for bit, at a cost in speed (CPU runs always do)"
     )

@@ -257,6 +257,73 @@ def test_a_manifest_of_before_with_another_step_is_damage(command, interrupt):
     assert f"{path}: damaged: it is that of step 7; trying the one before" in out
 
 
+def test_a_folder_without_locks_may_be_used_and_later_be_locked(command, interrupt):
+    interrupt(3, signal.SIGTERM)
+    assert command("run.lock=false")[0] == STOPPED
+    assert "resuming at step 3 of 4" in command("run.lock=true")[1]
+
+
+# A run folder that is lost while a run writes it.
+
+
+def _removed(folder):
+    shutil.rmtree(folder)
+
+
+def _emptied(folder):
+    _removed(folder)
+    folder.mkdir()
+
+
+def _without_its_files(folder):
+    """As `rm -rf FOLDER/*` leaves it."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _moved(folder):
+    folder.rename(folder.with_name("moved"))
+
+
+@pytest.fixture
+def lose(monkeypatch):
+    """lose(step, how, folder): loses the folder before a step (from 1) is done."""
+    original = TorchEngine.train_step
+
+    def at(step, how, folder):
+        def losing(engine, micro_batches, number, lr, measure=False):
+            if number + 1 == step:
+                how(folder)
+            return original(engine, micro_batches, number, lr, measure)
+
+        monkeypatch.setattr(TorchEngine, "train_step", losing)
+
+    return at
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("how", [_removed, _emptied, _without_its_files, _moved])
+def test_a_folder_that_is_lost_ends_the_run(command, lose, how, step):
+    """Also before the last step, whose end would be lost with it. Nothing is written in its place."""
+    lose(step, how, command.folder)
+    code, out, errors = command("log.tensorboard=false")
+    assert code == FAILED and len(errors) == 1, errors
+    assert errors[0].startswith(str(command.folder)) and "removed, renamed, replaced or unmounted" in errors[0]
+    assert not any(line.startswith("done") for line in out)
+    assert not command.folder.exists() or not list(command.folder.iterdir())
+
+
+def test_a_file_system_that_is_unmounted_ends_the_run_and_nothing_is_written_below(command, lose, small_disk):
+    mount = small_disk("8m")
+    lose(3, lambda folder: subprocess.run(["umount", "--lazy", folder], check=True), mount)
+    for folder in (mount, mount / "run"):
+        code, _, errors = command("log.tensorboard=false", output=folder)
+        assert code == FAILED and len(errors) == 1, errors
+        assert errors[0].startswith(f"{folder}: no longer what this run opened there")
+        assert not list(mount.iterdir())
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=True)
+
+
 # Images that are not to be used.
 
 

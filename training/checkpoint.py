@@ -52,7 +52,7 @@ class CheckpointFolder:
         Raises:
             OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # without its parents: the run folder may have been unmounted
         path = self.path(step)
         made: List[Path] = []
         replicas: List[File] = []

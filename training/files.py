@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all. Loads nothing heavy."""
+"""Files that are there whole or not at all, and folders that are still the same. Loads nothing heavy."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,3 +12,17 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def check_same(path: Path, descriptor: int) -> None:
+    """Raises OSError unless `path` still leads to what `descriptor` has open.
+
+    What is open keeps its inode's number, so nothing that takes its place can have the same.
+    """
+    try:
+        same = os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        same = False
+    if not same:
+        what = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
+        raise OSError(errno.ESTALE, what, str(path))

@@ -282,6 +282,7 @@ class Trainer:
         self._steps_to_trace = None
         spans = self._engine.timeline()
         if spans:
+            self._monitor.metrics.check()
             text = timeline.write(
                 self._trace_folder,
                 spans,
@@ -332,6 +333,7 @@ class Trainer:
             return
         evaluated = progression.step % self._evaluate_every == 0 or progression.step == self._lengths.total
         top1 = progression.scores["top1"] if evaluated else None
+        self._monitor.metrics.check()
         self._checkpoints.save(progression.step, content, top1, replica_states)
         if scheduled:
             note_checkpoint(self._monitor, progression)

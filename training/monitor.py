@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Callable, Sequence, Tuple, Union
 
 from recipe.errors import DONE
+from training.files import check_same
 from training.loggers import Logger
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
@@ -21,20 +22,32 @@ TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_boun
 class Metrics:
     """The file metrics.jsonl: one JSON object a line, appended; cut back to the checkpoint when a run resumes."""
 
-    def __init__(self, path: Path, keep_bytes: int):
+    def __init__(self, path: Path, keep_bytes: int, check_folder: Callable[[], None] = lambda: None):
         """Opens the file, keeping its first `keep_bytes` bytes.
 
         What lies behind the newest checkpoint will be written again, equal but for the timing fields.
+
+        Args:
+            check_folder: raises OSError once the folder is no longer the one that was opened.
         """
+        self._path, self._check_folder = path, check_folder
+        check_folder()
         self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
         self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
 
+    def check(self) -> None:
+        """Raises OSError where the folder, or the file in it, is no longer the one that was opened."""
+        self._check_folder()
+        check_same(self._path, self._stream.fileno())
+
     def write(self, event: dict) -> None:
+        self.check()
         self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
         self._stream.flush()
 
     def position(self) -> int:
         """The file's length in bytes, all of it safely on the disk."""
+        self.check()
         self._stream.flush()
         os.fsync(self._stream.fileno())
         return os.fstat(self._stream.fileno()).st_size
@@ -45,6 +58,9 @@ class Metrics:
 
 class NoMetrics:
     """The metrics of ranks other than the main one, which alone writes files."""
+
+    def check(self) -> None:
+        """Nothing."""
 
     def write(self, event: dict) -> None:
         """Nothing."""

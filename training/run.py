@@ -81,7 +81,7 @@ def run(recipe: Recipe) -> None:
         engine = processes.together(lambda: factory.create(recipe, batch, processes, lengths.steps_per_epoch))
         for note in engine.notes:
             say(note)
-        _train(recipe, lengths, engine, processes, images)
+        _train(recipe, lengths, engine, processes, images, folder)
     finally:
         if folder is not None:
             folder.close()
@@ -160,13 +160,22 @@ def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
     return _Images(train, validation, *everywhere[0])
 
 
-def _train(recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreement, images: _Images) -> None:
-    folder, main = Path(arithmetic.output_folder(recipe)), engine.topology.is_main
-    say = print if main else _nothing
+def _train(
+    recipe: Recipe,
+    lengths: Lengths,
+    engine: Engine,
+    processes: Agreement,
+    images: _Images,
+    opened: Optional[RunFolder],
+) -> None:
+    """Args: opened: on the main rank."""
+    folder = Path(arithmetic.output_folder(recipe))
+    say = print if opened is not None else _nothing
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = _resume(engine, checkpoints, recipe, processes)
     step = progression.step
-    if main:
+    if opened is not None:
+        opened.check()
         note_session(folder, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
@@ -174,7 +183,7 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreemen
         _start_from(engine, recipe.model, processes, say)
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
-    monitor = _monitor(recipe, folder, lengths, progression) if main else _silent_monitor(lengths)
+    monitor = _monitor(recipe, opened, lengths, progression) if opened is not None else _silent_monitor(lengths)
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
@@ -211,12 +220,12 @@ def _exit_code(error: Optional[BaseException]) -> int:
     return STOPPED if isinstance(error, Stopped) else FAILED
 
 
-def _monitor(recipe: Recipe, folder: Path, lengths: Lengths, progression: Progression) -> Monitor:
-    path, step = folder / "metrics.jsonl", progression.step
+def _monitor(recipe: Recipe, folder: RunFolder, lengths: Lengths, progression: Progression) -> Monitor:
+    path, step = folder.metrics, progression.step
     if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
         print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
-    told = loggers.told_before(recipe.log, folder)
-    metrics = Metrics(path, keep_bytes=progression.metrics_bytes)
+    told = loggers.told_before(recipe.log, folder.path)
+    metrics = Metrics(path, keep_bytes=progression.metrics_bytes, check_folder=folder.check)
     progress = create_progress(lengths.total, step)
     return Monitor(metrics, progress, loggers.start(recipe, step, told, progress.say))
 

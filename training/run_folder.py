@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -19,11 +20,11 @@ from recipe.batch import output_folder
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.hardware import EngineSection, Ipu
-from training.files import write_text
+from training.files import check_same, write_text
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
-    "run": {"name", "output", "device", "resume"},
+    "run": {"name", "output", "device", "resume", "lock"},
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
     "data": {"root", "workers", "prefetch", "bad_images"},
@@ -40,10 +41,11 @@ class RunFolder:
     """An opened run folder: `config.yaml`, `environment.json`, `metrics.jsonl`, `checkpoints/`, `tensorboard/`."""
 
     def __init__(self, recipe: Recipe):
-        """Opens or makes the folder and locks it for this process.
+        """Opens or makes the folder and locks it for this process, unless run.lock is false.
 
         Raises:
-            ConfigError: the folder holds another recipe's run or something else, is in use, or is not to be resumed.
+            ConfigError: the folder holds another recipe's run or something else, is in use, cannot be locked, or is not
+                to be resumed.
         """
         self.path = Path(output_folder(recipe))
         self._check(recipe)
@@ -51,7 +53,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"{self.path}: a file is in the way; choose a folder by run.output=FOLDER") from None
-        self._lock = self._acquire()
+        self._lock = self._acquire(recipe.run.lock)
+        self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         if not self._begun():
             write_text(self._config, loading.dump(recipe))
         self._note_environment()
@@ -77,8 +80,14 @@ class RunFolder:
             return None
         return event if event.get("event") == "end" else None
 
+    def check(self) -> None:
+        """Raises OSError once the folder's path no longer leads to the folder that was opened."""
+        check_same(self.path, self._opened)
+
     def close(self) -> None:
-        self._lock.close()
+        if not self._lock.closed:
+            self._lock.close()
+            os.close(self._opened)
 
     @property
     def _config(self) -> Path:
@@ -99,16 +108,22 @@ class RunFolder:
     def _begun(self) -> bool:
         return _has_begun(self.path)
 
-    def _acquire(self) -> IO[str]:
+    def _acquire(self, lock: bool) -> IO[str]:
         stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
         try:
-            # Not flock: workers would inherit that, and keep it for seconds after the training process was killed.
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if lock:
+                # Not flock: workers would inherit that, and keep it for seconds after the training process was killed.
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             stream.close()
-            raise ConfigError(
-                f"{self.path} is in use by another process; wait for it or give run.output=FOLDER"
-            ) from None
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                problem = "is in use by another process; wait for it or give run.output=FOLDER"
+            else:
+                problem = (
+                    f"cannot be locked, as its file system has no locks or does not reach them ({error.strerror}); "
+                    "give run.output=FOLDER elsewhere, or run.lock=false if no other process writes this folder"
+                )
+            raise ConfigError(f"{self.path} {problem}") from None
         return stream
 
     def _note_environment(self) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -159,6 +160,48 @@ def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gon
     holder.kill()
     holder.communicate()
     opened()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, monkeypatch, number):
+    """As Lustre without flock, or NFS without its lock server, answers."""
+
+    def lockf(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    with pytest.raises(ConfigError, match=r"cannot be locked, as its file system has no locks") as caught:
+        opened()
+    assert os.strerror(number) in str(caught.value) and "run.lock=false" in str(caught.value)
+    assert "another process;" not in str(caught.value)
+    begin(opened("run.lock=false"))
+    opened("run.lock=false")
+    monkeypatch.undo()
+    opened("run.lock=true")
+
+
+def _removed(path):
+    shutil.rmtree(path)
+
+
+def _replaced(path):
+    """The kernel may give the new folder the old one's number, where nothing keeps that one open."""
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def _renamed(path):
+    path.rename(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("lose", [_removed, _replaced, _renamed])
+def test_a_folder_that_is_no_longer_the_one_that_was_opened_is_noticed(opened, lose):
+    folder = opened()
+    folder.check()
+    lose(folder.path)
+    with pytest.raises(OSError, match="no longer what this run opened there") as caught:
+        folder.check()
+    assert caught.value.filename == str(folder.path)
 
 
 def test_the_lock_ends_with_the_training_process_not_with_its_workers(opened):
