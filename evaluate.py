@@ -8,17 +8,22 @@ that tools.export wrote (.onnx, .pt2). Weights that do not carry their recipe ne
 0 done, 1 failed, 2 wrong input.
 """
 
+if __name__ == "__main__":  # before the imports: see run
+    from training.command import run
+
+    run(__file__)
+
 import json
-import os
-import sys
 from pathlib import Path
 
-from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError, UserError
-from training.command import Parser
+from recipe.errors import DONE, DataError
+from training.command import Parser, one_line
+from training.files import writing
 
 _WORST = 10  # classes that the terminal shows; the file has all
 
 
+@one_line()
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
@@ -26,17 +31,7 @@ def main(arguments=None) -> int:
     given = options.images or []
     options.images = [text for text in given if not _is_override(text)]
     options.overrides = [*options.overrides, *(text for text in given if _is_override(text))]
-    try:
-        return _classify(options) if options.images else _score(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return WRONG_INPUT
-    except BrokenPipeError:  # whoever read the lines has seen enough; the files are written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
-    except OSError as error:
-        print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-        return FAILED
+    return _classify(options) if options.images else _score(options)
 
 
 def _parser():
@@ -97,15 +92,16 @@ def _score(options) -> int:
     about = f"{stored.path}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
     folder = Path(options.output or _place(stored.path))
-    folder.mkdir(parents=True, exist_ok=True)
-    scoring.write_class_table(folder / "classes.csv", rows)
-    scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
     summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
     summary = {"weights": stored.which, "file": str(stored.path), **summary}
-    (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        scoring.write_class_table(folder / "classes.csv", rows)
+        scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
+        (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
     _print_classes(rows)
-    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json", flush=True)
+    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json")
     return DONE
 
 
@@ -162,7 +158,3 @@ def _classify(options) -> int:
 def _is_override(text: str) -> bool:
     name, equals, _ = text.partition("=")
     return bool(equals) and not Path(text).exists() and len(name.split(".")) == 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,4 @@ if [ -n "${POPLAR_SDK_ENABLED:-}" ]; then
 else
   make_environment
 fi
-# The repository takes the place of the current folder among the places that Python imports from.
-exec "$PYTHON" -c 'import sys; sys.path[0] = sys.argv.pop(1); from tools import launch; sys.exit(launch.main())' \
-  "$ROOT" "$@"
+exec "$PYTHON" "$ROOT/tools/launch.py" "$@"

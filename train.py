@@ -4,22 +4,29 @@ Exit codes: 0 done, 1 the machine or the run failed, 2 the input is wrong (one l
 remedy), 75 stopped by a signal after saving: the same command resumes.
 """
 
+if __name__ == "__main__":  # before the imports: see run
+    from training.command import run
+
+    run(__file__)
+
 import re
+from pathlib import Path
 
 from recipe import batch, loading
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+from recipe.errors import DONE, FAILED, STOPPED
 from training import stopping
-from training.command import Parser, fail, finish, naming
+from training.command import AGAIN, Parser, fail, naming, one_line
 
 # What torch says -> what a user can do about it.
 _RUNTIME_ERRORS = {
     "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
     "model.image_size",
     r"DataLoader worker \(pid": "a process that loads images was killed, perhaps for want of memory; lower "
-    "data.workers or data.prefetch; the same command resumes from the last checkpoint",
+    "data.workers or data.prefetch",
 }
 
 
+@one_line()
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
     parser = Parser(
@@ -32,40 +39,34 @@ def main(arguments=None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
     stopping.listen_early()
-    try:
-        recipe = loading.load(options.config, options.overrides)
-        plan = naming(options.config, batch.describe, recipe)
-        if options.dry_run:
-            print(plan)
-            return DONE
-        return naming(options.config, _train, recipe)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
-    except RuntimeError as error:
-        told = next((told for sign, told in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
-        if told is None:
-            raise
-        return fail(told, FAILED)
-    except KeyboardInterrupt:
-        return fail("interrupted before the step was saved; the same command resumes from the last checkpoint", FAILED)
+    recipe = loading.load(options.config, options.overrides)
+    plan = naming(options.config, batch.describe, recipe)
+    if options.dry_run:
+        print(plan)
+        return DONE
+    return one_line(lambda: _again(recipe))(_train)(options.config, recipe)
 
 
-def _train(recipe) -> int:
+def _train(config, recipe) -> int:
     # Imported late: a wrong recipe is refused before torch is loaded.
     from training.loop import Stopped, TrainingError
     from training.run import run
 
     try:
-        run(recipe)
+        naming(config, run, recipe)
     except Stopped as stop:
         return fail(stop, STOPPED)
     except TrainingError as error:
         return fail(error, FAILED)
-    except OSError as error:
-        place = error.filename or batch.output_folder(recipe)
-        return fail(f"{place}: {error.strerror or error}; mend it and start again: the run resumes", FAILED)
+    except RuntimeError as error:
+        told = next((told for sign, told in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
+        if told is None:
+            raise
+        return fail(f"{told}, then {_again(recipe)}", FAILED)
     return DONE
 
 
-if __name__ == "__main__":
-    finish(main)
+def _again(recipe) -> str:
+    """What to do once a fault is mended."""
+    saved = any(Path(batch.output_folder(recipe), "checkpoints").glob("step-*.json"))
+    return f"{AGAIN} to resume from the last checkpoint" if saved else AGAIN

@@ -16,9 +16,17 @@ In each run all ranks' sums are compared bit for bit, and what was put in with w
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import hashlib
 import statistics
-import sys
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -258,7 +266,3 @@ def main() -> None:
         print(f"{ranks} ranks: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print_published(times)
     claims.report("exchange", rows, claimed(times), as_json)
-
-
-if __name__ == "__main__":
-    claims.run(main)

@@ -10,6 +10,15 @@ docs/results/exchange_convergence.{md,csv,png}.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import itertools
 import statistics
 from pathlib import Path
@@ -192,7 +201,3 @@ def main() -> None:
     experiments.write(NAME, rows, _page(rows, found))
     draw(experiments.RESULTS / f"{NAME}.png")
     claims.report(NAME, rows, found, as_json)
-
-
-if __name__ == "__main__":
-    main()

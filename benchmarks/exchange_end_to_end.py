@@ -12,11 +12,18 @@ steps, whose first ones do not count; methods take turns, and so their neighbour
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import contextlib
 import io
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -126,7 +133,3 @@ def main() -> None:
             turns[name].append(train_once(METHODS[name], rate))
         print(f"turn {number + 1} of {TURNS}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     claims.report("exchange_end_to_end", rows(turns), [], as_json)
-
-
-if __name__ == "__main__":
-    claims.run(main)

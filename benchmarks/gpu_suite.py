@@ -14,9 +14,17 @@ one figure. What was computed then says so, the next process goes on behind it.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import functools
 import json
-import sys
 import time
 from pathlib import Path
 from typing import List, Sequence, Tuple
@@ -103,7 +111,3 @@ def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[Lis
         process.end()
     print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
     return [*rows, *gpu_report.PUBLISHED_ROWS], machine
-
-
-if __name__ == "__main__":
-    claims.run(main)

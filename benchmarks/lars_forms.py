@@ -9,6 +9,15 @@ thread; finished runs are kept. Writes docs/results/lars_forms.{md,csv,png}.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import contextlib
 import csv
 import io
@@ -369,7 +378,3 @@ def main() -> None:
     draw(measured, RESULTS / "lars_forms.png")
     write(rows, found, pod_factor(measured))
     claims.report("lars_forms", rows, found, as_json)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,8 +19,16 @@ Before that, with workers and all cores: the first micro batch and memory of 1.2
 
 from __future__ import annotations
 
-import functools
 import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
+import functools
 import random
 import statistics
 import time
@@ -203,7 +211,3 @@ def main() -> None:
     ]
     print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; {TURNS} turns of {MICRO} images")
     claims.report("loader", rows, made, as_json)
-
-
-if __name__ == "__main__":
-    main()

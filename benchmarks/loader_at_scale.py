@@ -9,13 +9,20 @@ is not the disk.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import json
 import multiprocessing
-import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -142,7 +149,3 @@ def main() -> None:
     measured = {"folder": _folder, "shards": _shards, "epochs": _epochs}[sys.argv[1]]
     with tempfile.TemporaryDirectory() as root:
         print(json.dumps(measured(Path(root))))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,15 @@ medians, ratios those of neighbouring turns. Takes half a minute, and a minute m
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import statistics
 import time
 from typing import Callable, Dict, List
@@ -184,7 +193,3 @@ def saved_bytes(state: WeightState) -> float:
     tensors = list(state.state_dict().values())
     total = sum(tensor.numel() * tensor.element_size() for named in tensors for tensor in named.values())
     return total / sum(tensor.numel() for tensor in tensors[0].values())
-
-
-if __name__ == "__main__":
-    claims.run(main)

@@ -27,6 +27,15 @@ the first. A repetition is a pair of processes for each side.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import ctypes
 import gc
 import re
@@ -324,7 +333,3 @@ def main() -> None:
     ]
     rows = [*(side.row(imbalance) for side in sides.values()), *memory_rows]
     claims.report("pipeline", rows, made, as_json)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,15 @@ Calibrated on the smallest machine of each published series (one rate), on nothi
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 from typing import Sequence
 
 from benchmarks.claims import claim, report, wants_json
@@ -39,7 +48,3 @@ def _compared(many: Sequence[Series]) -> list:
 
 def _worst(comparisons: Sequence[Comparison]) -> float:
     return max(abs(comparison.error) for comparison in comparisons)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,15 @@ figures are medians over the repetitions. Rounding to nearest shows that the tes
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 from typing import Dict, List, NamedTuple
 
 import numpy as np
@@ -117,7 +126,3 @@ def rows(sample: Sample, bias: Dict[str, List[np.ndarray]]) -> List[dict]:
 
 def _worst(repetitions: List[np.ndarray], unit: np.ndarray, chosen: np.ndarray) -> float:
     return float(np.median([(each / unit)[chosen].max() for each in repetitions]))
-
-
-if __name__ == "__main__":
-    main()

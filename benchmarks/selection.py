@@ -14,6 +14,15 @@ Ours is compared with a stable sort of everything, element by element. Ratios ar
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import statistics
 import time
 from typing import Callable, Dict, List
@@ -98,7 +107,3 @@ def _rows(seconds: Dict[str, List[float]]) -> List[dict]:
 def _ratios(over: List[float], under: List[float]) -> List[float]:
     """Round by round."""
     return [first / second for first, second in zip(over, under, strict=True)]
-
-
-if __name__ == "__main__":
-    main()

@@ -13,11 +13,18 @@ first tenth, in which caches fill. Takes some ten minutes on two cores.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
+import contextlib
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -128,7 +135,3 @@ def main() -> None:
         made.append(claims.claim(f"files_{word}", [grown["files"]], "per 1,000 updates", "<= 0.05"))
         made.append(claims.claim(f"threads_{word}", [grown["threads"]], "per 1,000 updates", "<= 0.05"))
     claims.report("soak", rows, made, as_json)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,15 @@ Writes docs/results/staleness.{md,csv,png}.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import itertools
 from pathlib import Path
 from typing import List, NamedTuple
@@ -149,7 +158,3 @@ def main() -> None:
     experiments.write(NAME, rows, _page(rows))
     draw(experiments.RESULTS / f"{NAME}.png")
     claims.report(NAME, rows, [], as_json)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,15 @@ timm's side is the loop of its train.py (accumulation, meters) around timm's mod
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import itertools
 import statistics
 import time
@@ -242,7 +251,3 @@ def main() -> None:
         claims.claim("end_to_end_speedup_over_timm", file_ratios, "times", ">= 1.2"),
     ]
     claims.report("step", [*step_rows, *file_rows, *large_rows], made, as_json)
-
-
-if __name__ == "__main__":
-    main()

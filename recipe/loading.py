@@ -20,6 +20,7 @@ from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.ipu_rules import stages_of_launcher
 
+_ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
 _DEEPEST = 32  # levels of lists and mappings; Python's own limit changes with what a process has imported
 
@@ -77,13 +78,20 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 
 
+def find(path: str | Path) -> Path:
+    """`path` where there is such a file here, else that of the repository if there is one."""
+    own = _ROOT / path
+    return own if os.path.exists(own) and not os.path.exists(path) else Path(path)
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` with its `extends` chain, then `overrides` ("section.key=value") applied.
+    """The recipe in `path` (see `find`) with its `extends` chain, then `overrides` ("section.key=value") applied.
 
     Raises:
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or range, circular `extends`.
     """
-    return _checked(_chain(Path(path)), overrides, default=str(path))
+    path = find(path)
+    return _checked(_chain(path), overrides, default=str(path))
 
 
 def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:

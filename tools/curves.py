@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
+import json
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from recipe.errors import UserError
+from recipe.errors import DONE, UserError
+from training.command import Parser, one_line
+from training.files import writing
 
 _PANELS = (
     ("loss", "loss", "log"),
@@ -63,7 +72,8 @@ def draw(folders: List[Path], output: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
+    with writing(output):
+        figure.savefig(output, dpi=110)
 
 
 def _line(axis, events: List[dict], key: str, **style) -> None:
@@ -71,19 +81,13 @@ def _line(axis, events: List[dict], key: str, **style) -> None:
     axis.plot([epoch for epoch, _ in points], [value for _, value in points], **style)
 
 
+@one_line()
 def main(arguments: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.curves", description=__doc__)
+    """Runs the command; returns its exit code."""
+    parser = Parser(prog="python -m tools.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--output", type=Path, default=Path("curves.png"), metavar="FILE.png")
     options = parser.parse_args(arguments)
-    try:
-        draw(options.folders, options.output)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    draw(options.folders, options.output)
     print(options.output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return DONE

@@ -10,50 +10,50 @@ Writes machine.yaml, from which tools.plan makes its predictions, and step.png. 
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import json
 import math
-import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
-from training.command import Parser, fail, finish, naming
+from recipe.errors import DONE, STOPPED, ConfigError, UserError
+from training.command import Parser, fail, naming, one_line
+from training.files import writing
 
 _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
+@one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        complaint, code = _attempt(options)
-    except KeyboardInterrupt:
-        complaint, code = "stopped; nothing was written" if _is_main() else "", STOPPED
-    finally:
-        # A rank that waits for another's complaint is ended by torchrun meanwhile: at once, and not by an exception.
-        signal.signal(signal.SIGTERM, before)
-    return code if complaint is None else fail(complaint, code)
-
-
-def _attempt(options: argparse.Namespace) -> Tuple[Optional[str], int]:
-    """Why it failed, empty if another rank says it and None if it did not; and the exit code."""
     try:
         recipe = loading.load(options.config, options.overrides)
         naming(options.config, _check, recipe)
         if _is_main():
             _prepare(options.output)
         naming(options.config, lambda recipe: _examine(recipe, options), recipe)
-    except UserError as error:
-        return str(error), WRONG_INPUT
-    except OSError as error:
-        return f"{error.filename or options.output}: {error.strerror or error}", FAILED
-    return None, DONE
+        return DONE
+    except KeyboardInterrupt:
+        pass
+    finally:
+        # A rank that waits for another's complaint is ended by torchrun meanwhile: at once, and not by an exception.
+        signal.signal(signal.SIGTERM, before)
+    return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,10 +125,11 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
         return
     telling.tell(found, options.config)
     files = [options.output / "step.png"]
-    picture.draw(found, options.config, files[0])
-    if found.machine is not None:
-        files.append(options.output / "machine.yaml")
-        files[1].write_text(dump(found.machine), encoding="utf-8")
+    with writing(options.output):
+        picture.draw(found, options.config, files[0])
+        if found.machine is not None:
+            files.append(options.output / "machine.yaml")
+            files[1].write_text(dump(found.machine), encoding="utf-8")
     print(f"files      {', '.join(map(str, files))}")
     if options.json:
         print(json.dumps({**telling.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
@@ -136,7 +137,3 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    finish(main)

@@ -8,18 +8,26 @@ with the model: docs/export.md. Exit codes: 0 done, 1 failed (nothing is written
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import importlib.util
 import io
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
-from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, DataError, UserError
+from recipe.errors import DONE, FAILED, ConfigError, DataError
 from tools import output
-from training.command import Parser, fail
+from training.command import Parser, fail, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +56,14 @@ class Checked(NamedTuple):
     difference: float
 
 
+@one_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         about = _export(options)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
     except NotWritten as error:
         return fail(error, FAILED)
-    except OSError as error:
-        return fail(f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
     print(_told(about))
     if options.json:
         print(json.dumps(about, allow_nan=False))
@@ -318,7 +323,3 @@ def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
         return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator), str(error)
     rows = torch.arange(count) % batch.valid
     return batch.images[rows].contiguous(), None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

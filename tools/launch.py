@@ -10,12 +10,19 @@ This file runs on Python 3.8 and loads no torch by itself.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import ctypes
-import os
 import shlex
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Sequence
@@ -23,8 +30,8 @@ from typing import List, Optional, Sequence
 from parallel import hosts
 from recipe import batch, ipu, loading
 from recipe.config import Recipe
-from recipe.errors import DONE, FAILED, WRONG_INPUT, ConfigError, UserError
-from training.command import Parser, naming
+from recipe.errors import DONE, ConfigError, UserError
+from training.command import Parser, naming, one_line
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -59,27 +66,21 @@ class Plan:
         return self.world // self.hosts.number
 
 
+@one_line()
 def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) -> int:
     """Runs the command; returns its exit code, or becomes another program. Every rank runs `program`."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        plan = _plan(options, program)
-        if options.dry_run:
-            print(f"{naming(options.config, batch.describe, plan.recipe)}\nlaunch     {_describe(plan, options)}")
-            return DONE
-        naming(options.config, batch.describe, plan.recipe)
-        if plan.recipe.run.device == "ipu":
-            return _become_poprun(plan, options)
-        _check_gpus(plan)
-        if plan.world == 1 and not options.max_restarts:
-            os.execv(sys.executable, [sys.executable, *plan.command])
-        return _start(plan, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return WRONG_INPUT
-    except KeyboardInterrupt:
-        print("interrupted before anything was started", file=sys.stderr)
-        return FAILED
+    plan = _plan(options, program)
+    if options.dry_run:
+        print(f"{naming(options.config, batch.describe, plan.recipe)}\nlaunch     {_describe(plan, options)}")
+        return DONE
+    naming(options.config, batch.describe, plan.recipe)
+    if plan.recipe.run.device == "ipu":
+        return _become_poprun(plan, options)
+    _check_gpus(plan)
+    if plan.world == 1 and not options.max_restarts:
+        os.execv(sys.executable, [sys.executable, *plan.command])
+    return _start(plan, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -272,7 +273,3 @@ def _shape(plan: Plan) -> str:
 
 def _count(number: int, noun: str, several: str = "") -> str:
     return f"{number} {noun if number == 1 else several or noun + 's'}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

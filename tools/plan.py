@@ -8,24 +8,33 @@ that changes from 1 to 4,096 replicas. With --json the last line is one JSON obj
 option that PopTorch would be given. Exit codes: 0 done, 1 the picture cannot be written, 2 the input is wrong.
 """
 
-import dataclasses
-import json
 import os
 import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
+import dataclasses
+import json
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe import batch, ipu_plan, loading
 from recipe.config import Recipe
-from recipe.errors import DONE, FAILED, WRONG_INPUT, UserError
+from recipe.errors import DONE
 from tools.planning import machine, summary, text
 from tools.planning.summary import Summary
-from training.command import Parser, fail, naming
+from training.command import Parser, naming, one_line
+from training.files import writing
 
 # Device of a recipe -> the machine it is planned for unless another is named; auto is taken for a CPU.
 _MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores", "auto": "two_cores"}
 
 
+@one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     parser = Parser(prog="python -m tools.plan", description="Check a recipe and say what it would do and cost.")
@@ -39,22 +48,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        recipe = loading.load(options.config, options.overrides)
-        print(naming(options.config, batch.describe, recipe))
-        place = machine.load(options.machine or _MACHINES[recipe.run.device])
-        plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)
-        print("\n".join(text.lines(plan)))
-        if options.picture:
-            _draw(plan, Path(options.picture))
-        if options.json:
-            print(json.dumps(as_data(plan), allow_nan=False), flush=True)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
-    except BrokenPipeError:  # whoever read the lines has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        return fail(f"{options.picture}: {error.strerror or error}; name another file by --picture", FAILED)
+    recipe = loading.load(options.config, options.overrides)
+    print(naming(options.config, batch.describe, recipe))
+    place = machine.load(options.machine or _MACHINES[recipe.run.device])
+    plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)
+    print("\n".join(text.lines(plan)))
+    if options.picture:
+        _draw(plan, Path(options.picture))
+    if options.json:
+        print(json.dumps(as_data(plan), allow_nan=False))
     return DONE
 
 
@@ -72,9 +74,6 @@ def _options(recipe: Recipe, plan: Summary) -> dict:
 def _draw(plan: Summary, path: Path) -> None:
     from tools.planning import picture  # matplotlib takes its time
 
-    picture.draw(plan, path)
+    with writing(path):
+        picture.draw(plan, path)
     print(f"picture    {path}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

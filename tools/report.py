@@ -8,35 +8,38 @@ See docs/reports.md. With --json the last line is one JSON object. Exit codes: 0
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import contextlib
 import json
-import os
-import sys
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
-from recipe.errors import DONE, FAILED, WRONG_INPUT, UserError
+from recipe.errors import DONE, UserError
 from tools import output as outputs
-from training.command import Parser, fail
+from training.command import Parser, one_line
+from training.files import writing
 
 _NAME = "report.html"
 _IMAGES = 32
 _MOST_IMAGES = 64
 
 
+@one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     output = options.output or (options.folders[0] / _NAME if len(options.folders) == 1 else Path(_NAME))
-    try:
-        page, told = _report(options, output)
-        _write(output, page)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
-    except OSError as error:
-        place = output if error.filename in (None, str(_unfinished(output))) else error.filename
-        return fail(f"{place}: {error.strerror or error}; make room and repeat the command", FAILED)
+    page, told = _report(options, output)
+    _write(output, page)
     print(f"{output}: {told.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
     if options.json:
         print(json.dumps({"files": [str(output)], **told}, allow_nan=False))
@@ -124,19 +127,12 @@ def _check_output(output: Path) -> None:
 
 def _write(output: Path, page: str) -> None:
     """Puts the page in its place whole or not at all."""
-    unfinished = _unfinished(output)
+    unfinished = output.with_name(f"{output.name}.tmp")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, output)
+        with writing(output):
+            unfinished.write_text(page, encoding="utf-8")
+            os.replace(unfinished, output)
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-
-
-def _unfinished(output: Path) -> Path:
-    return output.with_name(f"{output.name}.tmp")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,11 +7,18 @@ With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 th
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import contextlib
 import json
-import os
-import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Callable, Iterator, Sequence
@@ -33,11 +40,11 @@ from data.shard_index import (
 )  # fmt: skip
 from data.shards import open_folder
 from data.sources import FolderSource
-from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError, UserError
+from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from tools import imagenet
 from tools.packing import Options, pack, write_whole
 from tools.shard_tar import scan
-from training.command import Parser, fail
+from training.command import Parser, fail, one_line
 
 _TOLD = 20  # faults that verify names
 _LINES = 20  # of progress, without a terminal
@@ -46,23 +53,17 @@ _MOST_NUMBERED = 100_000  # classes without names
 _Advance = Callable[[int, int], None]
 
 
+@one_line("rerun the same command: it goes on where it was")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
         with _progress() as advance:
             code, text, data = options.run(options, advance)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
-    except OSError as error:
-        place = error.filename or getattr(options, "folder", None) or options.places[-1]
-        return fail(f"{place}: {error.strerror or error}; mend it and repeat the command: it goes on", FAILED)
     except BrokenProcessPool:
         return fail(
             "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
         )
-    except KeyboardInterrupt:
-        return fail("stopped; the same command goes on where it was", FAILED)
     print(text)
     if options.json:
         print(json.dumps(data))
@@ -326,7 +327,3 @@ def _quality(text: str) -> int:
     if not 1 <= value <= 95:
         raise argparse.ArgumentTypeError(f"{text} is not in 1 to 95")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,22 +7,32 @@ after kill -9. See docs/sweeps.md. With --json the last line is one JSON object.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Optional, Sequence
 
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError, first_line
+from recipe.errors import DONE, FAILED, STOPPED, first_line
 from tools.sweeping.candidates import Candidates, candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.stopping import StopRequest
-from training.command import Parser, fail
+from training.command import Parser, fail, one_line
 
+_AGAIN = "rerun the same command: it goes on where it was"
 _TRAINER = (str(Path(__file__).resolve().parent.parent / "train.py"),)
 
 
+@one_line(_AGAIN)
 def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TRAINER) -> int:
     """Runs the command; returns its exit code. Args: trainer: what trains a trial, as Python is given it."""
     options = _parser().parse_intermixed_args(arguments)
@@ -31,11 +41,6 @@ def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TR
         for note in survey(found):
             print(f"note: {note}", flush=True)
         return _run(found, options, trainer)
-    except UserError as error:
-        return fail(error, WRONG_INPUT)
-    except OSError as error:
-        place = error.filename or options.output or options.config
-        return fail(f"{place}: {error.strerror or error}; mend it and repeat the command: it goes on", FAILED)
     except KeyboardInterrupt:
         return fail("stopped before the first trial; the same command goes on", STOPPED)
 
@@ -68,7 +73,7 @@ def _search(
         data = {**report.last(), "trials": trials}
     except StorageError as error:
         text = first_line(error.orig if getattr(error, "orig", None) else error)
-        return fail(f"{folder.study}: {text}; mend it and repeat the command: it goes on", FAILED)
+        return fail(f"{folder.study}: {text}; fix this, then {_AGAIN}", FAILED)
     finally:
         if study is not None:
             study.close()
@@ -111,7 +116,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

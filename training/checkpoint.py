@@ -20,6 +20,7 @@ from typing import IO, Callable, Iterable, List, Optional, Set, Tuple
 import torch
 
 from recipe.errors import CheckpointError
+from training.files import writing
 from training.manifest import File, Manifest, parsed, written
 
 FORMAT = 1
@@ -261,11 +262,12 @@ def replacing(path: Path):
     """A binary stream whose content takes the place of `path` once it is complete and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        with writing(path):
+            with open(temporary, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

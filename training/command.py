@@ -1,12 +1,26 @@
-"""What the commands share: a command line whose complaints are one line, and how they end. Loads nothing heavy."""
+"""What all commands share: how they start, a command line whose complaints are one line, and how they end.
+
+A command's file begins with `run(__file__)`, before its own imports. Loads nothing heavy.
+"""
 
 import argparse
+import errno
+import functools
+import importlib
+import io
 import os
+import signal
 import sys
 import time
 import traceback
 
-from recipe.errors import FAILED, STOPPED, WRONG_INPUT, ConfigError
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+AGAIN = "rerun the same command"
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
+_SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
+_interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +36,63 @@ def naming(config, function, recipe):
         return function(recipe)
     except ConfigError as error:
         raise ConfigError(f"{config}: {error}" if str(error) else "") from None
+
+
+def run(file):
+    """Ends the process with the exit code of main() in the command `file`, which is imported first.
+
+    So Ctrl-C while it is imported ends in one line, too. A stream whose reader has left, or that was closed from the
+    start, is written to no more; the command goes on.
+    """
+    _open_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
+        signal.signal(signal.SIGINT, _interrupt)
+    name = os.path.splitext(os.path.relpath(os.path.abspath(file), _ROOT))[0].replace(os.sep, ".")
+
+    @one_line()
+    def main():
+        command = importlib.import_module(name).main
+        if _interrupted is not None:
+            raise KeyboardInterrupt  # an import has swallowed it
+        return command()
+
+    finish(main)
+
+
+def one_line(again=AGAIN):
+    """Makes main() end with one line and its exit code where the input, an output or Ctrl-C ends it.
+
+    Args: again: what to do once the fault is mended; or a function that returns it.
+    """
+
+    def then():
+        return again() if callable(again) else again
+
+    def decorate(main):
+        @functools.wraps(main)
+        def guarded(*arguments, **keywords):
+            try:
+                return main(*arguments, **keywords)
+            except (Exception, KeyboardInterrupt) as error:
+                # A library may make something else of a KeyboardInterrupt.
+                if isinstance(error, KeyboardInterrupt) or _interrupted is not None:
+                    return fail(f"interrupted; {then()}", FAILED)
+                if isinstance(error, UserError):
+                    return fail(error, WRONG_INPUT)
+                if isinstance(error, OSError):
+                    return fail(_describe(error, then()), FAILED)
+                raise
+
+        return guarded
+
+    return decorate
+
+
+def _describe(error, again):
+    """An OSError in one line: its place if it names one, the fault, the remedy."""
+    place = "" if error.filename is None else f"{error.filename}: "
+    fault = " ".join((error.strerror or str(error) or type(error).__name__).splitlines())
+    return f"{place}{fault}; {_REMEDIES.get(error.errno, 'fix this')}, then {again}"
 
 
 def fail(message, code):
@@ -40,13 +111,15 @@ def fail(message, code):
 
 
 def finish(main):
-    """Calls main() and ends the process with the exit code that it returns.
+    """Calls main() and ends the process with the exit code that it returns; None is 0.
 
     One of several ranks that are still connected leaves at once: to take leave of ranks that may be gone would wait
     for them. If it is only another that failed, it lets that one speak first.
     """
     try:
-        code = main()
+        code = main() or DONE
+    except SystemExit as exit:  # argparse's
+        code = exit.code
     except Exception as error:
         processes = _connected()
         if processes is None:
@@ -56,11 +129,61 @@ def finish(main):
             time.sleep(1.0)
             processes.leave(f"{processes.name()}: lost another rank; leaving", code)
         traceback.print_exc()
+    not_written = _flush()
+    code = code or not_written
     if _connected() is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
+    if signal.getsignal(signal.SIGINT) is _interrupt:  # Ctrl-C while Python shuts down
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     sys.exit(code)
+
+
+@one_line()
+def _flush():
+    sys.stdout.flush()
+    return DONE
+
+
+def _interrupt(number, frame):
+    """Ctrl-C: the first one is KeyboardInterrupt, the next ends the process at once."""
+    global _interrupted
+    if _interrupted is None:
+        _interrupted = time.monotonic()
+        raise KeyboardInterrupt
+    if time.monotonic() - _interrupted > _SAME_SECONDS:
+        os._exit(FAILED)
+
+
+class _Stream(io.FileIO):
+    """stdout or stderr: after a failed write what follows goes nowhere. Only a reader that has left is no failure."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if error.errno == errno.EPIPE:
+                return len(data)
+            place = {1: "standard output", 2: "standard error"}[self.fileno()]
+            raise OSError(error.errno, error.strerror, place) from None
+
+
+def _open_streams():
+    """Makes stdout and stderr such streams. Those that were closed would be taken by the next file that is opened."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}
+        if before is not None:
+            before.flush()
+            names = ("encoding", "errors", "line_buffering", "write_through")
+            keywords = {each: getattr(before, each) for each in names}
+        raw = _Stream(number, "w", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **keywords))
 
 
 def _connected():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
+from typing import Iterator, Union
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file, in UTF-8, whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def check_same(path: Path, descriptor: int) -> None:
@@ -26,3 +29,14 @@ def check_same(path: Path, descriptor: int) -> None:
     if not same:
         what = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
         raise OSError(errno.ESTALE, what, str(path))
+
+
+@contextlib.contextmanager
+def writing(place: Union[str, Path]) -> Iterator[None]:
+    """Names `place` in an OSError that names no file: a failed write() does not say where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(place)
+        raise

@@ -18,7 +18,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 from recipe import batch as arithmetic
 from recipe.config import Log, Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, first_line
-from training.files import write_text
+from training.files import write_text, writing
 from training.run_folder import first_difference
 
 FILE = "loggers.json"  # in the run folder: what the services call the run, and how far they were told of it
@@ -91,17 +91,20 @@ class TensorBoardLogger(Logger):
         """Args: step: updates done so far; later events of an earlier session are dropped."""
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         self._excepthook = threading.excepthook
         threading.excepthook = self._report
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        for name, number in numbers(kind, values).items():
-            self._writer.add_scalar(name, number, step)
+        with writing(self._folder):
+            for name, number in numbers(kind, values).items():
+                self._writer.add_scalar(name, number, step)
 
     def close(self, exit_code: int) -> None:
         try:
-            self._writer.close()
+            with writing(self._folder):
+                self._writer.close()
         finally:
             threading.excepthook = self._excepthook
 

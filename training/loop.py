@@ -194,7 +194,7 @@ class Trainer:
             raise DataError(
                 self._told_once(
                     f"step {step + 1}: no image of the last {window.steps} steps can be read; the last: "
-                    f"{self._last_unreadable}; mend that and start again: the run resumes"
+                    f"{self._last_unreadable}; mend that, then rerun the same command"
                 )
             )
         values = {

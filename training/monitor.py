@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Callable, Sequence, Tuple, Union
 
 from recipe.errors import DONE
-from training.files import check_same
+from training.files import check_same, writing
 from training.loggers import Logger
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
@@ -42,18 +42,21 @@ class Metrics:
 
     def write(self, event: dict) -> None:
         self.check()
-        self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
-        self._stream.flush()
+        with writing(self._path):
+            self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
+            self._stream.flush()
 
     def position(self) -> int:
         """The file's length in bytes, all of it safely on the disk."""
         self.check()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with writing(self._path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
         return os.fstat(self._stream.fileno()).st_size
 
     def close(self) -> None:
-        self._stream.close()
+        with writing(self._path):  # what a failed write has left is tried again
+            self._stream.close()
 
 
 class NoMetrics:
@@ -216,15 +219,7 @@ def create_progress(total: int, step: int) -> Progress:
     """A bar on a terminal, else plain lines."""
     if sys.stdout.isatty():
         return BarProgress(total, step)
-    return Progress(total, _print_at_once)
-
-
-def _print_at_once(line: str) -> None:
-    """Prints a line. That its reader is gone (tee dies of the same Ctrl-C) must not end the run."""
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Progress(total, lambda line: print(line, flush=True))
 
 
 def pace(images_per_second: float) -> str:

@@ -9,9 +9,17 @@ is trained anew, and compared with the figures in docs/results/ before these are
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import signal
-import sys
 from typing import Dict, Sequence
 
 from benchmarks.evidence import page
@@ -86,7 +94,3 @@ def _tell(compared: int, differing: Sequence[str]) -> None:
     print(f"{same} of {compared} rows agree with the figures of before within the spread over the seeds")
     for each in differing:
         print(f"  {each}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

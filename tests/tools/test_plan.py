@@ -111,7 +111,7 @@ def test_a_picture_is_drawn(capsys, tmp_path):
         (
             ["--picture", "/nowhere/scaling.png"],
             1,
-            "/nowhere/scaling.png: No such file or directory; name another",
+            "/nowhere/scaling.png: No such file or directory; fix this, then rerun",
         ),
         (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),
     ],

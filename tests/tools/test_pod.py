@@ -233,6 +233,7 @@ def test_a_full_disk_is_one_line(pod, small_disk):
     code, _, errors = pod("--stages", "2", *ranks.RECIPE, sabotage=FILL.format(disk=str(disk)))
     assert code == FAILED
     assert errors == [
-        f"{pod.folder}: No space left on device; mend it and start again: the run resumes",
+        f"{pod.folder}/checkpoints/step-00000006.pt: No space left on device; make room, then rerun the same command"
+        " to resume from the last checkpoint",
         f"rank 0 failed with exit code 1 (host {socket.gethostname()}); all ranks are gone",
     ]

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -104,7 +105,7 @@ def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(packing, "_pack_shard", failing)
     code, _, errors = run(capsys, *command)
     assert code == 1
-    assert errors == ["stopped; the same command goes on where it was"]
+    assert errors == ["interrupted; rerun the same command: it goes on where it was"]
     assert not (tmp_path / "out/shards.json").exists()
     code, data, _ = run(capsys, *command)
     assert (code, data["kept"]) == (0, 2)
@@ -119,7 +120,8 @@ def test_a_full_disk_is_an_error_that_leaves_no_part(classes, small_disk, capsys
     disk = small_disk("16k")
     code, _, (error,) = run(capsys, "pack", classes, disk / "out", "--workers", 1)
     assert code == 1
-    assert error == f"{disk / 'out'}: No space left on device; mend it and repeat the command: it goes on"
+    remedy = "make room, then rerun the same command: it goes on where it was"
+    assert re.fullmatch(rf"{disk / 'out'}/\S+: No space left on device; {remedy}", error)
     assert os.listdir(disk / "out") == []
 
 

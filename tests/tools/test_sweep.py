@@ -481,7 +481,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_sweep_goes_on_later(undrawn, so
     filler.write_bytes(bytes(230_000))
     code, _, err = some()
     assert code == FAILED
-    assert len(err) == 1 and "mend it and repeat the command: it goes on" in err[0]
+    assert len(err) == 1 and "then rerun the same command: it goes on" in err[0]
     filler.unlink()
     assert some("--trials", "2")[0] == DONE
     assert [state for state, _, _ in some.stored().values()] == ["COMPLETE"] * 2

@@ -237,8 +237,10 @@ def test_the_bar_counts_from_where_the_run_resumed_and_leaves_messages_as_they_a
 
 
 _PRINTER = """
-import signal, sys
+import sys
+from training import command
 from training.monitor import create_progress
+command._open_streams()
 progress = create_progress(3, 0)
 progress.say("first")
 sys.stdin.readline()

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
-from recipe.loading import parse_yaml
+from recipe.loading import find, parse_yaml
 from recipe.section import Section
 
 _OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
@@ -215,6 +215,7 @@ def read(path: Path, overrides: Sequence[str] = (), trials: Optional[int] = None
     Raises:
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or range.
     """
+    path = find(path)
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
