@@ -8,12 +8,19 @@ compared. Sums depend on the CPU and on torch, so both sides are computed here a
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
 import argparse
 import contextlib
 import hashlib
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
@@ -136,7 +143,3 @@ def main() -> None:
         equal = sum(row["here"] == row["there"] for row in rows) / len(rows)
         found = [claims.claim("cases_with_equal_bits", [equal], "of all", ">= 1")]
     claims.report("golden", rows, found, arguments.json)
-
-
-if __name__ == "__main__":
-    claims.run(main)
