@@ -105,6 +105,7 @@ class Engine(ABC):
     topology: Topology
     device: torch.device
     notes: Tuple[str, ...]  # lines that are worth saying at the start of a run
+    cut: Sequence[str] = ()  # the blocks that open each stage after the first, where processes have one each
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:

@@ -1,4 +1,7 @@
-"""Where the model of a recipe is cut into stages: by the names it gives, or by what the blocks cost here."""
+"""Where the model of a recipe is cut into stages: by the names it gives, or by what its blocks cost.
+
+What blocks cost is measured only where the cut changes no bit of what is learned: elsewhere it is counted.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from parallel.topology import Topology
 from recipe.config import Parallel, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.exchange import bound_to_cut
 
 _BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4
 
@@ -90,9 +94,14 @@ def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int,
 def _automatic(
     model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
 ) -> Tuple[List[str], str]:
-    """The balanced cut. All ranks measure at once, as they will compute, and the median counts."""
+    """The balanced cut. All ranks measure at once, as they will compute, and the median counts.
+
+    A counted cut is a function of the recipe and the number of replicas: how much memory is free now is no part of it.
+    """
     parallel, size = recipe.parallel, recipe.model.image_size
-    if parallel.split == "counted":
+    why = "" if parallel.split == "counted" else bound_to_cut(recipe, processes.topology.replicas)
+    counted = parallel.split == "counted" or bool(why)
+    if counted:
         with torch.device("meta"):  # where the kernels that the model may have do not run
             plain = build(recipe.model, recipe.run.seed).to(next(model.parameters()).dtype)
         found = costs.count(plain, size, batch.micro)
@@ -108,9 +117,10 @@ def _automatic(
             in_flight=parallel.in_flight(batch.accumulation),
             recompute=blocks_to_recompute(model.names, parallel.recompute),
             bytes_per_parameter=_BYTES_PER_PARAMETER,
-            memory=memory_of(device) // (parallel.virtual_stages or 1),
+            memory=None if counted else memory_of(device) // (parallel.virtual_stages or 1),
             phases=parallel.schedule == "gpipe",
         )
 
     cut = processes.from_main(balanced)
-    return cut.cuts, cut.describe("counted" if parallel.split == "counted" else "measured")
+    origin = f"counted, not measured: {why}, so that another cut would be another result" if why else "counted"
+    return cut.cuts, cut.describe(origin if counted else "measured")

@@ -35,6 +35,11 @@ def device_of(recipe: Recipe, topology: Topology) -> torch.device:
     return torch.device("cuda", topology.local_rank)
 
 
+def name_of(device: torch.device) -> str:
+    """The kind of device, as `NVIDIA H200` or `cpu`: what another is of the same speed and adds in the same order."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """Of activations and working weights."""
     if recipe.precision.compute == "auto":

@@ -87,6 +87,7 @@ class TorchEngine(Engine):
         except ValueError as error:
             raise ConfigError(f"parallel.recompute: {error}") from None
         self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
+        self.cut = [names[0] for names in self._parts[1:]]
         self.notes = (note,) if note else ()
         if self.batch.stages > 1 and self.topology.stages == 1:
             self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)

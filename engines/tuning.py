@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Se
 import torch
 
 from engines import cuts
-from engines.devices import compute_dtype, device_of, set_determinism
+from engines.devices import compute_dtype, device_of, name_of, set_determinism
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models.costs import multiply_adds
 from models.efficientnet import build
@@ -108,7 +108,7 @@ def resolve(
     On CPUs and IPUs there is no choice: the recipe stays as it is, so that the run may still choose on a GPU.
 
     Args:
-        begun: the section of the run that goes on, whose choice it keeps; None for a new one.
+        begun: the section of the run that goes on, whose choice it keeps where this device has it; None for a new one.
 
     Raises:
         ConfigError: no such device, or cut points that the model does not have.
@@ -125,7 +125,7 @@ def resolve(
     candidates = _candidates(section)
     kept = _kept(section, begun)
     if kept in candidates:
-        say(f"engine auto: {kept}, as the run began")
+        say(f"engine auto: {kept}, as this run has had it")
         return _resolved(recipe, kept)
     part = processes.together(lambda: _largest_part(recipe, batch, device))
     key = _key(recipe, part, candidates, device)
@@ -248,11 +248,7 @@ def _what(recipe: Recipe, part: _Part, device: torch.device) -> str:
     shape = part.entering.shape
     dtype = str(compute_dtype(recipe, device)).split(".")[1]
     blocks = f"{part.names[0]} to {part.names[-1]}, " if part.entering.dtype != torch.uint8 else ""
-    return f"{blocks}{shape[0]} x {shape[2]} x {shape[3]} in {dtype} on {_name(device)}"
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{blocks}{shape[0]} x {shape[2]} x {shape[3]} in {dtype} on {name_of(device)}"
 
 
 # What was measured before -----------------------------------------------------------------------------------------
@@ -267,7 +263,7 @@ def _key(recipe: Recipe, part: _Part, candidates: Sequence[Candidate], device: t
         "dtype": str(compute_dtype(recipe, device)),
         "recompute": recipe.parallel.recompute,
         "candidates": [str(candidate) for candidate in candidates],
-        "device": _name(device),
+        "device": name_of(device),
         "torch": str(torch.__version__),
     }
 

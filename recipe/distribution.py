@@ -33,7 +33,8 @@ class Parallel(Section):
     split: Union[Literal["counted"], List[str], None] = Field(
         None,
         description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
-        "stages by what each block costs, measured at the start; counted, by its multiply-adds",
+        "stages by what each block costs, measured once in a run, or counted where the cut changes what is learned; "
+        "counted, by its multiply-adds",
         json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}}),
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = Field(

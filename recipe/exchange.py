@@ -130,6 +130,22 @@ class Exchange(Section):
         return self.density_warmup[epoch] if epoch < len(self.density_warmup) else self.density
 
 
+def bound_to_cut(recipe: Recipe, replicas: int) -> str:
+    """Why another cut into stages would change what `replicas` replicas learn; nothing where it changes no bit.
+
+    An all-reduce adds in an order that depends on an element's place in the stage's buffer, which of two replicas'
+    numbers is no matter. `half` and the tree add each element in the order of replicas, wherever it lies.
+    """
+    exchange = recipe.exchange
+    if exchange.sparse:
+        return f"{exchange.method} selects within each stage"
+    if replicas > 2 and (exchange.method, exchange.order) == ("dense", "fast"):
+        return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
+    if replicas > 2 and exchange.method != "none" and recipe.model.norm == "batch":
+        return f"running statistics of {replicas} replicas are added as they lie in a stage"
+    return ""
+
+
 def check(recipe: Recipe) -> None:
     """Raises ConfigError where the section's keys do not go with those of others."""
     exchange, optimizer = recipe.exchange, recipe.optimizer

@@ -21,13 +21,12 @@ from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
-from recipe.division import Batch
 from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
-from training import loggers, weights
+from training import choices, loggers, weights
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
-from training.run_folder import RunFolder, begun_recipe, first_difference, note_session
+from training.run_folder import RunFolder, first_difference, note_session
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -58,7 +57,7 @@ def run(recipe: Recipe) -> None:
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     say = print if place.is_main else _nothing
-    recipe = _with_choices(recipe, batch, processes, say)
+    asked, recipe = recipe, choices.resolve(recipe, batch, processes, say)
     folder: Optional[RunFolder] = None
 
     def open_folder() -> Optional[dict]:
@@ -78,7 +77,7 @@ def run(recipe: Recipe) -> None:
             return
         say(batch.describe())
         say(lengths.describe())
-        engine = processes.together(lambda: factory.create(recipe, batch, processes, lengths.steps_per_epoch))
+        engine = choices.create_engine(recipe, asked, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
         _train(recipe, lengths, engine, processes, images, folder)
@@ -107,27 +106,6 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
         )
 
     processes.from_main(complain)
-
-
-def _with_choices(recipe: Recipe, batch: Batch, processes: Agreement, say: Callable[..., None]) -> Recipe:
-    """`recipe` with what its `auto` comes to here, or came to when the run in its folder began.
-
-    That of exchange.method, of engine.memory_format and of engine.kernels.
-    """
-    links = recipe.exchange.method == "auto"
-    device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
-    if not (links or device):
-        return recipe
-    begun = processes.from_main(lambda: begun_recipe(recipe))
-    if links:
-        from engines import choice  # seldom needed
-
-        recipe = choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
-    if device:
-        from engines import tuning  # where there are IPUs, torch is too old for it
-
-        recipe = tuning.resolve(recipe, batch, processes, say, begun.engine if begun else None)
-    return recipe
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:

@@ -20,6 +20,7 @@ from recipe.batch import output_folder
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.hardware import EngineSection, Ipu
+from training import decisions
 from training.files import check_same, write_text
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
@@ -56,6 +57,7 @@ class RunFolder:
         self._lock = self._acquire(recipe.run.lock)
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         if not self._begun():
+            decisions.forget(self.path)
             write_text(self._config, loading.dump(recipe))
         self._note_environment()
 

@@ -64,6 +64,15 @@ def test_a_counted_cut_is_always_the_same(parts):
     assert first == second
 
 
+def test_a_counted_cut_does_not_depend_on_free_memory(parts, monkeypatch):
+    split = ("parallel.stages=2", "exchange.method=gtopk", "batch.micro=2")
+    expected = parts(2, *split)[1:]
+    monkeypatch.setattr(cuts, "memory_of", lambda device: 1)
+    assert parts(2, *split)[1:] == expected
+    assert parts(2, "parallel.stages=2", "parallel.split=counted", "batch.micro=2")[1] == expected[0]
+    assert "no cut fits" in parts(2, "parallel.stages=2")[2]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
     ("overrides", "message"),

@@ -1,10 +1,13 @@
 """Sparse and late gradients in the engine: with stages, replicas, half weights, loss scales and resumes."""
 
+import functools
+
 import pytest
 import torch
 
 from engines import factory
 from engines.exchange import _overlap
+from models import costs
 from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -79,7 +82,7 @@ def rank_goes_on(rank, size, stages, overrides, first, steps, saved, replica_sta
     for step in range(first, first + steps):
         batches = micro_batches(step, engine.batch, topology.replica) if topology.is_first else iter(())
         engine.train_step(batches, step, 2.0, measure=True)
-    outcome = engine.state_dict(), replica_states_of(engine), engine.weights.state_dict()
+    outcome = engine.state_dict(), replica_states_of(engine), engine.weights.state_dict(), (engine.cut, engine.notes)
     engine.close()
     return outcome
 
@@ -88,9 +91,13 @@ def goes_on(stages, replicas, overrides, first, steps, saved=None, replica_state
     """What the main rank would save; replicas of a stage have the same weights."""
     arguments = (stages, overrides, first, steps, saved, list(replica_states))
     ranks = world.run(stages * replicas, rank_goes_on, *arguments, connect=False, timeout=120)
-    for rank, (_, _, own) in enumerate(ranks):
+    return agreed(ranks, stages)[:2]
+
+
+def agreed(ranks, stages):
+    for rank, (_, _, own, _) in enumerate(ranks):
         assert_bitwise_equal(own, ranks[rank % stages][2])
-    return ranks[0][:2]
+    return ranks[0]
 
 
 DGC = (
@@ -230,3 +237,81 @@ def test_a_late_gradient_that_is_not_finite_is_left_out_when_it_is_due():
     skipped = [engine.train_step(micro_batches(step, engine.batch, 0), step, 2.0).skipped.item() for step in range(5)]
     assert skipped == [0, 0, 0, 1, 1]  # the gradient of step 1 is due in step 3
     engine.close()
+
+
+# Measured times ---------------------------------------------------------------------------------------------------
+
+
+def pretended(slow, model, images, repetitions=10):
+    """Costs as if the block `slow` took nearly all of the time."""
+    found = costs.count(model, images.shape[-1], len(images))
+    times = {name: 1.0 if name == slow else 1e-6 for name in found}
+    return {name: cost._replace(forward=times[name], backward=times[name]) for name, cost in found.items()}
+
+
+def rank_measures(rank, size, slow, stages, overrides):
+    costs.measure = functools.partial(pretended, slow)
+    return rank_goes_on(rank, size, stages, overrides, 0, 2, None, ())
+
+
+def measured(slow, stages, replicas, *overrides):
+    """What a run of two steps saves of the model and of its replicas, and its cut with the line about it."""
+    ranks = world.run(stages * replicas, rank_measures, slow, stages, overrides, connect=False, timeout=240)
+    state, states, _, (cut, notes) = agreed(ranks, stages)
+    return {"model": state, **{str(number): each for number, each in enumerate(states)}}, cut, notes[0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "overrides", "why"),
+    [
+        (2, 2, GTOPK, "gtopk selects within each stage"),
+        pytest.param(
+            2,
+            2,
+            ("exchange.method=topk", *GTOPK[1:], "exchange.delay=1", "exchange.stage_share=threshold"),
+            "topk selects within each stage",
+            marks=pytest.mark.slow,
+        ),
+        (2, 3, FLOAT32, "exchange.order fast adds 3 replicas' gradients as they lie in a stage"),
+        pytest.param(
+            2,
+            3,
+            ("exchange.order=tree", "model.norm=batch"),
+            "running statistics of 3 replicas are added as they lie in a stage",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_where_the_cut_decides_what_is_learned_no_time_is_measured(stages, replicas, overrides, why):
+    """Equal runs on machines that find other blocks slow have the same bits, and say why nothing is measured."""
+    first, cut, said = measured("stem", stages, replicas, *overrides)
+    second, *others = measured("head", stages, replicas, *overrides)
+    assert [cut, said] == others
+    assert said.startswith(f"split [{', '.join(cut)}] (counted, not measured: {why}, so that another cut would be ")
+    assert_bitwise_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "overrides"),
+    [
+        (2, 2, FLOAT32),
+        pytest.param(2, 2, ("model.norm=batch", "exchange.delay=0"), marks=pytest.mark.slow),
+        pytest.param(2, 3, ("exchange.order=tree",), marks=pytest.mark.slow),
+        pytest.param(2, 3, ("exchange.method=half", "exchange.delay=1"), marks=pytest.mark.slow),
+    ],
+)
+def test_where_times_are_measured_the_cut_changes_no_bit(stages, replicas, overrides):
+    first, cut, said = measured("stem", stages, replicas, *overrides)
+    second, other, _ = measured("head", stages, replicas, *overrides)
+    assert cut != other and said.startswith(f"split [{', '.join(cut)}] (measured): ")
+    assert_bitwise_equal(first, second)
+
+
+@pytest.mark.parametrize(("replicas", "overrides"), [(2, GTOPK), (3, FLOAT32)])
+def test_another_cut_is_another_result_where_no_time_is_measured(replicas, overrides):
+    """Or else the first of these tests would show nothing."""
+    first, second = (
+        goes_on(2, replicas, (*overrides, f"parallel.split=[{name}]"), 0, 2)[0] for name in ("blocks.0.0", "head")
+    )
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(first["weights"], second["weights"])

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from engines import factory, tuning
+from engines import devices, factory, tuning
 from engines.tuning import Candidate, Outcome
 from models.kernels import adoption
 from parallel.processes import Processes
@@ -116,6 +116,21 @@ def test_determinism_leaves_no_choice(resolved):
     assert said == ["engine auto: contiguous torch, as run.deterministic asks"]
 
 
+def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
+    switches = torch.backends.cudnn
+    for name in ("benchmark", "deterministic"):
+        monkeypatch.setattr(switches, name, getattr(switches, name))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        devices.set_determinism(False)
+        assert (switches.benchmark, switches.deterministic) == (True, False)
+        devices.set_determinism(True)
+        assert (switches.benchmark, switches.deterministic) == (False, True)
+        assert torch.are_deterministic_algorithms_enabled()  # Inductor fixes its reductions by this switch
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("device", ["cpu", "ipu"])
 def test_cpus_and_ipus_leave_the_choice_open(tiny, device):
     """So a run that begins there has not chosen for a GPU on which it may go on."""
@@ -128,7 +143,7 @@ def test_a_run_that_goes_on_keeps_its_choice(resolved, tiny):
     begun = tiny("engine.memory_format=channels_last", "engine.kernels=torch").engine
     taken, said, measured = resolved(begun=begun)
     assert (taken, measured) == (("channels_last", "torch"), [])
-    assert said == ["engine auto: channels_last torch, as the run began"]
+    assert said == ["engine auto: channels_last torch, as this run has had it"]
     assert resolved("engine.kernels=triton", begun=begun)[0] == FASTEST
 
 
@@ -337,7 +352,7 @@ def test_a_run_stores_its_choice_keeps_it_and_goes_on_where_there_is_none(tmp_pa
     stored = loading.load(folder / "config.yaml").engine
     assert (stored.memory_format, stored.kernels) == FASTEST
     (ended,) = begin(folder, tmp_path / "second", {**TIMES, PLAIN: 0.001})
-    assert ended.code == 0 and ended.out[0] == "engine auto: channels_last triton, as the run began"
+    assert ended.code == 0 and ended.out[0] == "engine auto: channels_last triton, as this run has had it"
     (ended,) = begin(folder, tmp_path / "third", None)
     assert ended.code == 0 and "this run is finished" in ended.out[0]
     (ended,) = begin(folder, tmp_path / "third", None, "engine.memory_format=contiguous")

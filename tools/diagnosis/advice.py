@@ -211,7 +211,7 @@ def _imbalance(figures: Figures) -> Advice:
         )
     return Advice(
         "imbalance",
-        f"{said}, and the cut is the best between blocks: fewer stages and more replicas waste less: "
+        f"{said}, and the cut is as even as the recipe lets it be: fewer stages and more replicas waste less: "
         f"parallel.stages={max(1, figures.stages // 2)}.",
         [f"parallel.stages={max(1, figures.stages // 2)}"],
     )

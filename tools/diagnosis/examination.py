@@ -20,7 +20,7 @@ from recipe.config import Recipe
 from recipe.distribution import Parallel
 from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
-from recipe.exchange import ONLY_SPARSE, Exchange
+from recipe.exchange import ONLY_SPARSE, Exchange, bound_to_cut
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
 from tools.diagnosis.advice import Advice, Figures
@@ -225,7 +225,7 @@ def _figures(
         replicas=batch.replicas,
         stages=stages,
         virtual=recipe.parallel.virtual_stages or 1,
-        split=recipe.parallel.split is not None,
+        split=recipe.parallel.split is not None and not bound_to_cut(recipe, batch.replicas),
         mixes=bool(recipe.data.mixup or recipe.data.cutmix is not None),
         accumulation=batch.accumulation,
         micro=batch.micro,

@@ -11,6 +11,7 @@ from recipe import ipu
 from recipe.batch import divide, training_image_sizes
 from recipe.config import Recipe
 from recipe.errors import ConfigError
+from recipe.exchange import bound_to_cut
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
@@ -154,9 +155,7 @@ def _cuts(recipe: Recipe, found: Dict[str, BlockShape]) -> tuple:
         )
         for name, shape in found.items()
     }
-    held = [divide(recipe).accumulation] * parallel.parts
-    cuts = balance.balance(costs, parallel.parts, in_flight=held).cuts
-    measured = (
-        "" if parallel.split == "counted" or recipe.run.device == "ipu" else "; the run measures its blocks instead"
-    )
-    return cuts, f"balanced by multiply-adds{measured}"
+    batch = divide(recipe)
+    cuts = balance.balance(costs, parallel.parts, in_flight=[batch.accumulation] * parallel.parts).cuts
+    counted = parallel.split == "counted" or recipe.run.device == "ipu" or bound_to_cut(recipe, batch.replicas)
+    return cuts, f"balanced by multiply-adds{'' if counted else '; the run measures its blocks instead'}"

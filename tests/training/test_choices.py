@@ -1,0 +1,124 @@
+"""What is measured is decided once in a run: sessions that would measure other times go on with it."""
+
+import functools
+import json
+import os
+import signal
+
+import pytest
+
+from recipe.errors import CheckpointError
+from tests import ranks
+from tests.engines.test_exchange import pretended
+from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
+from training import decisions
+
+ANYTHING = bool
+
+
+def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
+    place = {"device": "cpu", "stages": 2, "recompute": ["head"], "virtual_stages": None}
+    assert decisions.find(tmp_path, "split", place, ANYTHING) is None
+    decisions.keep(tmp_path, "split", place, ["head"])
+    decisions.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
+    assert decisions.find(tmp_path, "split", place, ANYTHING) == ["head"]
+    assert decisions.find(tmp_path, "split", {**place, "stages": 3}, ANYTHING) == ["stem", "head"]
+    assert decisions.find(tmp_path, "split", {**place, "device": "gpu"}, ANYTHING) is None
+    assert decisions.find(tmp_path, "engine", place, ANYTHING) is None
+    decisions.forget(tmp_path)
+    decisions.forget(tmp_path)
+    assert decisions.find(tmp_path, "split", place, ANYTHING) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "{}", "[3]", '[{"subject": "split"}]', "[" * 200_000, '[{"subject":"split","place":{},"taken":3}]'],
+)
+def test_a_damaged_file_is_one_line(tmp_path, text):
+    (tmp_path / "decisions.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
+        decisions.find(tmp_path, "split", {}, lambda value: isinstance(value, list))
+
+
+# Whole runs -------------------------------------------------------------------------------------------------------
+
+
+def measure(slow, until, rank):
+    """As if a block took all the time; SIGTERM before a step."""
+    from models import costs
+
+    costs.measure = functools.partial(pretended, slow)
+    if until:
+        ranks.before_step(until, functools.partial(signal.raise_signal, signal.SIGTERM))
+
+
+def session(size, folder, slow, until, *overrides):
+    """The main rank's lines about the cut."""
+    ended = ranks.train(size, *overrides, f"run.output={folder}", sabotage=functools.partial(measure, slow, until))
+    assert {rank.code for rank in ended} == {75 if until else 0}, ended
+    return [line for line in ended[0].out if line.startswith("split ")]
+
+
+@pytest.mark.multiprocess
+def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
+    """Killed and resumed, it is not cut anew; with another schedule it is, and then as it was before."""
+    folder, two = tmp_path / "run", "parallel.stages=2"
+    (first,) = session(2, folder, "stem", 2, two)
+    assert first.startswith("split [blocks.0.0] (measured): ")
+    assert session(2, folder, "head", 4, two) == [
+        "split [blocks.0.0], as this run has had it with 1 replica of 2 stages"
+    ]
+    (other,) = session(2, folder, "head", 6, two, "parallel.schedule=1f1b")
+    assert other.startswith("split [head] (measured): ")
+    assert session(2, folder, "head", 0, two)[0].startswith("split [blocks.0.0], ")
+    assert [entry["taken"] for entry in json.loads((folder / "decisions.json").read_text())] == [
+        ["blocks.0.0"],
+        ["head"],
+    ]
+
+
+@pytest.mark.multiprocess
+def test_a_start_after_which_nothing_was_trained_decides_nothing(tmp_path):
+    """Its recipe may have been another one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("left by a start that failed")
+    (folder / "decisions.json").write_text("damaged")
+    (line,) = session(2, folder, "stem", 2, "parallel.stages=2")
+    assert line.startswith("split [blocks.0.0] (measured): ")
+
+
+class OnGpu:
+    """A session on a kind of GPU, as far as choices are concerned; SIGTERM before a step."""
+
+    def __init__(self, times, name, until, cache):
+        self.times, self.name, self.until, self.cache = times, name, until, cache
+
+    def __call__(self, rank):
+        from engines import devices, tuning
+
+        os.environ["XDG_CACHE_HOME"] = self.cache
+        if self.times is not None:
+            pretend(self.times)
+            tuning.check = lambda section, device: None
+            devices.name_of = lambda device: self.name
+        ranks.before_step(self.until, functools.partial(signal.raise_signal, signal.SIGTERM))
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_began_on_a_cpu_decides_once_for_each_kind_of_gpu(tmp_path):
+    """Whatever is measured later, and though nobody kept what was measured before."""
+    other, found = {**TIMES, PLAIN: 0.001}, []
+    sessions = [(None, "cpu"), (TIMES, "one"), (other, "two"), (TIMES, "two"), (other, "one")]
+    for number, (times, name) in enumerate(sessions, start=1):
+        place = OnGpu(times, name, number, str(tmp_path / f"cache {number}"))
+        (ended,) = ranks.train(1, f"run.output={tmp_path / 'run'}", sabotage=place)
+        assert (ended.code, len(ended.errors)) == (75, 1), ended
+        found += [line for line in ended.out if "taken: " in line or line.endswith("as this run has had it")]
+    fastest, plain = " ".join(FASTEST), " ".join(PLAIN)
+    assert found == [
+        f"  taken: {fastest}",
+        f"  taken: {plain}",
+        f"engine auto: {plain}, as this run has had it",
+        f"engine auto: {fastest}, as this run has had it",
+    ]
