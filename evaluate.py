@@ -75,6 +75,8 @@ def _score(options) -> int:
 
     stored, recipe, engine = _opened(options)
     source = open_source(recipe.data, recipe.model.classes, "validation")
+    for note in source.notes:
+        print(note)
     batches = EvaluationBatches(
         source,
         data=recipe.data,
@@ -132,8 +134,9 @@ def _print_classes(rows) -> None:
 def _classify(options) -> int:
     import torch
 
+    from data.base import UnreadableImage
     from data.batches import MicroBatch
-    from data.encoded import EncodedImage
+    from data.encoded import EncodedImage, read_image
     from data.transforms import Evaluation
     from training import weights
 
@@ -142,9 +145,9 @@ def _classify(options) -> int:
     transform, size = Evaluation(recipe.data.crop_fraction), recipe.model.image_size
     for file in options.images:
         try:
-            encoded = Path(file).read_bytes()
-        except OSError as error:
-            raise DataError(f"{file}: {error.strerror}; name an image file") from None
+            encoded = read_image(file)
+        except UnreadableImage as error:
+            raise DataError(f"{error}; name an image file") from None
         pixels = transform(EncodedImage(encoded, file), size, epoch=0, index=0)[None].contiguous()
         none = torch.zeros(1, dtype=torch.int64)
         batch = MicroBatch(pixels, none, none, 1, 0, 0, ())

@@ -72,10 +72,12 @@ class Source(abc.ABC):
     Attributes:
         classes: names of the classes, by label.
         labels: int64 [n], label of each image.
+        notes: lines for the user on what was found beside the images, and left out.
     """
 
     classes: Tuple[str, ...]
     labels: np.ndarray
+    notes: Tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

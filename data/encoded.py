@@ -6,7 +6,8 @@ from typing import Optional
 import torch
 
 from data import decode, jpeg
-from data.base import Box, Image, Source, cut
+from data.base import Box, Image, Source, UnreadableImage, cut
+from data.local import read_file
 
 _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
 
@@ -36,7 +37,10 @@ class EncodedImage(Image):
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
         if box is None:
             box = Box(0, 0, self.height, self.width)
-        part = self._part(box, enough) if self.plain else None
+        try:
+            part = self._part(box, enough) if self.plain else None
+        except MemoryError:
+            raise decode.no_memory(self._name, self.width, self.height) from None
         return cut(decode.decode(self.encoded, self._name), box) if part is None else part
 
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
@@ -50,6 +54,16 @@ class EncodedImage(Image):
         else:
             return None
         return None if pixels is None else decode.upright(pixels, self.orientation)
+
+
+def read_image(path: str) -> bytes:
+    """The whole file at `path`. Raises UnreadableImage: it cannot be read, is no regular file, or is too long."""
+    try:
+        return read_file(path, decode.MAX_MEMORY)
+    except OSError as error:
+        raise UnreadableImage(f"{path}: {error.strerror}") from None
+    except MemoryError:
+        raise UnreadableImage(f"{path}: not enough memory to read it") from None
 
 
 class EncodedSource(Source):

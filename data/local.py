@@ -1,7 +1,9 @@
 """Byte ranges of files: what a folder promises, and folders on this machine."""
 
 import abc
+import errno
 import os
+import stat
 import threading
 from collections import OrderedDict
 from typing import List, NamedTuple, Optional, Sequence, Union
@@ -13,6 +15,22 @@ _OPEN_FILES = 64  # by a thread; a process may have 1,024, and a training proces
 
 class MissingFile(DataError):
     """There is no such file."""
+
+
+def read_file(path: Union[str, bytes], most: int) -> bytes:
+    """A whole regular file of at most `most` bytes; named pipes, devices and sockets are not waited for.
+
+    Raises:
+        OSError: it cannot be read, is longer, or is no regular file.
+    """
+    # A pipe would otherwise be waited for, here, until somebody writes to it.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"{found.st_size:,} bytes, above the limit of {most:,}", path)
+        return file.read()
 
 
 class Range(NamedTuple):
@@ -41,8 +59,8 @@ class Folder(abc.ABC):
         """Bytes of a file, or None where it would take long to find out. Raises MissingFile, DataError."""
 
     @abc.abstractmethod
-    def read(self, name: str) -> bytes:
-        """A whole, small file. Raises MissingFile, DataError."""
+    def read(self, name: str, most: int) -> bytes:
+        """A whole file of at most `most` bytes. Raises MissingFile, DataError: it cannot be read or is longer."""
 
     @abc.abstractmethod
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
@@ -72,10 +90,9 @@ class LocalFolder(Folder):
         except OSError as error:
             raise _complaint(self.path(name), error) from None
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int) -> bytes:
         try:
-            with open(self.path(name), "rb") as file:
-                return file.read()
+            return read_file(self.path(name), most)
         except OSError as error:
             raise _complaint(self.path(name), error) from None
 

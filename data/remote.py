@@ -75,15 +75,17 @@ class RemoteFolder(Folder):
     def size(self, name: str) -> Optional[int]:
         return None  # it would take a request for each file
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int) -> bytes:
         def ask(connection: _Connection, numbers: List[int]) -> list:
-            return [connection.system.cat_file(f"{connection.root}/{name}")]
+            return [connection.system.cat_file(f"{connection.root}/{name}", end=most + 1)]
 
         (answer,) = self._answers([name], ask, 0)
         if isinstance(answer, FileNotFoundError):
             raise MissingFile(f"{self.path(name)}: {_reason(answer)}")
         if isinstance(answer, Exception):
             raise DataError(f"{self.path(name)}: {_reason(answer)}")
+        if len(answer) > most:
+            raise DataError(f"{self.path(name)}: more than {most:,} bytes came; there is another file in its place")
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
@@ -158,6 +160,10 @@ def _connect(place: str) -> _Connection:
         raise DataError(f"{place}: a package for this kind of URL is missing: {remedy}") from None
     except Exception as error:  # each file system has its own complaints about URLs and credentials
         raise DataError(f"{place}: {_reason(error)}") from None
+    if place.startswith(("http://", "https://")):
+        from data.http import BoundedHttp
+
+        system = BoundedHttp(**system.storage_options)
     return _Connection(system, root.rstrip("/"), os.getpid())
 
 
@@ -174,10 +180,9 @@ def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
 def _checked(wanted: Range, answer: Any) -> Any:
     if isinstance(answer, Exception) or len(answer) == wanted.length:
         return answer
-    fault = f"{len(answer):,} bytes came instead of {wanted.length:,}"
-    if len(answer) > wanted.length:
-        fault += "; the server does not know byte ranges"
-    return _WrongLength(fault)
+    if len(answer) > wanted.length:  # how many more there were is not known: the rest was not read
+        return _WrongLength(f"more than {wanted.length:,} bytes came; the server does not know byte ranges")
+    return _WrongLength(f"{len(answer):,} bytes came instead of {wanted.length:,}")
 
 
 def _together(calls: Sequence[Callable[[], Any]], patience: Sequence[float]) -> list:

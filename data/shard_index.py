@@ -19,6 +19,8 @@ from recipe.errors import DataError
 
 MANIFEST = "shards.json"
 FORMAT = 1
+MOST_OF_INDEX = 2**28  # bytes: some five million images in a shard
+_MOST_OF_MANIFEST = 2**25  # bytes: some 200,000 shards
 
 _REMEDY = "python -m tools.shards index FOLDER"
 
@@ -101,7 +103,7 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
     name = index_name(shard.name)
     place = folder.path(name)
     try:
-        index = decode_index(folder.read(name), place)
+        index = decode_index(folder.read(name, MOST_OF_INDEX), place)
     except MissingFile as error:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
     size = folder.size(shard.name)
@@ -134,7 +136,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of a folder. Raises MissingFile, DataError."""
     place = folder.path(MANIFEST)
     try:
-        encoded = folder.read(MANIFEST)
+        encoded = folder.read(MANIFEST, _MOST_OF_MANIFEST)
     except MissingFile as error:
         raise MissingFile(f"{error}; make it: {_REMEDY}") from None
     try:

@@ -3,14 +3,15 @@
 A source numbers its images from 0 and reads any of them; order, augmentation and batches are loader.py's.
 """
 
+import errno
 import os
-from typing import Iterator, List, Tuple
+from typing import Dict, FrozenSet, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
 
-from data.base import Source, UnreadableImage
-from data.encoded import EncodedSource
+from data.base import Source
+from data.encoded import EncodedSource, read_image
 from data.glyphs import GlyphsSource
 from data.local import MissingFile
 from data.names import Names
@@ -18,10 +19,14 @@ from data.shard_index import read_manifest
 from data.shards import ShardsSource, open_folder
 from recipe.batch import image_count
 from recipe.config import Data
-from recipe.errors import DataError
+from recipe.errors import DataError, printable
 from recipe.randomness import bits32, key
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
+_OTHER_IMAGES = frozenset(
+    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
+)  # whoever has these beside others may think that they are read
+_NAMED = 3  # files that a note names
 _DIGITS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "digits.npz")
 
 
@@ -29,8 +34,8 @@ class FolderSource(EncodedSource):
     """One folder per class, JPEG and PNG files at any depth inside it.
 
     Classes come in the order of their names, images in the order of class and path (both compared as bytes,
-    so the order is the same everywhere). Hidden files and folders, other files, and files beside the
-    class folders are ignored.
+    so the order is the same everywhere). Hidden files and folders, other files, files beside the class
+    folders, and links that lead back to a folder around them are left out.
     """
 
     def __init__(self, folder: str):
@@ -40,12 +45,14 @@ class FolderSource(EncodedSource):
             DataError: it is missing or cannot be listed, has no class folders, or one without images.
         """
         self._folder = os.fsencode(folder)
-        names = class_folders(folder)
+        aside = _Aside()
+        names = class_folders(folder, aside)
+        around = _around(self._folder)
         blocks: List[bytes] = []
         lengths: List[np.ndarray] = []
         counts = []
         for name in names:
-            paths = sorted(_image_paths(self._folder, os.fsencode(name)))
+            paths = sorted(_image_paths(self._folder, os.fsencode(name), around, aside))
             if not paths:
                 raise DataError(
                     f"{os.path.join(folder, name)}: no .jpg, .jpeg or .png files in this class folder; "
@@ -57,17 +64,13 @@ class FolderSource(EncodedSource):
         self.classes = names
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
         self._paths = Names(blocks, lengths)
+        self.notes = aside.notes(folder)
 
     def name(self, index: int) -> str:
         return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
     def encoded(self, index: int) -> bytes:
-        name = self.name(index)
-        try:
-            with open(name, "rb") as file:
-                return file.read()
-        except OSError as error:
-            raise UnreadableImage(f"{name}: {error.strerror}") from None
+        return read_image(self.name(index))
 
 
 class DigitsSource(Source):
@@ -136,10 +139,53 @@ def open_source(data: Data, classes: int, split: str) -> Source:
     return source
 
 
-def class_folders(folder: str) -> Tuple[str, ...]:
-    """Names of the class folders in `folder`, in the order of their labels. Raises DataError."""
+class _Aside:
+    """What a scan finds beside images and leaves out."""
+
+    def __init__(self) -> None:
+        self.kinds: Dict[str, int] = {}
+        self.files: List[bytes] = []  # the first of them
+        self.loops: List[bytes] = []
+
+    def note_file(self, path: bytes) -> None:
+        kind = os.path.splitext(path)[1].lower()
+        if kind in _OTHER_IMAGES:
+            self.kinds[kind.decode()] = self.kinds.get(kind.decode(), 0) + 1
+            self.files += [path] if len(self.files) < _NAMED else []
+
+    def notes(self, folder: str) -> Tuple[str, ...]:
+        """A line for each kind of thing."""
+        found = []
+        if self.kinds:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items()))
+            found.append(
+                f"{folder}: left out images that are neither JPEG nor PNG: {kinds}; {_first(self.files)}; convert them "
+                "if they belong to the data"
+            )
+        if self.loops:
+            found.append(
+                f"{folder}: left out {len(self.loops):,} links that lead back to a folder around them; "
+                f"{_first(self.loops)}"
+            )
+        return tuple(printable(note) for note in found)
+
+
+def _first(paths: List[bytes]) -> str:
+    return f"the first: {', '.join(os.fsdecode(path) for path in paths[:_NAMED])}"
+
+
+def class_folders(folder: str, aside: Optional[_Aside] = None) -> Tuple[str, ...]:
+    """Names of the class folders in `folder`, in the order of their labels. Raises DataError.
+
+    Args:
+        aside: is told what is left out.
+    """
+    around = _around(os.fsencode(folder))
+    aside = aside or _Aside()
     names = sorted(
-        entry.name for entry in _entries(os.fsencode(folder)) if not entry.name.startswith(b".") and entry.is_dir()
+        entry.name
+        for entry in _entries(os.fsencode(folder))
+        if not entry.name.startswith(b".") and _is_folder(entry, entry.name, around, aside)
     )
     if not names:
         raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
@@ -205,24 +251,60 @@ def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
         raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
 
 
-def _is_folder(entry: "os.DirEntry[bytes]") -> bool:
+def _around(folder: bytes) -> FrozenSet[Tuple[int, int]]:
+    """Which folders a folder and those around it are: device and number of each."""
+    path = os.path.realpath(folder)
+    found = set()
+    while os.path.dirname(path) != path:
+        found.add(_identity(path))
+        path = os.path.dirname(path)
+    return frozenset(found)
+
+
+def _identity(folder: bytes) -> Tuple[int, int]:
     try:
-        return entry.is_dir()
-    except OSError as error:  # such as links in a circle
-        raise DataError(f"{os.fsdecode(entry.path)}: {error.strerror}") from None
+        found = os.stat(folder)
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+    return found.st_dev, found.st_ino
 
 
-def _image_paths(folder: bytes, below: bytes) -> Iterator[bytes]:
-    """Paths, relative to `folder`, of the images at any depth in its folder `below`, in no order."""
+def _is_folder(entry: "os.DirEntry[bytes]", path: bytes, around: FrozenSet[Tuple[int, int]], aside: _Aside) -> bool:
+    """Whether an entry is a folder, or a link to one that does not lead back to those `around`."""
+    try:
+        if not entry.is_dir():
+            return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise DataError(f"{os.fsdecode(entry.path)}: {error.strerror}") from None
+        leads_back = True
+    else:
+        leads_back = entry.is_symlink() and _identity(entry.path) in around
+    if leads_back:
+        aside.loops.append(path)
+    return not leads_back
+
+
+def _image_paths(folder: bytes, below: bytes, around: FrozenSet[Tuple[int, int]], aside: _Aside) -> Iterator[bytes]:
+    """Paths, relative to `folder`, of the images at any depth in its folder `below`, in no order.
+
+    Args:
+        around: the folders that `below` lies in.
+        aside: is told what is left out.
+    """
+    around |= {_identity(os.path.join(folder, below))}
     for entry in _entries(os.path.join(folder, below)):
         if entry.name.startswith(b"."):
             continue
         path = below + b"/" + entry.name
-        # Extensions first: asking for the kind of every file can cost a call to the file system each.
+        # Extensions first: asking for the kind of every file can cost a call to the file system each. What has the
+        # name of an image but is no file is found when it is read.
         if entry.name.lower().endswith(_EXTENSIONS):
             yield path
-        elif _is_folder(entry):
-            yield from _image_paths(folder, path)
+        elif _is_folder(entry, path, around, aside):
+            yield from _image_paths(folder, path, around, aside)
+        else:
+            aside.note_file(path)
 
 
 def _digits_split(labels: np.ndarray, split: str) -> np.ndarray:

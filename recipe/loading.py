@@ -22,6 +22,8 @@ from recipe.ipu_rules import stages_of_launcher
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
+_MOST_VALUES = 10_000  # with what aliases repeat; a recipe has some hundreds
+_LONG = 1000  # characters of a text that count as one value more
 _DEEPEST = 32  # levels of lists and mappings; Python's own limit changes with what a process has imported
 
 
@@ -29,18 +31,29 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: PyYAML takes 1e-5 for a string, on and no for booleans, 010 for 8."""
 
     depth = 0
+    values = 0  # so far, each as often as it is repeated
 
     def compose_node(self, parent, index):
         event = self.peek_event()
+        is_alias = isinstance(event, yaml.AliasEvent)
         if getattr(event, "tag", None) is not None:
-            raise yaml.composer.ComposerError(None, None, f"tag {event.tag} has no place in a recipe", event.start_mark)
+            self._refuse(event, f"tag {event.tag} has no place in a recipe")
         if self.depth == _DEEPEST:
-            problem = f"lists and mappings are nested more than {_DEEPEST} levels deep"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            self._refuse(event, f"lists and mappings are nested more than {_DEEPEST} levels deep")
+        before = self.values
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        long = len(node.value) // _LONG if isinstance(node, yaml.ScalarNode) else 0
+        self.values += getattr(node, "values", 1) if is_alias else 1 + long  # none yet: within itself
+        if self.values > _MOST_VALUES:
+            self._refuse(event, f"more than {_MOST_VALUES:,} values, with what aliases repeat")
+        if not is_alias:
+            node.values = self.values - before
         return node
+
+    def _refuse(self, event, problem):
+        raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):

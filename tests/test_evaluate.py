@@ -17,6 +17,7 @@ import train
 from data.sources import DigitsSource
 from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.data.test_decode import png
 from training.checkpoint import load
 
 DONE, WRONG_INPUT = 0, 2
@@ -175,6 +176,8 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
     [
         (("--checkpoint", "nowhere"), "nowhere: no such file or folder"),
         (("--checkpoint", "RUN", "--images", "nowhere.png"), "nowhere.png: No such file or directory; name an image"),
+        (("--checkpoint", "RUN", "--images", "/dev/zero"), "/dev/zero: not a regular file; name an image"),
+        (("--checkpoint", "RUN", "--images", "LARGE"), "large.png: 1 x 178956970 pixels of this kind take 4,831,838,1"),
         (("--checkpoint", "RUN", "--images", "RUN/config.yaml"), "config.yaml: neither JPEG nor PNG"),
         (("--checkpoint", "RUN", "model.width=0.5"), r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16"),
         (("--checkpoint", "RUN", "modl.width=0.5"), "command line: modl: unknown key"),
@@ -189,7 +192,9 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
         ),
     ],
 )
-def test_refusals_are_one_line(run, command, arguments, said):
+def test_refusals_are_one_line(run, command, arguments, said, tmp_path):
+    (tmp_path / "large.png").write_bytes(png(1, 178_956_970, 8, 0, [b"\0" * 9]))
+    arguments = [argument.replace("LARGE", str(tmp_path / "large.png")) for argument in arguments]
     code, lines, errors = command(*(argument.replace("RUN", str(run[0])) for argument in arguments))
     assert (code, lines, len(errors)) == (WRONG_INPUT, [], 1), errors
     assert re.search(said, errors[0])

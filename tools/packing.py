@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, List, NamedTuple, Tuple
 
 import numpy as np
 from PIL import Image
@@ -22,7 +22,17 @@ from data import decode
 from data.base import UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, MissingFile
-from data.shard_index import MANIFEST, Index, Manifest, Shard, decode_index, encode_index, encode_manifest, index_name
+from data.shard_index import (
+    MANIFEST,
+    MOST_OF_INDEX,
+    Index,
+    Manifest,
+    Shard,
+    decode_index,
+    encode_index,
+    encode_manifest,
+    index_name,
+)  # fmt: skip
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 from tools.shard_tar import Writer
@@ -47,6 +57,7 @@ class Packed(NamedTuple):
     manifest: Manifest
     kept: int  # shards that had been made before
     skipped: int  # unreadable images that were left out
+    reasons: tuple[str, ...]  # of those that this call found, a message each
 
 
 def pack(
@@ -76,13 +87,15 @@ def pack(
     kept = len(indexes)
     missing = [number for number, name in enumerate(names) if name not in indexes]
     advance(kept, count)
-    for done, (number, index) in enumerate(_all_packed(task, names, missing, min(workers, len(missing))), start=1):
-        indexes[names[number]] = index
+    reasons: dict[int, list[str]] = {}
+    for done, (number, made) in enumerate(_all_packed(task, names, missing, min(workers, len(missing))), start=1):
+        indexes[names[number]], reasons[number] = made
         advance(kept + done, count)
     shards = tuple(Shard(name, indexes[name].bytes, len(indexes[name].labels), indexes[name].sha256) for name in names)
     manifest = Manifest(source.classes, shards)
     write_whole(os.path.join(folder, MANIFEST), encode_manifest(manifest))
-    return Packed(manifest, kept, len(source) - sum(shard.images for shard in shards))
+    told = tuple(reason for number in sorted(reasons) for reason in reasons[number])
+    return Packed(manifest, kept, len(source) - sum(shard.images for shard in shards), told)
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -127,7 +140,7 @@ def _finished(folder: str, names: list[str], task: _Task) -> dict[str, Index]:
         if name.startswith(".") or not name.endswith(".tar"):
             continue
         try:
-            index = decode_index(local.read(index_name(name)), local.path(index_name(name)))
+            index = decode_index(local.read(index_name(name), MOST_OF_INDEX), local.path(index_name(name)))
         except MissingFile:
             if name in numbers:  # a process was killed between the two
                 continue
@@ -145,9 +158,11 @@ def _finished(folder: str, names: list[str], task: _Task) -> dict[str, Index]:
 
 _task: _Task | None = None  # in a worker
 
+_Made = Tuple[Index, List[str]]
 
-def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int) -> Iterator[tuple[int, Index]]:
-    """Each shard's number and index, as they are finished."""
+
+def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int) -> Iterator[tuple[int, _Made]]:
+    """Each shard's number and what was made of it, as they are finished."""
     if workers <= 1:
         for number in numbers:
             yield number, _pack_shard(task, names[number], number)
@@ -178,12 +193,14 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _work(name: str, number: int) -> Index:
+def _work(name: str, number: int) -> _Made:
     assert _task is not None
     return _pack_shard(_task, name, number)
 
 
-def _pack_shard(task: _Task, name: str, number: int) -> Index:
+def _pack_shard(task: _Task, name: str, number: int) -> _Made:
+    """Its index, and why images were left out."""
+    reasons = []
     path = os.path.join(task.folder, name)
     with replacing(Path(path)) as file:
         writer, written = Writer(file), 0
@@ -191,9 +208,10 @@ def _pack_shard(task: _Task, name: str, number: int) -> Index:
             called = task.source.name(image)
             try:
                 encoded, extension = _ready(task.source.encoded(image), called, task.options)
-            except UnreadableImage:
+            except UnreadableImage as error:
                 if not task.options.skip_bad:
                     raise
+                reasons.append(str(error))
                 continue
             stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
             writer.add(f"{image:08d}-{stem}", extension, encoded, int(task.source.labels[image]))
@@ -202,7 +220,7 @@ def _pack_shard(task: _Task, name: str, number: int) -> Index:
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
         index = writer.close(task.plan)
     write_whole(os.path.join(task.folder, index_name(name)), encode_index(index))
-    return index
+    return index, reasons
 
 
 def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:

@@ -46,7 +46,7 @@ from tools.packing import Options, pack, write_whole
 from tools.shard_tar import scan
 from training.command import Parser, fail, one_line
 
-_TOLD = 20  # faults that verify names
+_TOLD = 20  # faults that verify names, and images that pack names
 _LINES = 20  # of progress, without a terminal
 _MOST_NUMBERED = 100_000  # classes without names
 
@@ -107,10 +107,15 @@ def _parser() -> argparse.ArgumentParser:
 def _pack(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
     source, folder = _source(options)
     how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
+    for note in source.notes:
+        print(note, flush=True)
     packed = pack(source, folder, how, options.workers, advance)
     text, data = _summary(folder, packed.manifest)
+    named = packed.reasons[:_TOLD]
+    for reason in named:
+        print(f"left out: {reason}", file=sys.stderr)
     text += f"; {packed.kept} shards were there before, {packed.skipped} unreadable images left out"
-    return DONE, text, {**data, "kept": packed.kept, "skipped": packed.skipped}
+    return DONE, text, {**data, "kept": packed.kept, "skipped": packed.skipped, "named": named}
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:

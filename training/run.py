@@ -40,6 +40,10 @@ class _Images(NamedTuple):
     validation_images: int
     classes: Sequence[str]
 
+    @property
+    def notes(self) -> Sequence[str]:
+        return [note for source in (self.train, self.validation) if source is not None for note in source.notes]
+
 
 def run(recipe: Recipe) -> None:
     """Trains `recipe` to its end, resuming what its run folder holds. Prints the plan and the progress.
@@ -57,6 +61,8 @@ def run(recipe: Recipe) -> None:
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     say = print if place.is_main else _nothing
+    for note in images.notes:
+        say(note)
     asked, recipe = recipe, choices.resolve(recipe, batch, processes, say)
     folder: Optional[RunFolder] = None
 

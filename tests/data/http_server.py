@@ -1,16 +1,19 @@
 """A web server on the loopback interface that gives byte ranges of a folder, and fails on request."""
 
 import contextlib
+import functools
 import http.server
 import re
 import threading
+import zlib
 
 
 class Server(http.server.ThreadingHTTPServer):
     """
     Attributes:
         url: of the folder.
-        faults: path -> what is done with its next requests, one each: a status, "hang" or "whole" (ignores the range).
+        faults: path -> what is done with its next requests, one each: a status, "hang", "whole" (ignores the range),
+            "endless" (never stops to send) or "swelling" (unpacks to 512 MiB).
         always: path -> what is done with all of its requests, likewise.
         asked: paths of all requests, in order.
     """
@@ -28,6 +31,12 @@ class Server(http.server.ThreadingHTTPServer):
         """Clients that give up are expected."""
 
 
+@functools.lru_cache
+def _swelling():
+    packer = zlib.compressobj(1, wbits=31)
+    return b"".join(packer.compress(bytes(1 << 20)) for _ in range(512)) + packer.flush()
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -41,6 +50,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.released.wait(30)
             self.close_connection = True
             return
+        if fault == "endless":
+            self._begin(200, 1 << 40)
+            while not self.server.released.is_set():
+                self.wfile.write(bytes(1 << 16))
+        if fault == "swelling":
+            packed = _swelling()
+            self._begin(200, len(packed), ("Content-Encoding", "gzip"))
+            return self.wfile.write(packed)
         if isinstance(fault, int):
             return self._answer(fault, b"no")
         try:
@@ -54,12 +71,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(206, content[start : last + 1], f"bytes {start}-{last}/{len(content)}")
 
     def _answer(self, status, content, part=None):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        if part is not None:
-            self.send_header("Content-Range", part)
-        self.end_headers()
+        self._begin(status, len(content), *([("Content-Range", part)] if part is not None else []))
         self.wfile.write(content)
+
+    def _begin(self, status, length, *headers):
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        for header in headers:
+            self.send_header(*header)
+        self.end_headers()
 
     def log_message(self, *arguments):
         """Quiet."""

@@ -1,8 +1,11 @@
 """Decoding: pixels against Pillow and against values known by hand; damaged files against a clean error."""
 
 import io
+import os
 import random
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from data.decode import MAX_PIXELS, UnreadableImage, decode
+from tests.conftest import ROOT
 
 
 def picture(height=37, width=52):
@@ -212,6 +216,55 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded():
     for data in (png(side, side, 8, 2, [b"\0" * 9]), bytes(small)):
         with pytest.raises(UnreadableImage, match="exceed the limit of 178,956,970 pixels"):
             decode(data, "bomb")
+
+
+@pytest.mark.parametrize(("width", "height", "colour"), [(178_956_970, 1, 2), (1, 178_956_970, 0), (13_377, 13_377, 6)])
+def test_an_image_that_takes_gigabytes_to_decode_is_refused_before(width, height, colour):
+    """Within the limit of pixels; measured without this: 2.5, 4.8 and 2.5 GB."""
+    with pytest.raises(UnreadableImage, match=r"bytes of memory to decode, above the limit of 2,147,483,648$"):
+        decode(png(width, height, 8, colour, [b"\0" * 9]), "bomb")
+
+
+def test_an_image_that_pillow_has_no_memory_for_is_unreadable():
+    """Pillow refuses long sides by a MemoryError."""
+    with pytest.raises(UnreadableImage, match=r"^long: not enough memory for its 150000000 x 1 pixels$"):
+        decode(png(150_000_000, 1, 8, 2, [b"\0" * 9]), "long")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_decoding_takes_no_more_memory_than_was_foreseen():
+    """At the peak, of a process of its own; 4 MB for what does not grow with the image."""
+    code = """
+import io
+from PIL import Image
+from data.decode import decode, read_header
+def encoded(mode, kind, size, **options):
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind, **options)
+    return file.getvalue()
+def memory(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+for mode, kind, options in (
+    ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("L", "PNG", {}), ("P", "PNG", {}), ("RGB", "thin", {}),
+    ("CMYK", "JPEG", {}), ("RGB", "JPEG", {"progressive": True, "subsampling": 0}),
+):
+    size, kind = ((1, 2_000_000), "PNG") if kind == "thin" else ((2000, 1000), kind)
+    decode(encoded(mode, kind, (8, 8), **options), "small")
+    data = encoded(mode, kind, size, **options)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = memory("VmRSS")
+    decode(data, "large")
+    print(memory("VmHWM") - before, read_header(data, "large").memory)
+"""
+    # What is freed goes back at once, or else it would be there before the next image.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
+    assert len(found) == 7
+    for taken, foreseen in found:
+        assert 0.7 * foreseen - 4e6 < taken < foreseen + 4e6
 
 
 def test_pillow_does_not_warn_of_large_images_that_are_within_the_limit(monkeypatch):

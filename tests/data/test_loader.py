@@ -16,10 +16,12 @@ import torch
 from data.base import Source, UnreadableImage, permutation
 from data.batches import MicroBatch
 from data.loader import EvaluationBatches, training_batches
+from data.sources import FolderSource
 from data.transforms import Evaluation, Training
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.randomness import bits32, key
+from tests.data.test_decode import png
 
 SIZE = 16
 GLOBAL = 12
@@ -255,6 +257,24 @@ def test_replicas_share_the_evaluation(replicas):
     shares = [evaluation(replica=replica, replicas=replicas) for replica in range(replicas)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert list(itertools.chain(*map(contents, shares))) == contents(evaluation())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_that_would_swell_or_hang_are_left_out_by_name(tmp_path, workers):
+    """What has no place in memory, what Pillow raises MemoryError for, and a pipe that nobody writes to."""
+    folder = tmp_path / "class"
+    folder.mkdir()
+    pixels = [b"\0" * 9]
+    (folder / "large.png").write_bytes(png(13_377, 13_377, 8, 6, pixels))
+    (folder / "long.png").write_bytes(png(150_000_000, 1, 8, 2, pixels))
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "right.png").write_bytes(png(2, 1, 8, 2, [b"\0" * 6]))
+    source = FolderSource(str(tmp_path))
+    (batch,) = evaluation(source, workers=workers, bad_images="skip", batch=4)
+    assert batch.indices.tolist() == [3, -1, -1, -1]
+    said = ("bytes of memory to decode, above the limit", "not enough memory for its", "not a regular file")
+    for name, reason, message in zip(("large.png", "long.png", "pipe.jpg"), said, batch.unreadable):
+        assert message.startswith(f"{folder}/{name}: ") and reason in message
 
 
 @pytest.mark.parametrize("workers", [0, 2])

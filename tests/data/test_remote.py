@@ -1,6 +1,7 @@
 """Shards behind URLs: the same images, and an end to every call whatever a server does."""
 
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ pytest.importorskip("aiohttp", reason="fsspec needs it for http")
 
 import fsspec
 
-from data import remote
+from data import remote, shard_index
 from data.base import UnreadableImage
 from data.loader import training_batches
 from data.local import MissingFile, Range
@@ -209,10 +210,34 @@ def test_a_missing_file_is_asked_for_once(server):
 def test_a_server_without_byte_ranges_gives_no_wrong_bytes(server, images):
     source = ShardsSource(f"{server.url}/train", 10)
     server.always["train/part-0.tar"] = "whole"
-    with pytest.raises(UnreadableImage, match=r"bytes came instead of [\d,]+; the server does not know byte ranges$"):
+    with pytest.raises(UnreadableImage, match=r"more than [\d,]+ bytes came; the server does not know byte ranges$"):
         source.encoded(0)
     server.faults["train/part-2.tar"] = ["whole"]
     assert source.encoded(7) == images[7]
+
+
+@pytest.mark.parametrize("fault", ["endless", "swelling"])
+def test_answers_are_not_read_further_than_they_were_asked_for(server, images, fault, monkeypatch):
+    """What unpacks to 512 MiB, or never ends: neither is taken in, nor waited for."""
+    monkeypatch.setattr(remote, "_PATIENCE", 60.0)
+    source = ShardsSource(f"{server.url}/train", 10)
+    server.always["train/part-0.tar"] = fault
+    before = peak_memory()  # the server packs within this process, a little at a time
+    with pytest.raises(UnreadableImage, match=r"more than [\d,]+ bytes came; the server does not know byte ranges$"):
+        source.encoded(0)
+    for name in ("shards.json", "part-0.tar.index"):
+        monkeypatch.setattr(shard_index, "_MOST_OF_MANIFEST", 2**20)
+        monkeypatch.setattr(shard_index, "MOST_OF_INDEX", 2**20)
+        server.always[f"train/{name}"] = fault
+        with pytest.raises(DataError, match=rf"{name}: more than 1,048,576 bytes came; there is another file"):
+            ShardsSource(f"{server.url}/train", 10)
+        del server.always[f"train/{name}"]
+    assert peak_memory() - before < 256e6
+
+
+def peak_memory():
+    """Bytes that this process ever had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_a_shard_that_shrank_is_named(server, tmp_path):

@@ -104,12 +104,13 @@ def test_a_source_can_be_sent_to_another_process(root):
 
 def test_the_paths_of_imagenet_fit_into_little_memory(monkeypatch):
     """1.28 million names of ImageNet's form. Measured: 59 MB kept, where a list of str takes 112 MB."""
-    monkeypatch.setattr(data.sources, "class_folders", lambda folder: [f"n{n:08}" for n in range(1000)])
+    monkeypatch.setattr(data.sources, "class_folders", lambda *_: [f"n{n:08}" for n in range(1000)])
     monkeypatch.setattr(
         data.sources,
         "_image_paths",
-        lambda folder, name: (b"%s/%s_%d.JPEG" % (name, name, number) for number in range(10000, 11281)),
+        lambda folder, name, *_: (b"%s/%s_%d.JPEG" % (name, name, number) for number in range(10000, 11281)),
     )
+    monkeypatch.setattr(data.sources, "_around", lambda folder: frozenset())
     tracemalloc.start()
     source = FolderSource("/imagenet/train")
     kept, peak = tracemalloc.get_traced_memory()
@@ -273,7 +274,48 @@ def test_each_error_of_a_recipe_of_shards_says_its_remedy_in_one_line(packed):
         assert str(caught.value) == message
 
 
-def test_a_folder_that_links_to_itself_is_an_error_not_an_endless_scan(root):
+def test_links_that_lead_back_are_left_out_and_named(root):
+    """To a folder around them, by way of another folder, to all classes, to what is around those, to itself."""
     (root / "train/cat/again").symlink_to(root / "train/cat")
-    with pytest.raises(DataError, match="again"):
-        FolderSource(str(root / "train"))
+    (root / "elsewhere").mkdir()
+    (root / "train/dog/away").symlink_to(root / "elsewhere")
+    write(root / "elsewhere/f.jpg")
+    (root / "elsewhere/back").symlink_to(root / "train/dog")
+    for name, target in (("all", "."), ("up", ".."), ("self", "self")):
+        (root / "train" / name).symlink_to(target)
+    source = FolderSource(str(root / "train"))
+    found = [os.path.relpath(name, str(root / "train")) for name in names(source)]
+    assert found == ["cat/a.jpg", "cat/b.png", "dog/away/f.jpg", "dog/c.JPEG"]
+    assert source.classes == ("cat", "dog")
+    (note,) = source.notes
+    assert note.startswith(f"{root}/train: left out 5 links that lead back to a folder around them; the first: ")
+
+
+def test_other_kinds_of_images_are_counted_in_a_line(root):
+    assert FolderSource(str(root / "train")).notes == ()
+    for name in ("cat/a.webp", "cat/b.WEBP", "dog/more/c.bmp", "dog/notes.txt", "cat/.hidden.bmp"):
+        (root / "train" / name).parent.mkdir(exist_ok=True)
+        (root / "train" / name).write_bytes(b"pixels")
+    (note,) = FolderSource(str(root / "train")).notes
+    assert note.startswith(f"{root}/train: left out images that are neither JPEG nor PNG: 1 .bmp, 2 .webp; the first: ")
+    assert note.endswith("; convert them if they belong to the data")
+    assert "dog/more/c.bmp" in note and "\n" not in note
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_only_regular_files_are_images(root, kind):
+    """A pipe would be waited for until somebody writes to it; /dev/zero never ends."""
+    path = root / "train/cat/a.jpg"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with open(path, "wb") as file:
+            file.truncate(2**31 + 1)
+    said = {"folder": "Is a directory", "huge": "2,147,483,649 bytes, above the limit of 2,147,483,648"}
+    with pytest.raises(UnreadableImage, match=rf"cat/a\.jpg: {said.get(kind, 'not a regular file')}$"):
+        FolderSource(str(root / "train")).read(0)

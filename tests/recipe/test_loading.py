@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from recipe.by_name import FAMILIES
 from recipe.config import Recipe
 from recipe.errors import ConfigError
-from recipe.loading import dump, load, parse_yaml
+from recipe.loading import dump, load, loads, parse_yaml
 from tests.conftest import RECIPES, ROOT
 
 SMALLEST = "run: {epochs: 1}\nschedule: {peak: 1}\n"
@@ -195,6 +196,30 @@ def test_scalars_are_those_of_yaml_1_2():
 )
 def test_what_is_no_recipe_is_refused_with_its_line(write, text, fault):
     assert refusal(write(text)).startswith(fault)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
+        f"text: &text '{'x' * 100_000}'\nsplit: [{', '.join(['*text'] * 200)}]\n",
+    ],
+    ids=["lists of lists", "a long text"],
+)
+def test_aliases_that_swell_are_refused_before_they_do(text):
+    """Nine of nine of nine: 387 million values; a text of 100 kB, 200 times. The same inside a checkpoint."""
+    tracemalloc.start()
+    with pytest.raises(
+        ConfigError, match=r"^mine\.yaml:\d+: not valid YAML: more than 10,000 values, with what aliases"
+    ):
+        loads(text, "mine.yaml")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_aliases_that_do_not_are_read():
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
 
 
 def test_files_that_cannot_be_read(write, tmp_path):

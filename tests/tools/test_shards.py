@@ -1,6 +1,7 @@
 """python -m tools.shards: what is packed is what was there; what is damaged or dangerous is refused in one line."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from data.shards import ShardsSource
 from tests.conftest import ROOT
 from tests.data.http_server import serving
 from tests.data.tar_shards import jpeg, pairs, run, write_shards, write_tar
+from tests.data.test_decode import png
 from tools import packing, shards
 
 
@@ -42,7 +44,7 @@ def test_packed_images_are_those_of_the_folders(classes, tmp_path, capsys):
     assert code == 0
     source = ShardsSource(str(tmp_path / "out"), 10)
     assert data == {
-        "folder": str(tmp_path / "out"), "shards": 4, "images": 21, "classes": 3, "kept": 0, "skipped": 0,
+        "folder": str(tmp_path / "out"), "shards": 4, "images": 21, "classes": 3, "kept": 0, "skipped": 0, "named": [],
         "bytes": sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar")),
     }  # fmt: skip
     expected = [(path.parent.name, path.read_bytes()) for path in classes.glob("*/*")]
@@ -175,6 +177,22 @@ def test_a_bad_image_is_named_or_counted(classes, tmp_path, capsys):
     assert run(capsys, *command, "--skip-bad")[1]["kept"] == 4
     assert run(capsys, *command)[0] == 2
     assert run(capsys, "verify", tmp_path / "out", "--decode")[0] == 0
+
+
+def test_what_is_left_out_is_named(classes, tmp_path, capsys):
+    """Files that cannot be read, of which one would hang and one would swell, and those of other kinds."""
+    os.mkfifo(classes / "cat/pipe.jpg")
+    (classes / "dog/large.png").write_bytes(png(1, 178_956_970, 8, 0, [b"\0" * 9]))
+    (classes / "dog/other.webp").write_bytes(b"pixels")
+    command = ("pack", classes, tmp_path / "out", "--images-per-shard", 6, "--workers", 2, "--skip-bad", "--json")
+    assert shards.main([str(argument) for argument in command]) == 0
+    captured = capsys.readouterr()
+    assert f"{classes}: left out images that are neither JPEG nor PNG: 1 .webp" in captured.out
+    named = json.loads(captured.out.splitlines()[-1])["named"]
+    assert captured.err.splitlines() == [f"left out: {reason}" for reason in named]
+    assert sorted(reason.partition(": ")[0] for reason in named) == [
+        f"{classes}/cat/pipe.jpg", f"{classes}/dog/large.png"
+    ]  # fmt: skip
 
 
 LABEL = ("a.cls", b"1")
