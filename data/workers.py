@@ -21,7 +21,8 @@ from data.reader import Reader
 from recipe.config import Data
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WAITS_FOR_SIGNALS = hasattr(signal, "sigwaitinfo")  # not on macOS
+_WAITS_FOR_SIGNALS = hasattr(signal, "sigtimedwait")  # not on macOS
+_GLANCE = 1.0  # seconds between two looks whether the parent is there
 
 
 class Loader(DataLoader):
@@ -97,13 +98,13 @@ def obey_only_the_parent(worker: int) -> None:
 
     Terminals and schedulers send their signals to every process of a job. The training process saves
     before it ends, for that it must finish its step, and for that it needs its workers. If it dies
-    without ending them, torch's watchdog does.
+    without ending them, they end by themselves: torch's watchdog does that only between two requests.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     _say_nothing_when_orphaned(parent.pid)
     if _WAITS_FOR_SIGNALS:
-        threading.Thread(target=_await_termination, args=(parent.pid,), daemon=True).start()
+        threading.Thread(target=_await_termination, args=(parent.pid, os.getppid()), daemon=True).start()
 
 
 def _say_nothing_when_orphaned(parent: int) -> None:
@@ -125,8 +126,12 @@ def _lost(parent: int) -> bool:
     return os.getppid() != parent
 
 
-def _await_termination(parent: int) -> None:
+def _await_termination(parent: int, started_by: int) -> None:
+    """Args: started_by: the process that this one is a child of, the parent or its fork server."""
     while True:
-        received = signal.sigwaitinfo(_SIGNALS)
-        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+        received = signal.sigtimedwait(_SIGNALS, _GLANCE)
+        if received is None:
+            if os.getppid() != started_by:
+                os._exit(1)
+        elif received.si_signo == signal.SIGTERM and received.si_pid == parent:
             os._exit(0)

@@ -2,11 +2,15 @@
 
 import itertools
 import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from data import workers
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
@@ -39,3 +43,44 @@ def test_a_queue_to_a_killed_worker_tells_nothing(capfd):
     queue.close()
     queue.join_thread()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere do not wait for signals")
+def test_a_worker_that_hangs_ends_with_a_parent_that_was_killed(tmp_path):
+    """It waits within a call to the system, as for a file server that is gone; there torch's watchdog has no turn."""
+    os.mkfifo(tmp_path / "pipe")
+    code = f"""
+import os
+from data.batches import Request
+from data.workers import Loader
+from recipe.config import Data
+class Hung:
+    def __getitem__(self, request):
+        with open({str(tmp_path / "worker")!r}, "w") as file:
+            file.write(str(os.getpid()))
+        open({str(tmp_path / "pipe")!r}).read()
+next(iter(Loader(Hung(), [Request(0, 0, 0, 8, [0])], Data(source="digits", workers=1))))
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    worker = tmp_path / "worker"
+    try:
+        until(lambda: worker.exists() and worker.read_text())
+    finally:
+        run.kill()
+        run.wait()
+    until(lambda: ended(worker.read_text()))
+
+
+def ended(process):
+    """Whether it is gone, or waits for its parent to look at how it ended."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return True
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
