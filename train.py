@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from recipe import batch, loading
 from recipe.errors import DONE, FAILED, STOPPED
 from training import stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
+from training.run_folder import check_owner
 
+# Set by launchers for each of several ranks, of which the main one alone looks at the run folder, once they have met.
+_OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS")
 # What torch says -> what a user can do about it.
 _RUNTIME_ERRORS = {
     "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
@@ -40,10 +44,12 @@ def main(arguments=None) -> int:
     options = parser.parse_intermixed_args(arguments)
     stopping.listen_early()
     recipe = loading.load(options.config, options.overrides)
-    plan = naming(options.config, batch.describe, recipe)
     if options.dry_run:
-        print(plan)
+        print(naming(options.config, lambda recipe: batch.describe(batch.whole_pod(recipe)), recipe))
         return DONE
+    naming(options.config, batch.describe, recipe)
+    if not any(name in os.environ for name in _OF_SEVERAL):
+        check_owner(recipe)
     return one_line(lambda: _again(recipe))(_train)(options.config, recipe)
 
 

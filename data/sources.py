@@ -20,6 +20,7 @@ from data.shards import ShardsSource, open_folder
 from recipe.batch import image_count
 from recipe.config import Data
 from recipe.errors import DataError, printable
+from recipe.images import below, split_folder
 from recipe.randomness import bits32, key
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
@@ -115,12 +116,12 @@ def open_source(data: Data, classes: int, split: str) -> Source:
         source = GlyphsSource(classes, image_count(data, split), split, data.glyph_size, data.glyph_difficulty)
         place = "data.source=glyphs"
     elif data.source == "shards":
-        place = _split_folder(data, split)
+        place = split_folder(data, split)
         source = ShardsSource(place, data.shuffle_window)
         if split == "validation":
-            _check_same_names(place, source.classes, _below(str(data.root), data.train_folder))
+            _check_same_names(place, source.classes, below(str(data.root), data.train_folder))
     else:
-        place = _split_folder(data, split)
+        place = split_folder(data, split)
         if split == "validation":
             _check_same_classes(place, os.path.join(str(data.root), data.train_folder))
         source = FolderSource(place)
@@ -190,26 +191,6 @@ def class_folders(folder: str, aside: Optional[_Aside] = None) -> Tuple[str, ...
     if not names:
         raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
     return tuple(os.fsdecode(name) for name in names)
-
-
-def _split_folder(data: Data, split: str) -> str:
-    if data.root is None:
-        raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
-    name_key = "train_folder" if split == "train" else "validation_folder"
-    name = getattr(data, name_key)
-    folder = _below(data.root, name)
-    if data.source == "shards" and "://" in data.root:
-        return folder  # whether it is there, its manifest tells
-    if not os.path.isdir(data.root):
-        raise DataError(f"{data.root}: no such folder; correct data.root")
-    if not os.path.isdir(folder):
-        raise DataError(f"{data.root}: no folder {name!r}; set data.{name_key} to the folder of the {split} images")
-    return folder
-
-
-def _below(root: str, name: str) -> str:
-    """A folder in a folder or below a URL."""
-    return f"{root.rstrip('/')}/{name}" if "://" in root else os.path.join(root, name)
 
 
 def _check_same_names(validation: str, classes: Tuple[str, ...], train: str) -> None:

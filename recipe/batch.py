@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Set
 
-from recipe import exchange, ipu, ipu_plan
+from recipe import exchange, images, ipu, ipu_plan
 from recipe.config import Data, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
@@ -61,6 +61,16 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     else:
         _check_schedule(recipe, batch.accumulation)
     return batch
+
+
+def whole_pod(recipe: Recipe) -> Recipe:
+    """`recipe` on all IPUs of its pod, if neither it nor poprun gives a number of replicas. Raises ConfigError."""
+    pod, stages = recipe.ipu.pod, recipe.parallel.stages
+    if recipe.run.device != "ipu" or pod is None or recipe.parallel.replicas or ipu.launched_by(os.environ):
+        return recipe
+    if pod % stages:
+        raise ConfigError(f"ipu.pod {pod} is not a multiple of parallel.stages {stages}; correct one of them")
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"replicas": pod // stages})})
 
 
 def planned(recipe: Recipe) -> Batch:
@@ -208,9 +218,10 @@ def describe(recipe: Recipe) -> str:
         f"weight decay {recipe.optimizer.weight_decay:g}, peak learning rate {peak_learning_rate(recipe):.6g}",
     ]
     lines.append(f"data       {_describe_data(recipe)}")
-    images = image_count(data, "train")
-    if images:
-        lines.append(f"length     {images} training images; {lengths(recipe, images).describe()}")
+    lines += images.describe(data)
+    number = image_count(data, "train")
+    if number:
+        lines.append(f"length     {number} training images; {lengths(recipe, number).describe()}")
     else:
         lines.append("length     known once data.root is read (or data.train_images given)")
     if recipe.run.device == "ipu":

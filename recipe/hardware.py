@@ -30,6 +30,12 @@ class EngineSection(Section):
 class Ipu(Section):
     """run.device=ipu: what the compiler may use, and how data moves. docs/ipu.md says what each key becomes."""
 
+    pod: Optional[int] = Field(
+        None,
+        ge=1,
+        description="IPUs of the pod that the recipe is for: plans, and run_pod.sh without --replicas, fill it with "
+        "replicas where parallel.replicas is auto; a run counts what it was given; null: unknown",
+    )
     available_memory_proportion: Optional[List[float]] = Field(
         None,
         description="share of an IPU's memory that convolutions and matrix products may use for temporary data: one "

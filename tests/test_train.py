@@ -14,7 +14,10 @@ from PIL import Image
 
 import train
 from engines.torch_engine import TorchEngine
+from recipe import loading
+from recipe.errors import CheckpointError
 from tests.conftest import QUICKSTART, ROOT, TINY
+from training.run_folder import check_owner
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
@@ -551,6 +554,79 @@ def test_the_plan_of_a_pod_needs_no_pod(tmp_path):
     assert any("6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)" in line for line in lines)
     assert any("72800 steps = 350 epochs x 208 steps, 14560 of warm-up; 3215 images" in line for line in lines)
     assert any("peak learning rate 8.485" in line for line in lines)
+
+
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_the_plan_says_whether_the_images_are_there(tmp_path, source):
+    def line(*overrides):
+        (found,) = [each for each in plan(f"data.source={source}", *overrides) if each.startswith("images ")]
+        return found.split(maxsplit=1)[1]
+
+    assert line() == ("not found here: data.root is not set; name the folder of the images: data.root=/path/to/images")
+    root = f"data.root={tmp_path}/images"
+    assert line(root) == f"not found here: {tmp_path}/images: no such folder; correct data.root"
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    assert line(root).startswith(f"not found here: {tmp_path}/images: no folder 'val'; set data.validation_folder")
+    (tmp_path / "images" / "val").mkdir()
+    assert line(root) == f"found: {tmp_path}/images/train, {tmp_path}/images/val"
+
+
+NO_TORCH = """
+import sys
+class Blocker:
+    def find_spec(name, path=None, target=None):
+        assert name != "torch", "torch is loaded"
+sys.meta_path.insert(0, Blocker)
+from training.command import finish
+import importlib
+command = importlib.import_module(sys.argv[1])
+finish(lambda: command.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "tools.launch"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=1", "belongs to another recipe: run.seed is 0 there, 1 here"),
+        ("run.resume=never", "already holds a run and run.resume is never"),
+    ],
+)
+def test_the_folder_of_another_run_is_refused_before_torch_is_loaded(tmp_path, name, override, words):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART)))
+    command = [name, "--config", QUICKSTART, f"run.output={folder}", override]
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == WRONG_INPUT
+    assert ended.stderr.startswith(f"{folder} ") and words in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_what_auto_came_to_is_no_other_recipe(tmp_path):
+    """A run of several replicas that took topk, begun with `exchange.method: auto`."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    overrides = ("exchange.method=topk", f"run.output={folder}")
+    (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART, overrides)))
+    check_owner(loading.load(QUICKSTART, ("exchange.method=auto", f"run.output={folder}")))
+    with pytest.raises(CheckpointError, match=r"exchange\.method is topk there, dense here"):
+        check_owner(loading.load(QUICKSTART, ("exchange.method=dense", f"run.output={folder}")))
+
+
+def test_what_is_logged_may_change_when_a_run_resumes(command, interrupt, tmp_path):
+    """The weights are those of the undisturbed run."""
+    interrupt(3, signal.SIGTERM)
+    assert command("log.every_steps=1")[0] == STOPPED
+    code, out, errors = command("log.every_steps=4", "log.trust_ratios=false")
+    assert (code, errors) == (DONE, [])
+    assert "resuming at step 3 of 4" in out
+    whole = tmp_path / "whole"
+    interrupt(0)
+    assert command(output=whole)[0] == DONE
+    ends = [torch.load(newest(folder), weights_only=True)["engine"]["weights"] for folder in (command.folder, whole)]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def test_memory_that_does_not_suffice_is_one_line(command, monkeypatch):

@@ -32,6 +32,7 @@ from recipe import batch, ipu, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, ConfigError, UserError
 from training.command import Parser, naming, one_line
+from training.run_folder import check_owner
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -77,6 +78,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     naming(options.config, batch.describe, plan.recipe)
     if plan.recipe.run.device == "ipu":
         return _become_poprun(plan, options)
+    if plan.hosts.this == 0:
+        check_owner(plan.recipe)
     _check_gpus(plan)
     if plan.world == 1 and not options.max_restarts:
         os.execv(sys.executable, [sys.executable, *plan.command])
@@ -186,8 +189,9 @@ def _with_stages(options: argparse.Namespace, overrides: List[str]) -> tuple:
 def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
     """As many as the GPUs of all hosts, taken to be like this one, can hold; on CPUs one per host."""
     if recipe.run.device == "ipu":
-        if dry_run:
-            return 1
+        replicas = batch.whole_pod(recipe).parallel.replicas
+        if replicas or dry_run:
+            return replicas or 1
         raise UserError("how many IPUs there are is not known here; give the number of replicas: --replicas R")
     gpus = _gpus(recipe)
     return max(1, gpus * number // recipe.parallel.stages) if gpus else number

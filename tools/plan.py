@@ -48,7 +48,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
-    recipe = loading.load(options.config, options.overrides)
+    recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides))
     print(naming(options.config, batch.describe, recipe))
     place = machine.load(options.machine or _MACHINES[recipe.run.device])
     plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)

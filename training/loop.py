@@ -31,7 +31,7 @@ from training.monitor import Clock, DataWait, Monitor, duration, pace, workers_n
 from training.stopping import StopSignals
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
-_INPUT_BOUND = 0.05  # share of the training time above which waiting for images is worth a word
+_INPUT_BOUND = 0.1  # share of the training time above which waiting for images is worth a word
 
 
 class TrainingError(Exception):

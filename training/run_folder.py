@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 from typing import IO, List, Mapping, Optional, Sequence, Set
 
-import torch
-
 from recipe import loading
 from recipe.batch import output_folder
-from recipe.config import Recipe
+from recipe.config import Log, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.hardware import EngineSection, Ipu
 from training import decisions
@@ -29,7 +27,7 @@ _FREE = {
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
     "data": {"root", "workers", "prefetch", "bad_images"},
-    "log": {"tensorboard", "trace", "wandb", "mlflow"},
+    "log": set(Log.model_fields),
     "checkpoint": {"keep_last", "keep_best"},
     "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
@@ -49,7 +47,7 @@ class RunFolder:
                 to be resumed.
         """
         self.path = Path(output_folder(recipe))
-        self._check(recipe)
+        check_owner(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -95,18 +93,6 @@ class RunFolder:
     def _config(self) -> Path:
         return self.path / _CONFIG
 
-    def _check(self, recipe: Recipe) -> None:
-        remedy = "choose another folder by run.output=FOLDER"
-        if not self.path.is_dir() or not {entry.name for entry in self.path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
-            return
-        if not self._config.exists():
-            raise ConfigError(f"{self.path} holds files that are no run; {remedy}")
-        if recipe.run.resume == "never":
-            raise ConfigError(f"{self.path} already holds a run and run.resume is never; {remedy}")
-        difference = first_difference(loading.load(self._config), recipe) if self._begun() else ""
-        if difference:
-            raise CheckpointError(f"{self.path} belongs to another recipe: {difference}; {remedy}")
-
     def _begun(self) -> bool:
         return _has_begun(self.path)
 
@@ -130,6 +116,28 @@ class RunFolder:
 
     def _note_environment(self) -> None:
         _write_starts(self.path, [*_starts(self.path), describe_environment()])
+
+
+def check_owner(recipe: Recipe) -> None:
+    """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
+
+    Loads no torch. What `exchange.method: auto` came to as the run began is what it is here, too.
+    """
+    path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
+    if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
+        return
+    if not (path / _CONFIG).exists():
+        raise ConfigError(f"{path} holds files that are no run; {remedy}")
+    if recipe.run.resume == "never":
+        raise ConfigError(f"{path} already holds a run and run.resume is never; {remedy}")
+    begun = begun_recipe(recipe)
+    if begun is None:
+        return
+    if recipe.exchange.method == "auto":
+        recipe = recipe.model_copy(update={"exchange": begun.exchange})
+    difference = first_difference(begun, recipe)
+    if difference:
+        raise CheckpointError(f"{path} belongs to another recipe: {difference}; {remedy}")
 
 
 def note_session(folder: Path, **facts: int) -> None:
@@ -167,6 +175,7 @@ def describe_environment() -> dict:
     """Versions, revision and devices: what a result depends on besides its recipe."""
     import numpy
     import timm
+    import torch
     import torchvision
 
     return {

@@ -57,6 +57,28 @@ def test_pod_recipes_divide_as_published(name, replicas):
     assert f"{batch.global_} = 3 micro x {batch.accumulation} accumulation x {replicas}" in named(name).read_text()
 
 
+@pytest.mark.parametrize(("name", "replicas"), [*PODS.items(), ("pod16_4stages", 4)])
+def test_pod_recipes_plan_for_their_whole_pod(name, replicas, capsys):
+    """Unless told otherwise: by the command line, by poprun, or by another device."""
+
+    def planned(*overrides):
+        assert train.main(["--config", str(named(name)), "--dry-run", *overrides]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch ")]
+        return re.search(r"x (\d+) replicas? \((\d+ stages each: )?(\d+) device", line).group(1, 3)
+
+    stages = load(named(name)).parallel.stages
+    assert planned() == (str(replicas), str(replicas * stages))
+    assert planned("parallel.replicas=2") == ("2", str(2 * stages))
+    assert planned("ipu.pod=null") == ("1", str(stages))
+    on_a_cpu = ("run.device=cpu", "parallel.stages=1", "parallel.split=auto", "batch.global=24", "batch.micro=24")
+    assert planned(*on_a_cpu) == ("1", "1")
+
+
+def test_a_pod_of_other_ipus_than_stages_can_share_is_refused(capsys):
+    assert train.main(["--config", str(named("pod16")), "--dry-run", "ipu.pod=17"]) == 2
+    assert "ipu.pod 17 is not a multiple of parallel.stages 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", PODS)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
 def test_pod_recipes_take_any_power_of_two_that_fills_the_pipeline(name, replicas):

@@ -113,6 +113,12 @@ def test_cuts_that_do_not_fit_are_made_automatic(capfd):
     assert "split=auto" not in capfd.readouterr().out
 
 
+def test_a_pods_recipe_says_how_many_replicas_there_are(capfd):
+    recipe = ROOT / "configs" / "pod128.yaml"
+    assert launch.main(["--config", str(recipe), "--dry-run", "--instances", "32"]) == DONE
+    assert "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 " in capfd.readouterr().out
+
+
 def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
     tool("poprun", f'for text in "$@"; do printf "%s\\n" "$text"; done > {tmp_path}/said; exit 75')
     recipe = str(ROOT / "configs" / "pod16.yaml")

@@ -92,6 +92,7 @@ def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, override, s
         ("run.device=cpu", "parallel.stages=2", "log.tensorboard=true"),
         ("checkpoint.keep_last=5", "checkpoint.keep_best=false", "data.root=/elsewhere"),
         ("data.bad_images=skip",),
+        ("log.every_steps=7", "log.trust_ratios=false", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
         ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton"),
         ("ipu.partials=float", "ipu.executable_cache=/cache", "ipu.prefetch_depth=4"),
     ],
