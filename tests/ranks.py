@@ -57,7 +57,7 @@ class Ended(NamedTuple):
     later: float
 
 
-def run(size, function, *args, only=None, timeout=60, **environment):
+def run(size, function, *args, only=None, timeout=240, **environment):
     """Calls function(rank, size, *args) in `size` processes; how each ended, in the order of the ranks.
 
     Args:

@@ -34,7 +34,7 @@ class RankTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def run(size, function, *args, timeout=60, connect=True, **environment):
+def run(size, function, *args, timeout=240, connect=True, **environment):
     """Calls function(rank, size, *args) in `size` processes and returns the results, in the order of the ranks.
 
     Each process has one torch thread, warnings that are errors, and RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,

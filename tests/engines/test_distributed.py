@@ -120,7 +120,7 @@ def poison(engine):
 def several(stages, replicas, *overrides, poisoned=None, **options):
     """What the main rank says; every rank is told the same, and replicas never drift apart."""
     arguments = (stages, overrides, options, poisoned)
-    outcomes = world.run(stages * replicas, rank_trains, *arguments, connect=False, timeout=120)
+    outcomes = world.run(stages * replicas, rank_trains, *arguments, connect=False)
     for outcome, _ in outcomes[1:]:
         assert repr(outcome[:2]) == repr(outcomes[0][0][:2])  # NaN is NaN
     for rank, (_, own) in enumerate(outcomes):

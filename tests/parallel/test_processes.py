@@ -92,14 +92,17 @@ def die(rank, size, who):
 
 @pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
 def test_a_rank_that_dies_takes_the_others_with_it(size, who):
-    """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end."""
-    ended = ranks.run(size, die, who, timeout=30)
+    """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end.
+
+    They notice by the broken connection: by themselves they would end after 100 s with code 0, and silence counts after
+    300 s only. How soon that is: benchmarks/faults.
+    """
+    ended = ranks.run(size, die, who)
     assert ended[who].code == -signal.SIGKILL
     for step in range(1, size):
         rank, before = (who + step) % size, (who + step - 1) % size
         message = f"rank {rank} (replica {rank}, stage 0): rank {before} is gone; leaving"
         assert ended[rank][:3] == (1, [], [message])
-        assert ended[rank].later < 2 * step + 3
 
 
 def fall_silent(rank, size, who):
@@ -112,7 +115,7 @@ def fall_silent(rank, size, who):
 
 @pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
 def test_a_rank_that_falls_silent_is_named_and_given_up(size, who):
-    ended = ranks.run(size, fall_silent, who, timeout=60)
+    ended = ranks.run(size, fall_silent, who)
     after = (who + 1) % size
     name = f"rank {after} (replica {after}, stage 0)"
     silent = f"{name}: rank {who} has said nothing for 2 s: it is stopped or hangs, or its host is gone; leaving"
@@ -123,8 +126,8 @@ def test_a_rank_that_falls_silent_is_named_and_given_up(size, who):
 
 
 def rest(rank, size):
-    group = Processes(Topology(size, 1, rank, rank), CPU, silence=1.0)
-    time.sleep(3.5)
+    group = Processes(Topology(size, 1, rank, rank), CPU, silence=2.0)
+    time.sleep(5)
     group.part()
 
 

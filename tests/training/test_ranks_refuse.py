@@ -19,7 +19,7 @@ TWO_STAGES = ("parallel.stages=2", "parallel.split=[blocks.3.0]")
 
 def refusal(size, *overrides, **options):
     """The one line of all ranks, which all end with 2."""
-    ended = ranks.train(size, *overrides, timeout=40, **options)
+    ended = ranks.train(size, *overrides, **options)
     assert [rank.code for rank in ended] == [WRONG_INPUT] * len(ended), ended
     lines = [line for rank in ended for line in rank.errors]
     assert len(lines) == 1, lines
@@ -28,7 +28,7 @@ def refusal(size, *overrides, **options):
 
 def refusal_by_each(size, *overrides, **options):
     """The line that each rank says for itself: they have not met."""
-    ended = ranks.train(size, *overrides, timeout=40, **options)
+    ended = ranks.train(size, *overrides, **options)
     assert [rank.code for rank in ended] == [WRONG_INPUT] * len(ended), ended
     assert [rank.errors for rank in ended] == [ended[0].errors] * len(ended)
     assert len(ended[0].errors) == 1, ended[0].errors

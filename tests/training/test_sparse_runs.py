@@ -18,7 +18,8 @@ LATE = (*FAST, "exchange.delay=2")
 
 def replica_files(folder):
     """{name: {kind: {parameter: tensor}}} of the newest checkpoint."""
-    paths = sorted((folder / "checkpoints").glob("step-00000010.replica-*.pt"))
+    newest = max((folder / "checkpoints").glob("step-*.json")).stem
+    paths = sorted((folder / "checkpoints").glob(f"{newest}.replica-*.pt"))
     return {path.name: torch.load(path, weights_only=True)["state"] for path in paths}
 
 
