@@ -1,6 +1,7 @@
 """Stochastic rounding against NumPy's float16, against exact probabilities, and its bits against the mixer."""
 
 from fractions import Fraction
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,6 +212,55 @@ def test_draws_of_another_seed_step_slot_or_name_are_independent(other):
 def test_neighbouring_elements_are_independent(lag):
     words = random_bits()
     assert_independent(words[:-lag], words[lag:])
+
+
+def pairs(columns):
+    """Correlations of all pairs of columns, [n, m], in standard deviations of those of independent columns."""
+    columns = (columns - columns.mean(0)) / columns.std(0)
+    return (columns.T @ columns / len(columns) ** 0.5)[np.triu_indices(columns.shape[1], 1)]
+
+
+def at_lags(columns):
+    """The same of each value with one some rows further on, over all columns together, for twelve distances."""
+    lags = (1, 2, 3, 4, 8, 16, 32, 63, 64, 65, 128, 1024)
+    return np.array([pairs(np.stack([columns[:-lag], columns[lag:]], -1).reshape(-1, 2)).item() for lag in lags])
+
+
+@pytest.fixture(scope="module")
+def history():
+    """The words of 256 elements in 4,000 steps, float64."""
+    return np.stack([random_bits(256, step=step) for step in range(4000)]).astype(np.float64)
+
+
+def assert_uncorrelated(found, count):
+    """None of `count` correlations is beyond what one of so many independent ones is by chance once in 1,000 seeds
+    (Bonferroni), and all together they are no larger than chance: the mean of their squares is 1 to 5 deviations."""
+    assert len(found) == count
+    assert np.abs(found).max() < NormalDist().inv_cdf(1 - 0.0005 / count)
+    assert abs((found**2).mean() - 1) < 5 * (2 / count) ** 0.5
+
+
+def test_no_two_elements_correlate_over_the_steps(history):
+    assert_uncorrelated(pairs(history), 32_640)
+
+
+def test_no_element_correlates_with_itself_in_later_steps(history):
+    assert_uncorrelated(at_lags(history), 12)
+
+
+def test_no_two_places_of_a_row_correlate():
+    assert_uncorrelated(pairs(random_bits(1 << 18).reshape(-1, ROW).astype(np.float64)), 2016)
+
+
+def test_no_element_correlates_with_one_further_on():
+    assert_uncorrelated(at_lags(random_bits(1 << 18)[:, None].astype(np.float64)), 12)
+
+
+def test_one_pair_of_elements_that_correlates_by_a_tenth_would_be_seen(history):
+    history = history.copy()
+    history[:, 200] += 0.11 * history[:, 3]
+    with pytest.raises(AssertionError):
+        assert_uncorrelated(pairs(history), 32_640)
 
 
 def test_each_bit_is_set_half_the_time_whatever_the_number_of_the_element():

@@ -29,7 +29,7 @@ WRITES = 9  # calls that bring a checkpoint to the disk: three for each of its f
 
 
 class Stretch(NamedTuple):
-    """Steps up to `end` in one topology. saving: kills within the writing of a checkpoint; running: at other moments."""
+    """Steps up to `end` in one topology. saving: kills within a checkpoint's writing; running: at other moments."""
 
     replicas: int
     stages: int
