@@ -1,9 +1,11 @@
 """The page in a real browser: each figure is drawn, nothing is asked for, complained of, or wider than the page."""
 
+import json
+
 import pytest
 
 from tests.tools.reporting import browser as browsers
-from tests.tools.reporting.runs import end_event, eval_event, folders_of_images, train_event, trained, written
+from tests.tools.reporting.runs import end_event, eval_event, folders_of_images, start, train_event, trained, written
 from tools.report import main
 
 pytestmark = pytest.mark.skipif(browsers.PROGRAM is None, reason="no chromium and no google-chrome on the PATH")
@@ -97,6 +99,57 @@ def test_on_paper_figures_fit_and_what_is_for_the_screen_is_gone(browser, report
     assert widths == {660}
 
 
+# Each of them would leave a mark in `window`, one when it is clicked at.
+ATTACKS = (
+    "<script>window.struck=1</script>",
+    "</script><script>window.struck=2</script>",
+    "<img src=x onerror=window.struck=3>",
+    "<svg onload=window.struck=4>",
+    '"><body onload="window.struck=5">',
+    "' onmouseover='window.struck=6",
+    "<a href='javascript:window.struck=7'>here</a>",
+    "</style></title><iframe srcdoc='<script>parent.struck=8</script>'>",
+    "${window.struck=9}{{window.struck=9}}%{customdata}&lt;script&gt;",
+)
+# What is in the page that the page's own code would not put there; and what a click on each link would do.
+FOREIGN = """[...document.querySelectorAll("*")].filter(each =>
+    ["IFRAME", "OBJECT", "EMBED", "BASE", "FORM"].includes(each.tagName)
+    || [...each.attributes].some(({name}) => name.startsWith("on"))
+    || [each.getAttribute("href"), each.getAttribute("xlink:href")].some(to => to && !/^(#|data:)/.test(to))
+    || each.tagName === "SCRIPT" && each.textContent.startsWith("window.struck")).map(each => each.outerHTML)"""
+
+
+# Points at the first point of each figure; how many then show a label.
+HOVERED = """[...document.querySelectorAll(".plot")].filter(plot => {
+    Plotly.Fx.hover(plot, [{curveNumber: 0, pointNumber: plot.data[0].z ? [0, 0] : 0}]);
+    return plot.querySelector(".hovertext, .axistext");
+}).length"""
+
+
+def test_markup_in_names_metrics_and_notes_is_inert(browser, tmp_path):
+    """In the report of one run and in a comparison: also where the pointer shows what lies behind a point."""
+    folders = []
+    for attacks in (ATTACKS[:5], ATTACKS[5:]):  # a folder's name has no room for all
+        attack = " ".join(attacks)
+        trust = {f"{layer}.{each}": 0.01 for layer, each in enumerate(attacks)}
+        events = [train_event(6 * n, trust=trust, **{attack: attack}) for n in range(1, 9)]
+        events += [eval_event(48, file=attack), {"event": attack, "step": 48}, end_event(48, 30.0)]
+        notes = dict.fromkeys(("started", "revision", "python", "torch", "cpus", attack), attack)
+        starts = [start(**notes, command=list(attacks), devices=list(attacks))]
+        root = f"data.root={json.dumps(attack)}"
+        folders.append(written(tmp_path / attack.replace("/", "∕"), events, [root], starts))
+    both = tmp_path / "both.html"
+    assert main([*map(str, folders), "--output", str(both)]) == 0
+    assert all(main([str(folder), "--images", "0"]) == 0 for folder in folders)
+    for path in (both, *(folder / "report.html" for folder in folders)):
+        page = browser.open(path)
+        assert page.value(HOVERED) > 5
+        assert page.value("window.struck") is None
+        assert page.value(FOREIGN) == []
+        assert "window.struck" in page.value("document.body.innerText")
+        check_silence(page, path)
+
+
 def check_silence(page, path):
     """No word on the console, no question but for the file itself: images that lie within it are no questions."""
     assert page.complaints == []
@@ -114,3 +167,8 @@ def test_the_checks_would_notice(browser, report, tmp_path):
     with pytest.raises(AssertionError):
         check_silence(opened, broken)
     assert "w" in opened.complaints and "http://127.0.0.1:9/x.png" in opened.requests
+    broken.write_text(page.replace("</main>", ATTACKS[4]))
+    opened = browser.open(broken)
+    assert opened.value("window.struck") == 5
+    broken.write_text(page.replace("</main>", "".join(ATTACKS[3:8])))
+    assert len(browser.open(broken).value(FOREIGN)) > 2
