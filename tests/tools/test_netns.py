@@ -4,12 +4,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
-from tests.training.test_resume import Outcome
+from tests.training.test_resume import Outcome, lines_of
 from tests.training.test_several_ranks import TWO_STAGES, assert_same_outcome, train_to_the_end
 
 pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
@@ -29,6 +30,7 @@ dist.destroy_process_group()
 # What run_pod.sh runs, but for the program.
 DRIVE = """
 import sys
+import time
 from parallel import hosts
 from tools import launch
 hosts._REACH_SECONDS = float(sys.argv.pop(1))
@@ -116,4 +118,27 @@ def test_two_hosts_train_what_one_process_trains(two_hosts, tmp_path):
         outputs = [process.communicate(timeout=120) for process in processes]
     assert [(process.returncode, errors) for process, (_, errors) in zip(processes, outputs)] == [(0, ""), (0, "")]
     assert [len(out.splitlines()) > 1 for out, _ in outputs] == [True, False]
+    assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "alone"))
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_for_twenty_seconds_is_survived(two_hosts, tmp_path):
+    """Two replicas, one on each host; less than `parallel.silence`, so both wait, and end as one process does."""
+    longer = "run.epochs=6"
+    train_to_the_end(1, longer, f"run.output={tmp_path / 'alone'}")
+    recipe = ["--config", str(QUICKSTART), *ranks.RECIPE, longer, f"run.output={tmp_path / 'run'}"]
+    pod = [ROOT / "run_pod.sh", "--nnodes", "2", "--master", "10.83.0.1", "--replicas", "2", *recipe]
+    commands = [["ip", "netns", "exec", name, *pod, "--node-rank", str(rank)] for rank, name in enumerate(two_hosts)]
+    with started(commands) as processes:
+        while lines_of(tmp_path / "run") < 3:
+            assert all(process.poll() is None for process in processes), processes[0].communicate()
+            time.sleep(0.01)
+        assert ip("-n", two_hosts[1], "link", "set", "cable", "down").returncode == 0
+        time.sleep(2)  # what is on its way
+        before = lines_of(tmp_path / "run")
+        time.sleep(18)
+        assert lines_of(tmp_path / "run") == before and all(process.poll() is None for process in processes)
+        assert ip("-n", two_hosts[1], "link", "set", "cable", "up").returncode == 0
+        outputs = [process.communicate(timeout=300) for process in processes]
+    assert [(process.returncode, errors) for process, (_, errors) in zip(processes, outputs)] == [(0, ""), (0, "")]
     assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "alone"))
