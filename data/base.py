@@ -72,11 +72,13 @@ class Source(abc.ABC):
     Attributes:
         classes: names of the classes, by label.
         labels: int64 [n], label of each image.
+        digest: of names and labels, in their order, wherever they lie; empty where the recipe alone says what they are.
         notes: lines for the user on what was found beside the images, and left out.
     """
 
     classes: Tuple[str, ...]
     labels: np.ndarray
+    digest: str = ""
     notes: Tuple[str, ...] = ()
 
     def __len__(self) -> int:

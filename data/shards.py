@@ -1,5 +1,6 @@
 """Images in tar shards: read by offset, near their order in the shards, from this machine or over a network."""
 
+import hashlib
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from data.base import Image, UnreadableImage, permutation
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, Range
 from data.names import Names
-from data.shard_index import Index, Manifest, read_index, read_manifest
+from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
 from recipe.randomness import bits32, key
 
 _AT_ONCE = 32  # indexes that are asked of a server
@@ -38,6 +39,7 @@ class ShardsSource(EncodedSource):
         self._window = window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
+        self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
         indexes = _read_indexes(self._folder, manifest)
         self._starts = np.cumsum([0, *(len(index.labels) for index in indexes)])

@@ -4,6 +4,7 @@ A source numbers its images from 0 and reads any of them; order, augmentation an
 """
 
 import errno
+import hashlib
 import os
 from typing import Dict, FrozenSet, Iterator, List, Optional, Tuple
 
@@ -52,6 +53,7 @@ class FolderSource(EncodedSource):
         blocks: List[bytes] = []
         lengths: List[np.ndarray] = []
         counts = []
+        digest = hashlib.sha256()
         for name in names:
             paths = sorted(_image_paths(self._folder, os.fsencode(name), around, aside))
             if not paths:
@@ -62,6 +64,8 @@ class FolderSource(EncodedSource):
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
             counts.append(len(paths))
+            digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
+        self.digest = digest.hexdigest()
         self.classes = names
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
         self._paths = Names(blocks, lengths)

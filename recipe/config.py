@@ -230,6 +230,10 @@ class Data(Section):
     bad_images: Literal["error", "skip"] = Field(
         "error", description="what an unreadable image does: stop the run, or be left out and counted"
     )
+    changed_images: Literal["error", "accept"] = Field(
+        "error",
+        description="what other images (by name, label or shard) do to a run that is resumed: stop it, or be taken",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
 
     @field_validator("crop_area", "crop_aspect")

@@ -65,6 +65,7 @@ class Progression:
     waited: float = 0.0
     best_top1: float = 0.0
     lines_above_limit: int = 0
+    images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
     scores: dict = field(default_factory=dict)
 
 

@@ -21,6 +21,7 @@ from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
+from recipe.division import count
 from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
 from training import choices, loggers, weights
 from training.checkpoint import CheckpointFolder
@@ -39,6 +40,7 @@ class _Images(NamedTuple):
     training_images: int
     validation_images: int
     classes: Sequence[str]
+    digest: str  # those of both sources, with a hyphen between
 
     @property
     def notes(self) -> Sequence[str]:
@@ -127,7 +129,8 @@ def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
         return [open_source(recipe.data, recipe.model.classes, split) for split in splits]
 
     sources = processes.together(opened)
-    facts = [len(source) for source in sources] + [list(sources[0].classes)] if first else None
+    digest = "-".join(source.digest for source in sources)
+    facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if first else None
     everywhere = processes.gather(facts)
 
     def compared() -> None:
@@ -156,15 +159,18 @@ def _train(
     folder = Path(arithmetic.output_folder(recipe))
     say = print if opened is not None else _nothing
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-    progression = _resume(engine, checkpoints, recipe, processes)
+    progression = _resume(engine, checkpoints, recipe, images.digest, processes)
     step = progression.step
     if opened is not None:
         opened.check()
         note_session(folder, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
+        for line in _changes(progression, images, engine, opened):
+            say(line)
     elif recipe.model.init_from:
         _start_from(engine, recipe.model, processes, say)
+    progression.images_digest = images.digest
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
     monitor = _monitor(recipe, opened, lengths, progression) if opened is not None else _silent_monitor(lengths)
@@ -234,12 +240,28 @@ def _start_from(engine: Engine, model: Model, processes: Agreement, say: Callabl
     say(f"starting from {stored.path}{new}")
 
 
-def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, processes: Agreement) -> Progression:
+def _changes(progression: Progression, images: _Images, engine: Engine, opened: Optional[RunFolder]) -> Sequence[str]:
+    """Lines on what is not as it was in the run that is resumed, and is allowed to be."""
+    lines = []
+    if progression.images_digest not in ("", images.digest):
+        lines.append("going on with other images than before (data.changed_images=accept)")
+    before, now = opened and opened.first_threads(), torch.get_num_threads()
+    if engine.device.type == "cpu" and before not in (None, now):
+        lines.append(
+            f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last bits; "
+            f"OMP_NUM_THREADS={before} computes as before"
+        )
+    return lines
+
+
+def _resume(
+    engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str, processes: Agreement
+) -> Progression:
     """Loads the newest whole checkpoint into the engine, and says where the run is.
 
     The main rank reads it and sends it to the others: hosts need not share a file system.
     """
-    content, replicas = processes.from_main(lambda: _newest(checkpoints, recipe))
+    content, replicas = processes.from_main(lambda: _newest(checkpoints, recipe, digest))
     if content is None:
         return Progression()
     step = content["progression"]["step"]
@@ -257,8 +279,11 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, proce
     return Progression(**content["progression"])
 
 
-def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Tuple[Optional[dict], int]:
-    """The content of the newest whole checkpoint, which must be of this recipe, and how many replicas' files it has."""
+def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple[Optional[dict], int]:
+    """The content of the newest whole checkpoint, and how many replicas' files it has.
+
+    It must be of this recipe, and of images with this digest unless data.changed_images accepts others.
+    """
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
         return None, 0
@@ -267,4 +292,12 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe) -> Tuple[Optional[dic
     difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
     if difference:
         raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+    before = content["progression"].get("images_digest")
+    if before and before != digest and recipe.data.changed_images == "error":
+        splits = zip(("training", "validation"), before.split("-"), digest.split("-"))
+        which = " and ".join(split for split, old, new in splits if old != new)
+        raise CheckpointError(
+            f"{path}: saved with other {which} images than {recipe.data.root} has now (other names, labels or shards)"
+            "; bring those back, or go on with these by data.changed_images=accept"
+        )
     return content, checkpoints.replica_count(step)

@@ -26,7 +26,7 @@ _FREE = {
     "run": {"name", "output", "device", "resume", "lock"},
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
-    "data": {"root", "workers", "prefetch", "bad_images"},
+    "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},
     "log": set(Log.model_fields),
     "checkpoint": {"keep_last", "keep_best"},
     "engine": set(EngineSection.model_fields),
@@ -79,6 +79,10 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return event if event.get("event") == "end" else None
+
+    def first_threads(self) -> Optional[int]:
+        """Threads that the main process computed with when the run began; None where that was not noted."""
+        return next((start.get("threads") for start in _starts(self.path)), None)
 
     def check(self) -> None:
         """Raises OSError once the folder's path no longer leads to the folder that was opened."""
