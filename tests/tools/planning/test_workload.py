@@ -52,6 +52,22 @@ def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
     assert work.imbalance < workload.of(load(POD)).imbalance
 
 
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        ((), True),
+        (("parallel.replicas=2",), True),
+        (("parallel.replicas=4",), False),
+        (("parallel.replicas=4", "exchange.order=tree"), True),
+        (("exchange.method=gtopk",), False),
+        (("parallel.split=counted",), False),
+    ],
+)
+def test_that_a_run_measures_is_said_where_it_does(overrides, measured):
+    recipe = load(QUICKSTART, ["parallel.stages=2", "batch.global=256", "batch.micro=16", *overrides])
+    assert workload.of(recipe).cut.endswith("; the run measures its blocks instead") == measured
+
+
 def test_interleaved_devices_have_every_other_part():
     recipe = load(QUICKSTART, ["parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256"])
     work = workload.of(recipe)
