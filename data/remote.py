@@ -10,6 +10,7 @@ import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Union
 
 from data.local import Folder, MissingFile, Range
+from recipe import credentials
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 
@@ -28,11 +29,16 @@ _PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fe
 
 
 class _Connection(NamedTuple):
-    """fsspec's file system, the folder in it, and the process that it works in."""
+    """fsspec's file system, the folder in it, what follows the name of a file, and the process that it works in."""
 
     system: Any
     root: str
+    query: str
     process: int
+
+    def file(self, name: str) -> str:
+        """What the file system calls a file."""
+        return f"{self.root}/{name}{self.query}"
 
     @property
     def concurrent(self) -> bool:
@@ -61,13 +67,17 @@ class RemoteFolder(Folder):
 
     def __init__(self, place: str):
         """Args: place: URL that fsspec knows. Raises DataError: it does not, or lacks a package."""
-        self.place = place.rstrip("/")
+        try:
+            self.place = credentials.take(place).rstrip("/")
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        self._access = credentials.restored(self.place)
         self._failing: Set[str] = set()
         self._connection: Optional[_Connection] = None
         self._connected()
 
     def __getstate__(self) -> dict:
-        return {"place": self.place, "_failing": set(), "_connection": None}
+        return {"place": self.place, "_access": self._access, "_failing": set(), "_connection": None}
 
     def path(self, name: str) -> str:
         return f"{self.place}/{name}"
@@ -77,7 +87,7 @@ class RemoteFolder(Folder):
 
     def read(self, name: str, most: int) -> bytes:
         def ask(connection: _Connection, numbers: List[int]) -> list:
-            return [connection.system.cat_file(f"{connection.root}/{name}", end=most + 1)]
+            return [connection.system.cat_file(connection.file(name), end=most + 1)]
 
         (answer,) = self._answers([name], ask, 0)
         if isinstance(answer, FileNotFoundError):
@@ -147,13 +157,14 @@ class RemoteFolder(Folder):
         """The connection of this process: those of others do not survive a fork."""
         connection = self._connection
         if connection is None or connection.process != os.getpid():
-            connection = self._connection = _connect(self.place)
+            connection = self._connection = _connect(self.place, *self._access)
         return connection
 
 
-def _connect(place: str) -> _Connection:
+def _connect(place: str, access: str, query: str) -> _Connection:
+    """Args: place: for errors. access, query: see recipe.credentials."""
     try:
-        system, root = fsspec.core.url_to_fs(place)
+        system, root = fsspec.core.url_to_fs(access)
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
         remedy = f"pip install {missing}" if missing else str(error)
@@ -164,12 +175,12 @@ def _connect(place: str) -> _Connection:
         from data.http import BoundedHttp
 
         system = BoundedHttp(**system.storage_options)
-    return _Connection(system, root.rstrip("/"), os.getpid())
+    return _Connection(system, root.rstrip("/"), query, os.getpid())
 
 
 def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
     answers = connection.system.cat_ranges(
-        [f"{connection.root}/{one.name}" for one in wanted],
+        [connection.file(one.name) for one in wanted],
         [one.start for one in wanted],
         [one.start + one.length for one in wanted],
         on_error="return",
@@ -212,7 +223,10 @@ def _together(calls: Sequence[Callable[[], Any]], patience: Sequence[float]) -> 
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "no such file"
-    return str(error) or type(error).__name__
+    reason = credentials.masked(str(error)) or type(error).__name__
+    if getattr(error, "status", None) in (401, 403) or isinstance(error, PermissionError):
+        reason += f"; give the credentials in data.root, {credentials.ENVIRONMENT} or ~/.netrc"
+    return reason
 
 
 def _forget_the_parents_loop() -> None:

@@ -8,6 +8,7 @@ from typing import Any, List, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
+from recipe import credentials
 from recipe.by_name import COMPOUND_SCALES, fill
 from recipe.distribution import Parallel
 from recipe.exchange import Exchange
@@ -158,7 +159,7 @@ class Data(Section):
     root: Optional[str] = Field(
         None,
         description="folder that holds the training and the validation folder; of shards also a URL that fsspec knows, "
-        "such as s3://bucket/imagenet",
+        "such as s3://bucket/imagenet; credentials in it are used and never stored",
     )
     train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
     validation_folder: str = Field("val", description="likewise, for evaluation")
@@ -255,6 +256,11 @@ class Data(Section):
         if value[1] > 1:
             raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
         return value
+
+    @field_validator("root")
+    @classmethod
+    def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
+        return value and credentials.take(value)
 
     @field_validator("image_sizes")
     @classmethod

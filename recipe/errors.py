@@ -2,6 +2,8 @@
 
 import unicodedata
 
+from recipe.credentials import masked
+
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 
 
@@ -9,8 +11,8 @@ class UserError(Exception):
     """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
 
     def __str__(self) -> str:
-        # Names that the message quotes, of files and keys, may hold anything.
-        return printable(" ".join(super().__str__().splitlines()))
+        # Names that the message quotes, of files, URLs and keys, may hold anything.
+        return printable(masked(" ".join(super().__str__().splitlines())))
 
 
 class ConfigError(UserError):
@@ -28,7 +30,7 @@ class CheckpointError(UserError):
 def first_line(error: BaseException) -> str:
     """What an error of a library says, in one line: of what a compiler packs up, the error within."""
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    return masked(next(iter(str(cause).strip().splitlines()), type(cause).__name__))
 
 
 def printable(text: str) -> str:

@@ -30,6 +30,7 @@ from typing import List, Optional, Sequence
 from parallel import hosts
 from recipe import batch, ipu, loading
 from recipe.config import Recipe
+from recipe.credentials import masked
 from recipe.errors import DONE, ConfigError, UserError
 from training.command import Parser, naming, one_line
 from training.run_folder import check_owner
@@ -268,7 +269,7 @@ def _describe(plan: Plan, options: argparse.Namespace) -> str:
 
 
 def _quoted(command: Sequence[str]) -> str:
-    return " ".join(shlex.quote(part) for part in command)
+    return " ".join(shlex.quote(masked(part)) for part in command)
 
 
 def _shape(plan: Plan) -> str:

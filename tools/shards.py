@@ -217,12 +217,12 @@ def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, d
 
     found = dict(_by_threads(check, manifest.shards, advance))
     faults = [fault for shard in manifest.shards for fault in found[shard]]
-    text, data = _summary(options.folder, manifest)
+    text, data = _summary(folder.place, manifest)
     for fault in faults[:_TOLD]:
         print(fault, file=sys.stderr)
     if faults:
         more = f", {_TOLD} of them named above" if len(faults) > _TOLD else ""
-        print(f"{options.folder}: {_faults_told(faults)}{more}; copy or make these shards again", file=sys.stderr)
+        print(f"{folder.place}: {_faults_told(faults)}{more}; copy or make these shards again", file=sys.stderr)
     text += f"; {_faults_told(faults)}"
     return WRONG_INPUT if faults else DONE, text, {**data, "faults": len(faults), "named": faults[:_TOLD]}
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 
+from recipe.credentials import masked
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error is said."""
 
     def error(self, message):
-        self.exit(WRONG_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 
 
 def naming(config, function, recipe):

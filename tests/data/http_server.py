@@ -1,5 +1,6 @@
 """A web server on the loopback interface that gives byte ranges of a folder, and fails on request."""
 
+import base64
 import contextlib
 import functools
 import http.server
@@ -16,6 +17,7 @@ class Server(http.server.ThreadingHTTPServer):
             "endless" (never stops to send) or "swelling" (unpacks to 512 MiB).
         always: path -> what is done with all of its requests, likewise.
         asked: paths of all requests, in order.
+        login: "user:password" without which nothing is given, query: likewise what follows `?`; None: anybody may ask.
     """
 
     daemon_threads = True
@@ -25,6 +27,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.faults, self.always, self.asked = {}, {}, []
+        self.login = self.query = None
         self.released = threading.Event()
 
     def handle_error(self, request, client_address):
@@ -41,7 +44,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        path = self.path.lstrip("/")
+        path, _, query = self.path.lstrip("/").partition("?")
         self.server.asked.append(path)
         fault = self.server.always.get(path) or next(iter(self.server.faults.get(path, [])), None)
         if self.server.faults.get(path):
@@ -50,6 +53,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.released.wait(30)
             self.close_connection = True
             return
+        if self.server.login and self.headers.get("Authorization") != _basic(self.server.login):
+            return self._answer(401, b"no")
+        if self.server.query and query != self.server.query:
+            return self._answer(403, b"no")
         if fault == "endless":
             self._begin(200, 1 << 40)
             while not self.server.released.is_set():
@@ -83,6 +90,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         """Quiet."""
+
+
+def _basic(login):
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
 
 
 @contextlib.contextmanager

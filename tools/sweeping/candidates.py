@@ -12,6 +12,7 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from recipe import batch, loading
 from recipe.config import ALTERNATIVES, Recipe
+from recipe.credentials import masked
 from recipe.errors import ConfigError, UserError
 from tools.sweeping.definition import Definition, SweepFile, Value
 
@@ -55,7 +56,8 @@ def candidates(sweep: SweepFile) -> Candidates:
     definition = sweep.definition
     given = list(definition.overrides)
     base = _load(sweep, given)
-    fixed = [*given, *_rule(sweep, base)]
+    # Trials have credentials from their environment: what is theirs is written into logs and best.yaml.
+    fixed = [*map(masked, given), *_rule(sweep, base)]
     average = definition.average
     if average is not None:
         key = f"average.{average.partition('_')[0]}_decay"

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tup
 from pydantic import Field, ValidationError, model_validator
 
 from recipe.config import ALTERNATIVES, Recipe
+from recipe.credentials import ENVIRONMENT, masked
 from recipe.errors import ConfigError
 from recipe.loading import find, parse_yaml
 from recipe.section import Section
@@ -154,6 +155,8 @@ class Definition(Section):
         for key in self.space:
             if key in fixed:
                 raise ValueError(f"{key} is in the space and in the overrides; keep one")
+            if any(masked(str(choice)) != str(choice) for choice in self.space[key].choices or ()):
+                raise ValueError(f"space: {key}: choices are stored; give credentials in {ENVIRONMENT} or ~/.netrc")
         for group in ALTERNATIVES:
             given = [key for key in group if key in self.space]
             if len(given) > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from parallel.mortal import mortal
+from recipe import credentials
 
 _TAIL = 64 * 1024  # bytes of a log in which its last line is looked for
 _LINE = 300  # characters of it that are told
@@ -38,7 +39,7 @@ class TrialProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads), **os.environ},
+                env={"OMP_NUM_THREADS": str(threads), **os.environ, **credentials.environment()},
                 start_new_session=True,  # a terminal's Ctrl-C is for the sweep alone
             )
 

@@ -1,0 +1,98 @@
+"""Credentials in URLs are taken out of a recipe before anything can be written or printed of it."""
+
+import sys
+
+import pytest
+
+from recipe import credentials, loading
+from recipe.config import Data
+from recipe.errors import ConfigError, DataError, first_line
+from tests.conftest import QUICKSTART
+
+SECRET = "hunter2"
+URLS = [
+    (f"http://user:{SECRET}@host/images", "http://host/images"),
+    (f"https://user:a@b:{SECRET}@host:8080/images", "https://host:8080/images"),
+    (f"https://{SECRET}@host/images", "https://host/images"),
+    (f"s3://AKIA:{SECRET}@bucket/images", "s3://bucket/images"),
+    (f"simplecache::http://user:{SECRET}@host/images", "simplecache::http://host/images"),
+    (f"https://host/images?sv=2020&sig={SECRET}", "https://host/images"),
+    (f"https://user:x@host/images?sig={SECRET}", "https://host/images"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_others(monkeypatch, tmp_path):
+    """Neither those of other tests nor those of whoever runs them."""
+    monkeypatch.setattr(credentials, "_known", {})
+    monkeypatch.delenv(credentials.ENVIRONMENT, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+@pytest.mark.parametrize(("url", "public"), URLS)
+def test_a_recipe_has_the_url_without_its_credentials(url, public, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", f"data.root={url}"])
+    recipe = loading.load(QUICKSTART, ["data.source=shards", f"data.root={url}"])
+    assert recipe.data.root == public
+    for text in (loading.dump(recipe), recipe.model_dump_json(), repr(recipe), *sys.argv):
+        assert SECRET not in text
+    assert loading.loads(loading.dump(recipe), "there") == recipe
+
+
+@pytest.mark.parametrize(("url", "public"), URLS)
+@pytest.mark.parametrize("given", ["recipe", "environment"])
+def test_this_process_has_them_for_the_place_and_all_below_it(url, public, given, monkeypatch):
+    if given == "recipe":
+        Data(root=url + "/" if "?" not in url else url)
+    else:
+        monkeypatch.setenv(credentials.ENVIRONMENT, url)
+    base, mark, query = url.partition("?")
+    assert credentials.restored(public) == (base, mark + query)
+    assert credentials.restored(f"{public}/train") == (f"{base}/train", mark + query)
+    assert credentials.restored(f"{public}-of-others") == (f"{public}-of-others", "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["/images", "s3://bucket/images", "http://host:80/a@b/c", "http://[::1]:80/images", "sftp://user@host/images",
+     "abfs://container@account.dfs.core.windows.net/images", "memory://x?y/images", "zip://a.zip::file:///x@y",
+     "file:///images/what?"],
+)  # fmt: skip
+def test_a_url_without_secrets_is_left_alone(url):
+    assert credentials.take(url) == url
+    assert credentials.restored(url) == (url, "")
+    assert credentials.environment() == {}
+
+
+def test_of_several_the_command_line_comes_before_the_environment_and_that_before_netrc(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine host login me@work password a/b?c\ndefault login no password no\n")
+    assert credentials.restored("http://host:8080/x/train") == ("http://me%40work:a%2Fb%3Fc@host:8080/x/train", "")
+    assert credentials.restored("http://another/x") == ("http://another/x", "")
+    assert credentials.restored("s3://host/x") == ("s3://host/x", "")
+    monkeypatch.setenv(credentials.ENVIRONMENT, "http://e:1@host:8080/x/")
+    assert credentials.restored("http://host:8080/x/train") == ("http://e:1@host:8080/x/train", "")
+    credentials.take("http://c:2@host:8080/x")
+    assert credentials.restored("http://host:8080/x/train") == ("http://c:2@host:8080/x/train", "")
+    assert credentials.environment() == {credentials.ENVIRONMENT: "http://c:2@host:8080/x"}
+
+
+def test_a_netrc_that_cannot_be_read_concerns_no_run(tmp_path):
+    (tmp_path / "netrc").write_text("not a netrc")
+    assert credentials.restored("http://host/x") == ("http://host/x", "")
+
+
+@pytest.mark.parametrize("url", [f"s3://AKIA:{SECRET}/x@bucket/y", f"http://user:{SECRET}#1@host/y"])
+def test_a_password_whose_end_cannot_be_told_is_refused_and_not_shown(url):
+    with pytest.raises(ConfigError, match=r"data\.root: .*write %2F") as caught:
+        loading.load(QUICKSTART, [f"data.root={url}"])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "public"), URLS)
+def test_no_error_shows_them(url, public):
+    for error in (ConfigError(f"data.rot={url!r}: no key"), DataError(f"{url}/train: gone")):
+        assert SECRET not in str(error) and public in str(error)
+    assert SECRET not in first_line(ValueError(f"cannot open {url}"))
+    with pytest.raises(ConfigError) as caught:
+        loading.load(QUICKSTART, [f"data.root=[{url}]"])
+    assert SECRET not in str(caught.value)

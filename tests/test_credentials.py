@@ -1,0 +1,212 @@
+"""Credentials in data.root reach the server that asks for them, and nothing else: no file, no service, no line."""
+
+import base64
+import io
+import pickle
+import re
+import signal
+import sys
+import zipfile
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="fsspec needs it for http")
+
+import evaluate
+import train
+from data.remote import RemoteFolder
+from engines.torch_engine import TorchEngine
+from recipe import credentials
+from recipe.errors import DataError
+from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.data.http_server import serving
+from tests.data.tar_shards import write_shards
+from tests.tools import test_sweep
+from tests.training.test_loggers import Mlflow, Wandb
+from tools import export, launch, report, shards, sweep
+from training import loggers
+
+DONE, WRONG_INPUT = 0, 2
+USER, PASSWORD, TOKEN = "carol", "hunter2/secret", "c2lnbmF0dXJl"  # the password is percent-encoded in URLs
+LOGIN, QUERY = f"{USER}:{PASSWORD}", f"sv=2024&sig={TOKEN}"
+SECRETS = re.compile(
+    "|".join((PASSWORD, "hunter2", TOKEN, base64.b64encode(LOGIN.encode()).decode().rstrip("="))).encode()
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(credentials, "_known", {})
+    monkeypatch.delenv(credentials.ENVIRONMENT, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    for split in ("train", "val"):
+        write_shards(folder / split, (20, 10))
+    return folder
+
+
+@pytest.fixture
+def server(images):
+    with serving(images) as running:
+        running.login, running.query = LOGIN, QUERY
+        yield running
+
+
+def with_credentials(url):
+    return f"{url.replace('//', f'//{USER}:hunter2%2Fsecret@')}?{QUERY}"
+
+
+def secrets_below(folder):
+    """Every place below a folder that has a secret: names, contents, and what is packed in archives."""
+    found = []
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        parts = [str(path).encode(), content]
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                parts += [archive.read(name) for name in archive.namelist()]
+        found += [f"{path}: {part[:100]}" for part in parts if SECRETS.search(part)]
+    return found
+
+
+@pytest.fixture
+def call(monkeypatch, capfd, tmp_path):
+    """call(main, *arguments): the exit code, and all that the command said, of which none is a secret."""
+
+    def called(main, *arguments):
+        monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, arguments)])
+        capfd.readouterr()
+        code = main(list(map(str, arguments)))
+        said = "".join(capfd.readouterr())
+        assert not SECRETS.search(said.encode()), said
+        assert code != DONE or not any(SECRETS.search(word.encode()) for word in sys.argv)
+        return code, said
+
+    return called
+
+
+def recipe(root, output, *more):
+    overrides = (*TINY, "data.source=shards", f"data.root={root}", "model.classes=2", "batch.global=6", "batch.micro=6")
+    overrides = (*overrides, "run.steps=4", "data.workers=1", "checkpoint.every_epochs=0.2", f"run.output={output}")
+    return ("--config", QUICKSTART, *overrides, *more)
+
+
+def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
+    """A run with all loggers, its scores, its export and its report."""
+    wandb, mlflow = Wandb(), Mlflow()
+    monkeypatch.setitem(sys.modules, "wandb", wandb.module)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    for name, value in loggers._SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    run, url = tmp_path / "run", with_credentials(server.url)
+    services = ("log.wandb=true", "log.mlflow=true", "log.tensorboard=true")
+    assert call(train.main, *recipe(url, run, *services))[0] == DONE
+    assert server.url in (run / "config.yaml").read_text()
+    assert f"data.root={server.url}" in (run / "environment.json").read_text()
+    assert call(evaluate.main, "--checkpoint", run, f"data.root={url}")[0] == DONE
+    assert call(export.main, run, "--format", "safetensors")[0] == DONE
+    assert call(report.main, run)[0] == DONE
+    assert len(list(run.rglob("*"))) > 12 and secrets_below(run) == []
+    told = repr((wandb.sessions, mlflow.runs))
+    assert server.url in told and not SECRETS.search(told.encode())
+
+
+def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_path, monkeypatch):
+    """They are no part of what is compared: the command line, the environment and ~/.netrc are all the same run."""
+    server.query = None
+    run, url = tmp_path / "run", with_credentials(server.url).partition("?")[0]
+    began = recipe(url, run)
+    assert call(train.main, *began, "--dry-run")[0] == DONE
+    _until(call, began, 2, monkeypatch)
+    credentials._known.clear()
+    code, said = call(train.main, *recipe(server.url, run))
+    assert code == WRONG_INPUT and "401" in said and credentials.ENVIRONMENT in said
+    monkeypatch.setenv(credentials.ENVIRONMENT, url)
+    assert "resuming at step 2 of 4" in _until(call, recipe(server.url, run), 3, monkeypatch)
+    monkeypatch.delenv(credentials.ENVIRONMENT)
+    (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login {USER} password {PASSWORD}\n")
+    code, said = call(train.main, *recipe(server.url, run))
+    assert code == DONE and "resuming at step 3 of 4" in said
+    assert secrets_below(run) == []
+
+
+def _until(call, arguments, step, monkeypatch):
+    """A session that is asked to stop at a step; what it said."""
+    original = TorchEngine.train_step
+
+    def interrupted(engine, micro_batches, number, lr, measure=False):
+        if number + 1 == step:
+            signal.raise_signal(signal.SIGTERM)
+        return original(engine, micro_batches, number, lr, measure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "train_step", interrupted)
+        code, said = call(train.main, *arguments)
+    assert code == 75
+    return said
+
+
+@pytest.mark.parametrize("damage", ["wrong.password", "no.such.place", "hang.up"])
+def test_no_fault_of_a_server_shows_them(server, call, tmp_path, damage):
+    if damage == "wrong.password":
+        server.login = "carol:another"
+    elif damage == "no.such.place":
+        server.always["train/shards.json"] = 404
+    else:
+        server.always["train/shards.json"] = 500
+    code, said = call(train.main, *recipe(with_credentials(server.url), tmp_path / "run"))
+    assert code == WRONG_INPUT and f"{server.url}/train/shards.json: " in said
+    assert secrets_below(tmp_path) == []
+
+
+def test_other_commands_neither_show_them(server, call, tmp_path):
+    url = with_credentials(server.url)
+    place, query = url.split("?")
+    assert call(shards.main, "verify", f"{place}/train?{query}")[0] == DONE
+    code, said = call(launch.main, "--dry-run", "--replicas", "1", *recipe(url, tmp_path / "run"))
+    assert code == DONE and f"data.root={server.url}" in said
+    code, said = call(train.main, f"data.root {url}")
+    assert code == WRONG_INPUT and "not an override" in said
+
+
+def test_a_copy_for_another_process_has_them(server, monkeypatch):
+    """As workers that are not forked get it."""
+    copied = pickle.dumps(RemoteFolder(with_credentials(server.url)))
+    credentials._known.clear()
+    assert b"classes" in pickle.loads(copied).read("train/shards.json", 10**6)
+    with pytest.raises(DataError, match="401"):
+        RemoteFolder(server.url).read("train/shards.json", 10**6)
+
+
+def test_trials_of_a_sweep_have_them_and_its_files_do_not(server, call, tmp_path):
+    url, folder = with_credentials(server.url), tmp_path / "sweep"
+    definition, trainer = tmp_path / "some.yaml", tmp_path / "trainer.py"
+    definition.write_text(test_sweep.FILE.format(recipe=QUICKSTART, metric="top1", more="pruner: none"))
+    trainer.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.tools.sweeping import double\n"
+        f"assert os.environ[{credentials.ENVIRONMENT!r}] == {url!r}\nassert {TOKEN!r} not in str(sys.argv)\n"
+        "sys.exit(double.main(sys.argv[1:]))\n"
+    )
+
+    def main(arguments):
+        return sweep.main(arguments, trainer=[str(trainer)])
+
+    arguments = ("--config", definition, "--output", folder, "--trials", 2, "data.source=shards", f"data.root={url}")
+    assert call(main, *arguments)[0] == DONE
+    assert server.url in (folder / "best.yaml").read_text()
+    assert secrets_below(folder) == []
+
+
+def test_choices_of_a_sweep_cannot_have_them(server, call, tmp_path):
+    """They would be stored as what a trial drew."""
+    definition = tmp_path / "some.yaml"
+    text = test_sweep.FILE.format(recipe=QUICKSTART, metric="top1", more="")
+    definition.write_text(f"{text}  data.root: {{choices: ['{with_credentials(server.url)}', /images]}}\n")
+    code, said = call(sweep.main, "--config", definition, "--output", tmp_path / "sweep")
+    assert code == WRONG_INPUT and "space: data.root: choices are stored" in said
+    assert not (tmp_path / "sweep").exists()
