@@ -112,8 +112,19 @@ def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
     assert call(export.main, run, "--format", "safetensors")[0] == DONE
     assert call(report.main, run)[0] == DONE
     assert len(list(run.rglob("*"))) > 12 and secrets_below(run) == []
+    _as_of_before(run / "environment.json", url)
+    _as_of_before(run / "config.yaml", url)
+    assert call(report.main, run)[0] == DONE and call(export.main, run, "--format", "safetensors")[0] == DONE
+    assert {place.split(": ")[0] for place in secrets_below(run)} == {
+        str(run / name) for name in ("environment.json", "config.yaml")
+    }
     told = repr((wandb.sessions, mlflow.runs))
     assert server.url in told and not SECRETS.search(told.encode())
+
+
+def _as_of_before(path, url):
+    """Older versions stored what they were given."""
+    path.write_text(path.read_text().replace(url.replace(f"{USER}:hunter2%2Fsecret@", "").partition("?")[0], url))
 
 
 def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_path, monkeypatch):

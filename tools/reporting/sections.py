@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple
 
 from recipe import loading
+from recipe.credentials import masked
 from tools.reporting import curves, layers, recipes, timing
 from tools.reporting.curves import Curves
 from tools.reporting.drawing import Figure
@@ -204,4 +205,5 @@ def environment_section(run: Run) -> Section:
 
 
 def _line(command: object) -> str:
-    return " ".join(str(word) for word in command) if isinstance(command, list) else listed(command)
+    text = " ".join(str(word) for word in command) if isinstance(command, list) else listed(command)
+    return masked(text)  # older runs have what they were given
