@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from engines.torch_engine import TorchEngine
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tensors import flat
+from training import loop, monitor
 from training.checkpoint import CheckpointFolder
 from training.loop import Stopped
 from training.monitor import TIMING_FIELDS, Metrics
@@ -145,6 +147,18 @@ def test_a_run_can_be_stopped_anywhere(session, undisturbed, tmp_path):
     for step in (3, 7, 8):
         session(stop_at=step)
     session()
+    outcome(tmp_path).assert_same(undisturbed)
+
+
+def test_times_that_are_only_told_change_nothing(session, undisturbed, tmp_path, monkeypatch):
+    """As if every pace, wait and peak were measured on a machine that stands still for hours between two looks."""
+    clock = itertools.accumulate(itertools.cycle((1e-6, 3600.0, 7.0)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    for module in (loop, monitor):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1.0)
+    said = session("data.workers=1")
+    assert "input-bound" in said
     outcome(tmp_path).assert_same(undisturbed)
 
 
