@@ -28,12 +28,15 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
 
-def run(hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: int, signals: Signals) -> int:
+def run(
+    hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: int, signals: Signals, silence: float
+) -> int:
     """Runs `local` ranks of `command` on each of `hosts`; returns the exit code once they are gone.
 
     Args:
         shape: replicas and stages in words; must be the same on all hosts.
         max_restarts: times to start again after a failure.
+        silence: seconds after which a launcher of another host that says nothing is lost.
 
     Raises:
         UserError: the hosts do not come together.
@@ -41,11 +44,13 @@ def run(hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: 
     if "LOGLEVEL" not in os.environ:  # torch's own variable, for who wants to read what its agent says
         logging.disable(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # leaves the others to `signals`
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # as many ranks on each host: their numbers need no store
     os.environ["POD_LAUNCHER"] = "1"
+    secret = os.environ.pop("POD_TOKEN", "")  # not for the ranks
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local)))
     try:
-        others = Others(hosts, f"{shape} over {hosts.number} hosts", signals)
+        others = Others(hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 if hosts.number == 1 else 2]:
             interface = interface_towards(others.address)
             if interface:
@@ -62,8 +67,8 @@ def run(hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: 
     except Stopped:
         print("stopped while no rank was running; the same command goes on", file=sys.stderr)
         return STOPPED
-    except MasterLost:
-        print(f"the launcher at the master {hosts.place} is gone", file=sys.stderr)
+    except MasterLost as lost:
+        print(lost, file=sys.stderr)
         return FAILED
 
 

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from recipe.errors import UserError
 
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
-_REACH_SECONDS = 45.0
+REACH_SECONDS = 45.0
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ def reach(hosts: Hosts, given_up: Callable[[], None], seconds: Optional[float] =
     Raises:
         UserError: it did not within `seconds` (45).
     """
-    seconds = _REACH_SECONDS if seconds is None else seconds
+    seconds = REACH_SECONDS if seconds is None else seconds
     end = time.monotonic() + seconds
     while True:
         given_up()
         try:
-            family, address = _resolve(hosts)
+            family, address = _resolve(hosts, given_up)
             with socket.socket(family, socket.SOCK_STREAM) as trial:
                 trial.settimeout(1.0)
                 trial.connect((address, hosts.port))
@@ -155,12 +156,26 @@ def reach(hosts: Hosts, given_up: Callable[[], None], seconds: Optional[float] =
         time.sleep(0.2)
 
 
-def _resolve(hosts: Hosts) -> tuple:
-    """(family, address) of the master."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(f"--master {hosts.master}: {error.strerror}; give a name or an address that exists") from None
+def _resolve(hosts: Hosts, given_up: Callable[[], None] = lambda: None) -> tuple:
+    """(family, address) of the master. A name server may take its time: `given_up` is called meanwhile."""
+    found = []
+
+    def look() -> None:
+        try:
+            found.extend(socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.append(error.strerror)
+        except UnicodeError:
+            found.append("is no name of a host")
+
+    looking = threading.Thread(target=look, daemon=True)  # a signal does not interrupt it
+    looking.start()
+    while looking.is_alive():
+        looking.join(0.1)
+        given_up()
+    if isinstance(found[0], str):
+        raise UserError(f"--master {hosts.master}: {found[0]}; give a name or an address that exists")
+    family, _, _, _, address = found[0]
     return family, address[0]
 
 

@@ -247,7 +247,8 @@ def _start(plan: Plan, options: argparse.Namespace) -> int:
     print(_describe(plan, options), flush=True)
     from parallel import agent
 
-    return agent.run(plan.hosts, plan.local, _shape(plan), plan.command, options.max_restarts, signals)
+    silence = plan.recipe.parallel.silence
+    return agent.run(plan.hosts, plan.local, _shape(plan), plan.command, options.max_restarts, signals, silence)
 
 
 def _describe(plan: Plan, options: argparse.Namespace) -> str:

@@ -3,8 +3,10 @@
 Ranks are a small program in place of train.py, whose behaviour the recipe's name asks for.
 """
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import time
 import pytest
 
 from parallel import hosts
+from parallel.board import Board
 from tests.conftest import QUICKSTART, ROOT
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
@@ -59,11 +62,12 @@ if behaviour != "ends":
 FOUR = ("--replicas", "4")
 
 DRIVE = """
-import sys
+import os, sys
 from parallel import meeting
 from tools import launch
 from parallel import hosts as places
-places._REACH_SECONDS, meeting._SILENT_SECONDS, meeting._TOGETHER_SECONDS = 1.0, 0.5, 2.0
+if "IMPATIENT" in os.environ:
+    places.REACH_SECONDS, meeting._SILENT_SECONDS, meeting._TOGETHER_SECONDS = 1.0, 0.5, 2.0
 sys.exit(launch.main(sys.argv[2:], program=sys.argv[1]))
 """
 
@@ -81,7 +85,7 @@ class Launcher:
         process = subprocess.Popen(
             [*command, "batch.global=768", "run.device=cpu", f"run.name={behaviour}", *arguments],
             cwd=ROOT,
-            env={**clean, **environment},
+            env={**clean, "POD_TOKEN": "of these tests", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -271,16 +275,109 @@ def test_a_rank_that_had_not_begun_has_nothing_to_save(launcher):
     assert (code, len(errors)) == (STOPPED, 1)
 
 
+def start_two_hosts(launcher, behaviour, *arguments, place=None, **environment):
+    """Four ranks over two launchers that meet on the loopback."""
+    place = place or f"127.0.0.1:{free_port()}"
+    for_host = ("--nnodes", "2", "--master", place, *FOUR, *arguments, "--node-rank")
+    return [launcher.start(behaviour, *for_host, rank, **environment) for rank in "01"]
+
+
 def ends_of_two_hosts(launcher, behaviour):
-    """Four ranks over two launchers that meet on the loopback, with one restart: how each ended."""
-    place = f"127.0.0.1:{free_port()}"
-    two = [
-        launcher.start(
-            behaviour, *("--nnodes", "2", "--node-rank", rank, "--master", place), *FOUR, "--max-restarts", "1"
+    """How each launcher ended, with one restart."""
+    return [launcher.end(process) for process in start_two_hosts(launcher, behaviour, "--max-restarts", "1")]
+
+
+READY = [f"ready-{rank}" for rank in range(4)]
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_that_hears_nothing_of_the_master_ends(launcher):
+    """The master's host loses power, or the link is cut: nothing is refused, and these ranks notice nothing."""
+    master, other = start_two_hosts(launcher, "stays", "parallel.silence=5")
+    launcher.wait_for(*READY)
+    master.send_signal(signal.SIGSTOP)
+    _, errors = other.communicate(timeout=5 + 40)  # 10 and what a busy machine adds
+    assert other.returncode == FAILED
+    said = "has said nothing for 5 s: it is stopped, or its host or the way there is gone; all ranks here are gone, too"
+    assert re.fullmatch(rf"the launcher at the master \S+ {said}\n", errors)
+    assert not any(alive(start["pid"]) for rank in (2, 3) for start in launcher.starts(rank))
+
+
+@pytest.mark.multiprocess
+def test_signals_work_while_the_master_says_nothing(launcher):
+    """The first has the ranks save; then the launcher waits for what the other hosts say. The second ends that."""
+    master, other = start_two_hosts(launcher, "stays")
+    launcher.wait_for(*READY)
+    master.send_signal(signal.SIGSTOP)
+    other.send_signal(signal.SIGTERM)
+    launcher.wait_for("saved-2", "saved-3")
+    time.sleep(1.0)
+    assert other.poll() is None
+    other.send_signal(signal.SIGTERM)
+    other.communicate(timeout=30)  # without it 60
+
+
+@pytest.mark.multiprocess
+def test_a_master_that_accepts_and_never_answers(launcher):
+    """Anything may listen at the port."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        code, _, errors = launcher(
+            "ends", *("--nnodes", "2", "--node-rank", "1"), "--master", place, *FOUR, IMPATIENT="1"
         )
-        for rank in "01"
-    ]
-    return [launcher.end(process) for process in two]
+    assert (code, len(errors)) == (WRONG_INPUT, 1)
+    assert errors[0].startswith(f"cannot reach the master {place}: what listens there does not answer as a ")
+
+
+@pytest.mark.multiprocess
+def test_a_signal_ends_the_wait_for_an_answer(launcher):
+    with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as stack:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = launcher.start("ends", *("--nnodes", "2", "--node-rank", "1"), "--master", place, *FOUR)
+        silent.settimeout(40)
+        for _ in "probe", "question":
+            stack.enter_context(silent.accept()[0])
+        process.send_signal(signal.SIGTERM)
+        code, _, errors = launcher.end(process, timeout=25)  # without it 45
+    assert (code, errors[1:]) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("token", ["of the run", ""])
+def test_a_third_party_cannot_end_a_run_with_success(launcher, token):
+    """It reaches the port, says that ranks of host 1 are done, and paints on the terminal."""
+    port = free_port()
+    place = f"127.0.0.1:{port}"
+    master, other = start_two_hosts(launcher, "stays", place=place, POD_TOKEN=token)
+    launcher.wait_for(*READY)
+    for code in (0, False, "0", None):
+        said = {"code": code, "line": "\x1b[2Jdone", "last": True, "abrupt": True}
+        stranger = Board("127.0.0.1", port, 1, 2, "")
+        stranger.write(0, news=said, end=said, port=1)
+    time.sleep(3.0)
+    assert (master.poll(), other.poll()) == (None, None)
+    os.kill(launcher.starts(1)[0]["pid"], signal.SIGKILL)
+    ends = [launcher.end(process) for process in (master, other)]
+    assert [code for code, _, _ in ends] == [FAILED, FAILED]
+    lines = [line for _, _, errors in ends for line in errors]
+    assert not any("done" in line for line in lines)
+    assert sum(line.startswith("POD_TOKEN is not set: whoever reaches ") for line in lines) == (token == "")
+
+
+@pytest.mark.multiprocess
+def test_a_host_with_another_token_is_refused_at_once(launcher):
+    place = f"127.0.0.1:{free_port()}"
+    for_host = ("--nnodes", "2", "--master", place, *FOUR, "--node-rank")
+    launcher.start("ends", *for_host, "0")
+    code, _, errors = launcher("ends", *for_host, "1", POD_TOKEN="another")
+    assert (code, len(errors)) == (WRONG_INPUT, 1)
+    assert errors[0].endswith("or set the same POD_TOKEN on all hosts")
+
+
+@pytest.mark.multiprocess
+def test_ranks_are_not_given_the_token(launcher):
+    launcher("ends", "--replicas", "2")
+    assert [start["environment"].get("POD_TOKEN") for rank in (0, 1) for start in launcher.starts(rank)] == [None, None]
 
 
 @pytest.mark.multiprocess
@@ -327,17 +424,18 @@ def free_port():
 @pytest.mark.multiprocess
 def test_a_master_that_cannot_be_reached(launcher):
     place = f"127.0.0.1:{free_port()}"
-    code, _, errors = launcher("ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR)
+    code, _, errors = launcher("ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR, IMPATIENT="1")
     assert code == WRONG_INPUT
     assert len(errors) == 1
     assert errors[0].startswith(f"cannot reach the master {place} within 1 s (Connection refused); check that ")
-    assert hosts._REACH_SECONDS < 60
+    assert hosts.REACH_SECONDS < 60
 
 
 @pytest.mark.multiprocess
 def test_hosts_that_do_not_come(launcher):
     place = f"127.0.0.1:{free_port()}"
-    code, _, errors = launcher("ends", "--nnodes", "3", "--node-rank", "0", "--master", place, "--replicas", "3")
+    hosts = ("--nnodes", "3", "--node-rank", "0", "--master", place)
+    code, _, errors = launcher("ends", *hosts, "--replicas", "3", IMPATIENT="1")
     which = f"2 of 3 hosts at {place} (--node-rank 1, 2)"
     assert code == WRONG_INPUT
     assert errors == [

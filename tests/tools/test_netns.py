@@ -27,13 +27,26 @@ print(f"rank {dist.get_rank()} local {local} by {interface}: {total.item():.0f}\
 dist.destroy_process_group()
 """
 
+REST = r"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+import torch
+from parallel.processes import Processes
+from parallel.topology import Topology
+rank, world, silence = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), float(sys.argv[-2].partition("=")[2])
+processes = Processes(Topology(world, 1, rank, 0), torch.device("cpu"), silence)
+(Path(__file__).parent / f"ready-{rank}").touch()
+time.sleep(300)
+"""
+
 # What run_pod.sh runs, but for the program.
 DRIVE = """
 import sys
 import time
 from parallel import hosts
 from tools import launch
-hosts._REACH_SECONDS = float(sys.argv.pop(1))
+hosts.REACH_SECONDS = float(sys.argv.pop(1))
 sys.exit(launch.main(sys.argv[2:], program=sys.argv[1]))
 """
 
@@ -65,19 +78,22 @@ def two_hosts():
 @contextlib.contextmanager
 def started(commands):
     """The processes of several commands, all of them ended at the end."""
+    environment = {**os.environ, "POD_TOKEN": "of these tests"}
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
             stack.callback(process.communicate)
             stack.callback(process.kill)
             processes.append(process)
         yield processes
 
 
-def on(name, program, patience):
+def on(name, program, patience, hosts=2):
     """The launcher's command in a namespace, as far as it is the same on all hosts."""
-    recipe = ["--config", str(QUICKSTART), "batch.global=256", "run.device=cpu", "--replicas", "4", "--nnodes", "2"]
+    recipe = ["--config", str(QUICKSTART), "batch.global=256", "run.device=cpu", "--replicas", "4", f"--nnodes={hosts}"]
     return ["ip", "netns", "exec", name, sys.executable, "-c", DRIVE, str(patience), str(program), *recipe]
 
 
@@ -105,6 +121,29 @@ def test_a_host_without_a_way_to_the_master(two_hosts, tmp_path):
         assert process.returncode == 2
         assert len(errors.splitlines()) == 1
         assert errors.startswith("cannot reach the master 198.51.100.1:29500 within 2 s (Network is unreachable); ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_no_launcher_stays_when_the_link_between_hosts_is_cut(two_hosts, tmp_path, restarts):
+    """Four hosts, two on each side: packets vanish, and nobody is told. All end."""
+    program, silence = tmp_path / "rest.py", 6
+    program.write_text(REST)
+    options = ["--master", "10.83.0.1:29512", f"--max-restarts={restarts}", f"parallel.silence={silence}"]
+    commands = [[*on(two_hosts[host // 2], program, 45, 4), f"--node-rank={host}", *options] for host in range(4)]
+    with started(commands) as processes:
+        end = time.monotonic() + 120
+        while len(list(tmp_path.glob("ready-*"))) < 4:
+            assert time.monotonic() < end and all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        for number, name in enumerate(two_hosts):
+            nobody = f"neigh replace 10.83.0.{2 - number} lladdr 02:00:00:00:00:99 dev cable nud permanent"
+            assert ip("-n", name, *nobody.split()).returncode == 0
+        end = (
+            time.monotonic() + silence + 60
+        )  # 10 and what a busy machine adds; TCP gives up after a quarter of an hour
+        ended = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in processes]
+    assert [process.returncode for process in processes] == [1] * 4, ended
 
 
 @pytest.mark.slow
