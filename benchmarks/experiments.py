@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Mapping, Protocol, Sequence
 
+from parallel.mortal import mortal
 from tools.curves import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +53,7 @@ def _train(run: Run) -> None:
     if (run.folder / "metrics.jsonl").exists() and "end" in read_events(run.folder):
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(run.command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(mortal(run.command), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def ends(folders: Sequence[Path]) -> dict:

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import claims
 from benchmarks.experiments import ROOT
+from parallel.mortal import mortal
 from recipe.errors import UserError
 
 _TINY = (
@@ -80,9 +81,8 @@ def digest(checkout: Path, case: Case) -> str:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if case.ipu:
             environment["PYTHONPATH"] = str(checkout / "tests" / "ipu" / "double")
-        ended = subprocess.run(
-            [sys.executable, *start, *recipe], cwd=checkout, env=environment, capture_output=True, text=True
-        )
+        command = mortal([sys.executable, *start, *recipe])
+        ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         if ended.returncode:
             raise UserError(f"{checkout}: {' '.join(case.overrides)}: {ended.stdout}{ended.stderr}")
         newest = max((run / "checkpoints").glob("step-????????.pt"))

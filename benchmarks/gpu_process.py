@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu_measure import Clock, DeviceLost, Plan, Row, Session, free, is_lost, reason, shown
+from parallel.mortal import die_with_parent
 
 _PATIENCE = 120.0  # seconds for a process to begin: it loads libraries and the device
 
@@ -98,6 +99,7 @@ def _say(row: Row) -> None:
 
 
 def _serve(connection: Connection, plan: Plan) -> None:
+    die_with_parent()
     connection.send(gpu_report.about(torch.device(plan.device)))
     while True:
         try:

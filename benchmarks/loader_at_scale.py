@@ -35,6 +35,7 @@ from data.loader import training_batches
 from data.local import LocalFolder
 from data.shard_index import Manifest, Shard, encode_manifest, index_name, read_manifest
 from data.sources import open_source
+from parallel.mortal import mortal
 from recipe.config import Data
 
 SHARDS = Path(__file__).resolve().parent / "cache" / "photographs_shards"
@@ -47,7 +48,7 @@ MICRO, SIZE = 64, 224
 def measure(what: str) -> Dict:
     """What this file prints, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.loader_at_scale", what]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(subprocess.run(mortal(command), check=True, stdout=subprocess.PIPE).stdout)
 
 
 def packed() -> Path:
@@ -57,7 +58,8 @@ def packed() -> Path:
     if not manifest.exists() or manifest.stat().st_mtime < paths[-1].stat().st_mtime:
         shutil.rmtree(SHARDS, ignore_errors=True)
         command = [sys.executable, "-m", "tools.shards", "pack", str(paths[0].parent.parent), str(SHARDS)]
-        subprocess.run([*command, "--images-per-shard", str(IMAGES_PER_SHARD)], check=True, stdout=subprocess.DEVNULL)
+        command += ["--images-per-shard", str(IMAGES_PER_SHARD)]
+        subprocess.run(mortal(command), check=True, stdout=subprocess.DEVNULL)
     return SHARDS
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 
 from benchmarks import ranks
+from parallel.mortal import die_with_parent
 from recipe.errors import ConfigError
 
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it
@@ -40,7 +41,6 @@ _TCP = {
     "tcp_slow_start_after_idle": "0",
 }
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PATIENCE = datetime.timedelta(seconds=300)
 
 
@@ -173,9 +173,9 @@ def processors() -> Tuple[int, int]:
 def _rank(
     network: Network, rank: int, store: Optional[str], writer: connection.Connection, function: Callable, args: tuple
 ) -> None:
+    die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # also one that is killed
     torch.set_num_threads(1)
     try:
         network.enter(rank)

@@ -14,6 +14,7 @@ import torch
 
 from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
+from parallel.mortal import die_with_parent
 from parallel.processes import Processes
 from recipe.batch import divide
 from recipe.config import Recipe
@@ -81,6 +82,7 @@ def collected(waiting: Dict[connection.Connection, int]) -> List[Any]:
 
 
 def _rank(rank: int, size: int, port: int, writer: connection.Connection, function: Callable, args: tuple) -> None:
+    die_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -33,6 +33,7 @@ from typing import Dict, List, NamedTuple, Sequence
 from benchmarks import claims
 from benchmarks.experiments import QUIET, ROOT
 from benchmarks.processes import kilobytes, tree
+from parallel.mortal import mortal
 
 STEPS = 10_000
 # 102 updates an epoch, at the end of which the run is scored and saved.
@@ -74,7 +75,7 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
     ]
     samples: List[Sample] = []
     environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(mortal(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             step = _step(folder)
             if step:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from typing import List, Sequence
 
 # Becomes the program. prctl 1 is PR_SET_PDEATHSIG; elsewhere than on Linux there is nothing like it.
@@ -30,3 +34,21 @@ def mortal(command: Sequence[str], ignores_interrupts: bool = False) -> List[str
     """
     ignored = "SIGINT" if ignores_interrupts else ""
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
+
+
+def die_with_parent() -> None:
+    """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
+
+    As with `mortal`, Linux kills it once the thread that started it has ended. Where that is a fork server, or the
+    system another, a thread waits for the end of the process that asked for this one.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if parent is not None and (os.getppid() != parent.pid or sys.platform != "linux"):
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)

@@ -18,6 +18,7 @@ from typing import List, NamedTuple
 
 import torch
 
+from parallel.mortal import die_with_parent
 from tests.conftest import QUICKSTART
 from tests.world import _PRELOAD, _free_port
 
@@ -163,6 +164,7 @@ def _lines(folder, name, rank):
 
 
 def _rank(rank, size, folder, function, args, variables):
+    die_with_parent()
     os.setsid()
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

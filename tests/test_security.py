@@ -17,6 +17,7 @@ import pytest
 from benchmarks.processes import tree
 from data.base import UnreadableImage
 from data.decode import decode
+from parallel.mortal import mortal
 from tests.conftest import ROOT, TINY
 
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
@@ -27,7 +28,12 @@ def launch(*arguments, **options):
     command = [sys.executable, "-m", "tools.launch", "--config", "configs/quickstart.yaml", *TINY, "run.device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True, **options
+        mortal([*command, *arguments]),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
     )
 
 

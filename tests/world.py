@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from parallel.mortal import die_with_parent
+
 # Where one of ours cannot be imported the server would die without a word: ranks import those themselves.
 _PRELOAD = ("numpy", "PIL.Image", "pytest", "timm", "torch", "torch.distributed", "yaml")
 
@@ -146,6 +148,7 @@ def _free_port():
 
 
 def _rank(rank, size, folder, call, writer, timeout, connect, variables):
+    die_with_parent()
     os.setsid()
     output = os.open(_output_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

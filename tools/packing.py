@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Callable, Iterator, List, NamedTuple, Tuple
@@ -33,6 +31,7 @@ from data.shard_index import (
     encode_manifest,
     index_name,
 )  # fmt: skip
+from parallel.mortal import die_with_parent
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 from tools.shard_tar import Writer
@@ -181,16 +180,9 @@ def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int)
 
 def _begin(task: _Task) -> None:
     global _task
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that asked
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _task = task
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process once its parent is gone: one that was killed cannot tell."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _work(name: str, number: int) -> _Made:

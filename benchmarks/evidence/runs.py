@@ -12,7 +12,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -25,6 +24,7 @@ import torch
 from benchmarks.experiments import CACHE, QUIET, ROOT
 from data.glyphs import GlyphsSource
 from data.sources import open_source
+from parallel.mortal import die_with_parent, mortal
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
@@ -162,7 +162,7 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
 def _started(run: Run) -> multiprocessing.Process:
     """Forked, so that neither libraries are loaded nor glyphs drawn again."""
     _draw_glyphs(run.recipe())
-    process = multiprocessing.get_context("fork").Process(target=_train, args=(run, os.getpid()))
+    process = multiprocessing.get_context("fork").Process(target=_train, args=(run,))
     process.start()
     return process
 
@@ -178,16 +178,14 @@ def _told(found: Outcome) -> str:
     return f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
 
 
-def _train(run: Run, parent: int) -> None:
+def _train(run: Run) -> None:
     """In a process of its own, which ends with the one that started it."""
+    die_with_parent()
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
-        library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         # Buffers are not given back after each operation: to get them again takes a fifth of such small steps.
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, -1)
-    if os.getppid() != parent:
-        os._exit(FAILED)
     os.chdir(ROOT)
     RUNS.mkdir(parents=True, exist_ok=True)
     with open(run.log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
@@ -206,7 +204,7 @@ def _outcome_of(run: Run) -> int:
     try:
         if run.processes > 1:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.run(run.command(), env=environment, check=False).returncode
+            return subprocess.run(mortal(run.command()), env=environment, check=False).returncode
         train(run.recipe())
     except Stopped:
         return STOPPED

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.experiments import ROOT
 from benchmarks.processes import children
+from parallel.mortal import mortal
 from training.checkpoint import CheckpointFolder
 from training.monitor import TIMING_FIELDS
 
@@ -124,7 +125,7 @@ class Session:
         self._log = site.folder / f"session-{time.monotonic_ns()}.log"
         with open(self._log, "wb") as stream:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+                mortal(command), cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
             )
 
     def reach(self, step: int, delay: float) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.targets import TARGETS
+from parallel.mortal import die_with_parent
 
 _HANGS = 20.0  # seconds that one input may take
 _START = 60.0  # seconds that a process may take to begin with its first
@@ -91,6 +92,7 @@ def _awaited(process, reader, place) -> Optional[tuple]:
 
 
 def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None:
+    die_with_parent()
     gc.freeze()  # what is inherited need not be looked through again at each look at the memory
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,14 +1,16 @@
 """Processes that die with the one that started them."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from parallel.mortal import mortal
+from parallel.mortal import die_with_parent, mortal
 from tests.conftest import ROOT
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
@@ -34,6 +36,76 @@ def test_a_child_dies_with_a_parent_that_is_killed():
         while _lives(child):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def rest(rank):
+    Path(os.environ["MARKS"], str(os.getpid())).touch()
+    time.sleep(300)
+
+
+# What starts processes: as a program that shows nothing else.
+STARTERS = {
+    **{
+        way: f"multiprocessing.get_context('{way}').Process(target=begin).start()"
+        for way in ("fork", "spawn", "forkserver")
+    },
+    "benchmarks.ranks": "from benchmarks import ranks; ranks.run(2, rest)",
+    "tests.world": "from tests import world; world.run(1, rest, connect=False)",
+    "benchmarks.experiments": "from benchmarks import experiments; experiments.train_all([Run()], 1)",
+}
+PROGRAM = """
+import multiprocessing, sys, time
+from pathlib import Path
+from tests.parallel.test_mortal import begin, rest
+class Run:
+    folder = Path("none")
+    command = [sys.executable, "-c", "from tests.parallel.test_mortal import rest; rest(0)"]
+if __name__ == "__main__":
+    {start}
+    time.sleep(300)
+"""
+
+
+def begin():
+    die_with_parent()
+    rest(0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.parametrize(
+    ("starter", "number"), [*((name, signal.SIGKILL) for name in STARTERS), ("benchmarks.ranks", signal.SIGTERM)]
+)
+def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, number):
+    (tmp_path / "starts.py").write_text(PROGRAM.format(start=STARTERS[starter]))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARKS": str(marks)}
+    with subprocess.Popen(mortal([sys.executable, str(tmp_path / "starts.py")]), cwd=ROOT, env=environment) as parent:
+        deadline = time.monotonic() + 120
+        while len(list(marks.iterdir())) < (2 if starter == "benchmarks.ranks" else 1):
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        parent.send_signal(number)
+    started = [int(mark.name) for mark in marks.iterdir()]
+    deadline = time.monotonic() + 60
+    while any(_lives(child) for child in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_whatever_starts_processes_binds_them_to_itself():
+    """Commands that end by themselves within moments need not be bound."""
+    moments = {"training/run_folder.py", "parallel/hosts.py", "benchmarks/gpu_report.py", "benchmarks/faults/kinds.py"}
+    torch_watches = {"data/workers.py"}
+    starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
+    found = set()
+    for room in ("benchmarks", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            text = path.read_text()
+            if starts.search(text) and "parallel.mortal import" not in text:
+                found.add(str(path.relative_to(ROOT)))
+    assert found - moments - torch_watches == set()
 
 
 @pytest.mark.parametrize("ignores", [False, True])

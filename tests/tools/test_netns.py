@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from parallel.mortal import mortal
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.training.test_resume import Outcome, lines_of
@@ -82,9 +83,8 @@ def started(commands):
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            )
+            command, pipe = mortal(["/usr/bin/env", *command]), subprocess.PIPE
+            process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=environment)
             stack.callback(process.communicate)
             stack.callback(process.kill)
             processes.append(process)

@@ -387,13 +387,14 @@ def test_shards_go_neither_to_a_url_nor_among_the_images(classes, capsys, place)
 def test_processes_that_pack_end_with_the_one_that_asked():
     """Killed, it cannot tell them; they would keep memory, and what it wrote to, for good."""
     program = (
-        "import os, time\n"
+        "import multiprocessing, time\n"
         "from tools import packing\n"
-        "child = os.fork()\n"
-        "if child:\n"
-        "    print(child, flush=True)\n"
-        "else:\n"
+        "def work():\n"
         "    packing._begin(None)\n"
+        "    time.sleep(60)\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "child.start()\n"
+        "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)

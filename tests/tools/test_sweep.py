@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel.mortal import mortal
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tools.sweeping import double
@@ -64,7 +65,7 @@ class Sweep:
     def start(self, *more, **environment):
         """The command in a process of its own."""
         return subprocess.Popen(
-            [sys.executable, "-c", DRIVE, DOUBLE, *self.arguments(*more)],
+            mortal([sys.executable, "-c", DRIVE, DOUBLE, *self.arguments(*more)]),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,

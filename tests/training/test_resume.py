@@ -21,6 +21,7 @@ import torch
 
 import train
 from engines.torch_engine import TorchEngine
+from parallel.mortal import die_with_parent, mortal
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tensors import flat
@@ -212,6 +213,7 @@ _MOMENTS = {
 
 def _command(folder, moment=None, number=0):
     """train.py in a process of its own, which kills itself before the `number`-th call of `moment`."""
+    die_with_parent()
     torch.set_num_threads(1)
     TorchEngine.peak_flops = lambda engine: 1e12
     for stream, name in ((1, "out"), (2, "err")):
@@ -306,7 +308,7 @@ def test_the_command_with_workers_survives_a_long_series_of_kills(tmp_path):
 
     def start(folder):
         command = [sys.executable, "train.py", "--config", QUICKSTART, *recipe, f"run.output={folder}"]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(mortal(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
     assert start(tmp_path / "undisturbed").wait() == 0
     folder = tmp_path / "run"

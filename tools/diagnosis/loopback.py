@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from parallel.costs import Link
+from parallel.mortal import mortal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _REPETITIONS = 5
@@ -27,7 +28,7 @@ def measure() -> Optional[List[Link]]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": _loopback()}
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tools.diagnosis.loopback", os.path.join(folder, "store"), str(rank)],
+                mortal([sys.executable, "-m", "tools.diagnosis.loopback", os.path.join(folder, "store"), str(rank)]),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
