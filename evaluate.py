@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports: see run
 import json
 from pathlib import Path
 
-from recipe.errors import DONE, DataError
+from recipe.errors import DONE, DataError, printable
 from training.command import Parser, one_line
 from training.files import writing
 
@@ -91,7 +91,7 @@ def _score(options) -> int:
         engine.close()
     title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
-    about = f"{stored.path}, {stored.which} weights"
+    about = f"{printable(str(stored.path))}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
     folder = Path(options.output or _place(stored.path))
     summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
@@ -103,7 +103,7 @@ def _score(options) -> int:
         (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
     _print_classes(rows)
-    print(f"all classes, confusion and scores: {folder}/classes.csv, confusion.png, scores.json")
+    print(f"all classes, confusion and scores: {printable(str(folder))}/classes.csv, confusion.png, scores.json")
     return DONE
 
 
@@ -153,7 +153,7 @@ def _classify(options) -> int:
         batch = MicroBatch(pixels, none, none, 1, 0, 0, ())
         best = engine.predict_step(batch).softmax(1)[0].topk(min(5, recipe.model.classes))
         guesses = zip(best.values.tolist(), best.indices.tolist())
-        print(f"{file}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
+        print(f"{printable(file)}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
     engine.close()
     return DONE
 

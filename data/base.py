@@ -70,7 +70,7 @@ class Source(abc.ABC):
     """Numbered images with labels. Safe to share with worker processes, which read from it at will.
 
     Attributes:
-        classes: names of the classes, by label.
+        classes: names of the classes, by label, as they are printed (recipe.errors.printable).
         labels: int64 [n], label of each image.
         digest: of names and labels, in their order, wherever they lie; empty where the recipe alone says what they are.
         notes: lines for the user on what was found beside the images, and left out.
@@ -90,7 +90,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """What logs and errors call an image, such as its path."""
+        """What logs and errors call an image, such as its path, as it is printed."""
 
     def open(self, index: int) -> Image:
         """An image, its size known and its pixels to be asked for. Raises UnreadableImage."""

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 
 from data.local import Folder, MissingFile
-from recipe.errors import DataError
+from recipe.errors import DataError, printable
 
 MANIFEST = "shards.json"
 FORMAT = 1
@@ -144,7 +144,7 @@ def read_manifest(folder: Folder) -> Manifest:
         version = data["format"]
         if version == FORMAT:
             shards = tuple(_shard(**shard) for shard in data["shards"])
-            classes = tuple(_text(name) for name in data["classes"])
+            classes = tuple(printable(_text(name)) for name in data["classes"])
             if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("no shards, no classes, or a shard twice")
             return Manifest(classes, shards)

@@ -13,6 +13,7 @@ from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, Range
 from data.names import Names
 from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
+from recipe.errors import printable
 from recipe.randomness import bits32, key
 
 _AT_ONCE = 32  # indexes that are asked of a server
@@ -50,7 +51,7 @@ class ShardsSource(EncodedSource):
         self._names = Names([index.names for index in indexes], [index.name_lengths for index in indexes])
 
     def name(self, index: int) -> str:
-        return f"{self._folder.path(self._shard(index))}/{os.fsdecode(self._names[index])}"
+        return printable(f"{self._folder.path(self._shard(index))}/{os.fsdecode(self._names[index])}")
 
     def encoded(self, index: int) -> bytes:
         (answer,) = self._folder.ranges([self._range(index)])

@@ -66,16 +66,19 @@ class FolderSource(EncodedSource):
             counts.append(len(paths))
             digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
         self.digest = digest.hexdigest()
-        self.classes = names
+        self.classes = tuple(printable(name) for name in names)
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
         self._paths = Names(blocks, lengths)
         self.notes = aside.notes(folder)
 
     def name(self, index: int) -> str:
-        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
+        return printable(self._path(index))
 
     def encoded(self, index: int) -> bytes:
-        return read_image(self.name(index))
+        return read_image(self._path(index))
+
+    def _path(self, index: int) -> str:
+        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
 
 class DigitsSource(Source):

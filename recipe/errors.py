@@ -39,6 +39,8 @@ def printable(text: str) -> str:
     For every name and message that others may have written: of files, classes, hosts. A byte of a file's name that is
     no UTF-8 becomes \\xe9 and the like.
     """
+    if text.isprintable():
+        return text
     return "".join(
         character if character.isprintable() or unicodedata.category(character) == "Zs" else _escape(character)
         for character in text

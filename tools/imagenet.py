@@ -19,7 +19,7 @@ from data.base import UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
 from data.names import Names
-from recipe.errors import DataError
+from recipe.errors import DataError, printable
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
 
 _CLASSES = 1000
@@ -46,7 +46,7 @@ class ArchiveSource(EncodedSource):
         self._lengths = np.array([length for _, _, length in images], np.int64)
 
     def name(self, index: int) -> str:
-        return f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}"
+        return printable(f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}")
 
     def encoded(self, index: int) -> bytes:
         place = Range(self._file, int(self._offsets[index]), int(self._lengths[index]))

@@ -130,7 +130,7 @@ def _write(output: Path, page: str) -> None:
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         with writing(output):
-            unfinished.write_text(page, encoding="utf-8")
+            unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # of folders' names
             os.replace(unfinished, output)
     except BaseException:
         with contextlib.suppress(OSError):

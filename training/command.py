@@ -183,6 +183,8 @@ def _open_streams():
             before.flush()
             names = ("encoding", "errors", "line_buffering", "write_through")
             keywords = {each: getattr(before, each) for each in names}
+            if before.errors == "strict":  # a name that others wrote must not end a command
+                keywords["errors"] = "backslashreplace"
         raw = _Stream(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **keywords))
 

@@ -73,11 +73,19 @@ def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
 
 
 def write_class_table(path: Path, rows: Sequence[dict]) -> None:
-    """The rows as CSV; top1 of a class without images stays empty."""
+    """The rows as CSV; top1 of a class without images stays empty.
+
+    Names that a spreadsheet would take for a formula are quoted as it quotes text, by an apostrophe before them.
+    """
     with open(path, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({**row, "class": _no_formula(row["class"]), "taken_for": _no_formula(row["taken_for"])})
+
+
+def _no_formula(name: str) -> str:
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:
@@ -94,7 +102,7 @@ def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str)
     bar.ax.set_yticklabels(["0", "1 %", "10 %", "25 %", "50 %", "all"])
     bar.set_label("share of the images of the class")
     if len(names) <= _NAMED_CLASSES:
-        axes.set_xticks(range(len(names)), names, rotation=90)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)  # names may have dollar signs
+        axes.set_yticks(range(len(names)), names, parse_math=False)
     axes.set(xlabel="taken for", ylabel="class", title=title)
     figure.savefig(path, dpi=110)

@@ -14,7 +14,7 @@ from models.efficientnet import timm_name
 from recipe import loading
 from recipe.bounded import parse_json
 from recipe.config import Recipe
-from recipe.errors import CheckpointError, ConfigError, DataError
+from recipe.errors import CheckpointError, ConfigError, DataError, printable
 from training.checkpoint import CheckpointFolder, load, unpickled
 
 TRAINED = "trained"
@@ -85,9 +85,9 @@ def recipe_of(stored: Origin, config: Optional[str], overrides: Sequence[str]) -
 
 
 def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
-    """As the file has them, or the data; None where neither knows."""
+    """As the file has them, or the data, printable; None where neither knows."""
     if stored.classes:
-        return stored.classes
+        return [printable(str(name)) for name in stored.classes]
     try:
         return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
     except DataError:

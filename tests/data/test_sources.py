@@ -84,7 +84,7 @@ def test_names_that_are_not_utf8_are_read_all_the_same(root):
     os.rename(str(root / "train/cat/a.jpg"), os.fsencode(str(root / "train/cat")) + b"/\xff.jpg")
     source = FolderSource(str(root / "train"))
     assert source.read(1).shape == (3, 4, 6)
-    assert os.fsencode(source.name(1)).endswith(b"/\xff.jpg")
+    assert source.name(1).endswith("cat/\\xff.jpg")
 
 
 def test_a_file_that_cannot_be_opened_or_decoded_is_named(root):

@@ -36,6 +36,16 @@ def batches(size, unreadable=()):
         yield MicroBatch(images, labels, None, len(part), number, 0, messages if number == 0 else ())
 
 
+def test_names_cannot_be_formulas_of_a_spreadsheet(tmp_path):
+    names = ("=1+1", "-2", "@sum")
+    report = score(Answers(), batches(3), len(CLASSES))
+    write_class_table(tmp_path / "classes.csv", class_rows(report, names))
+    with open(tmp_path / "classes.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["class"] for row in rows} == {"'=1+1", "'-2", "'@sum"}
+    assert {row["taken_for"] for row in rows} <= {"", "'=1+1", "'-2", "'@sum"} and rows[0]["taken_for"]
+
+
 @pytest.mark.parametrize("size", [1, 3, 8, 20])
 def test_every_image_is_counted_once_in_its_row_and_column(size):
     report = score(Answers(), batches(size), len(CLASSES))

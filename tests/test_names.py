@@ -1,0 +1,108 @@
+"""Names of files and classes that cannot be encoded, steer terminals, or mean something in tables and pictures."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import evaluate
+import train
+from data.shards import ShardsSource
+from data.sources import FolderSource
+from tests.conftest import QUICKSTART, ROOT, TINY
+from tools import export, report, shards
+
+NAMES = (b"$x^{$", b"=cmd\x1b[31m", b"caf\xe9")  # in the order of their labels
+PRINTED = ("$x^{$", "=cmd\\x1b[31m", "caf\\xe9")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Two training images and one to validate with of each class, and a bad one; their folder."""
+    folder = tmp_path_factory.mktemp("images")
+    for split, count in ((b"train", 2), (b"val", 1)):
+        for name in NAMES:
+            place = os.path.join(os.fsencode(folder), split, name)
+            os.makedirs(place)
+            for number in range(count):
+                file = io.BytesIO()
+                Image.fromarray(np.full((8, 8, 3), 90 * number, np.uint8)).save(file, "PNG")
+                with open(os.path.join(place, b"%d\xff.png" % number), "wb") as stream:
+                    stream.write(file.getvalue())
+    with open(os.path.join(os.fsencode(folder), b"train", NAMES[2], b"bad\x1b.png"), "wb") as stream:
+        stream.write(b"words")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory, _one_thread):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    overrides = ("model.classes=3", "batch.global=7", "batch.micro=7", "run.steps=2", "schedule.warmup_steps=1")
+    place = ("data.source=folder", "data.bad_images=skip", f"data.root={images}", f"run.output={folder}")
+    # As a terminal that takes UTF-8 and nothing else; pytest's own stream may take anything here.
+    said = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", said)
+        assert train.main(["--config", str(QUICKSTART), *TINY, *overrides, *place]) == 0
+    said.flush()
+    lines = said.buffer.getvalue().decode().splitlines()
+    assert f"left out: {images}/train/caf\\xe9/bad\\x1b.png: neither JPEG nor PNG" in lines
+    return folder
+
+
+def test_sources_give_names_that_can_be_printed(images, tmp_path):
+    source = FolderSource(str(images / "train"))
+    assert source.classes == PRINTED
+    assert source.name(0) == f"{images}/train/$x^{{$/0\\xff.png"
+    assert source.read(0).shape == (3, 8, 8)
+    command = ("pack", images / "train", tmp_path, "--workers", 1, "--skip-bad")
+    assert shards.main([str(part) for part in command]) == 0
+    assert ShardsSource(str(tmp_path), 1).classes == PRINTED
+
+
+def test_scores_table_and_picture_are_made(run, capsys):
+    """capsys, too, takes UTF-8 only."""
+    assert evaluate.main(["--checkpoint", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and any(name in said for name in PRINTED)
+    with open(run / "evaluation" / "classes.csv", newline="", encoding="utf-8") as stream:
+        names = {row["class"] for row in csv.DictReader(stream)}
+    assert names == {"$x^{$", "'=cmd\\x1b[31m", "caf\\xe9"}
+    with Image.open(run / "evaluation" / "confusion.png") as picture:
+        assert picture.width > 300
+    json.loads((run / "evaluation" / "scores.json").read_text())
+
+
+def test_images_of_such_names_are_classified(run, images, capsys):
+    file = os.fsdecode(os.path.join(os.fsencode(images), b"val", NAMES[2], b"0\xff.png"))
+    assert evaluate.main(["--checkpoint", str(run), "--images", file]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{images}/val/caf\\xe9/0\\xff.png: ")
+    assert "\x1b" not in said and all(name in said for name in PRINTED)
+
+
+def test_the_report_is_made(run):
+    assert report.main([str(run), "--json"]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "caf\\xe9" in page and "\x1b" not in page
+
+
+def test_weights_are_exported(run, capsys):
+    assert export.main([str(run), "--format", "safetensors", "--json"]) == 0
+    (file,) = (run / "export").glob("*.safetensors")
+    assert evaluate.main(["--checkpoint", str(file)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_command_that_meets_a_name_elsewhere_prints_it_all_the_same(images):
+    """Of stdout that takes ASCII only, as under PYTHONIOENCODING=ascii."""
+    code = "from training import command; command._open_streams(); print('caf\\xe9', '\\udce9')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert ended.stdout == b"caf\\xe9 \\udce9\n"
