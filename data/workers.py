@@ -20,7 +20,7 @@ from data.batches import Loaded, Request
 from data.reader import Reader
 from recipe.config import Data
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # all that ask a run to stop
 _WAITS_FOR_SIGNALS = hasattr(signal, "sigtimedwait")  # not on macOS
 _GLANCE = 1.0  # seconds between two looks whether the parent is there
 
@@ -82,7 +82,7 @@ def begin_work(worker: int) -> None:
 
 @contextlib.contextmanager
 def signals_withheld() -> Iterator[None]:
-    """Processes that are started within are born with SIGINT and SIGTERM blocked: no thread of theirs receives one."""
+    """Processes that are started within are born with these signals blocked: no thread of theirs receives one."""
     if not _WAITS_FOR_SIGNALS:
         yield
         return

@@ -6,7 +6,10 @@ one block of memory that its data path takes as it is.
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import time
+from multiprocessing import resource_tracker
 from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -25,6 +28,7 @@ from recipe.config import Recipe
 from recipe.division import Batch
 
 UNREADABLE = -2  # label of an image that could not be decoded
+_PATIENCE = 30.0  # seconds that PopTorch's process has to end; it withholds the signals that PopTorch sends it before
 
 
 class StepImages(NamedTuple):
@@ -119,10 +123,15 @@ class TrainingFeed:
     def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
         """Args: loader: makes PopTorch's loader, which begins to read at once."""
         self._positions, self._first = positions, steps.start
-        # A signal to all processes is for this one: it saves, and needs the images of the step until then.
+        # A signal to all processes is for this one: it saves, and needs the images of the step until then. Python's
+        # tracker of resources, which PopTorch's fork server needs, unblocks signals here once it is started.
+        with signals_withheld():
+            resource_tracker.ensure_running()
+        before = multiprocessing.active_children()
         with signals_withheld():
             self._loader = loader(positions)
             self._batches = iter(self._loader)
+        self._readers = [process for process in multiprocessing.active_children() if process not in before]
         self._number = 0
         self.waited = 0.0
 
@@ -142,8 +151,12 @@ class TrainingFeed:
         return StepImages(images, labels, mixing_of_rows[0] if mixing_of_rows else None, self._first + number)
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the worker processes, by force where a read hangs."""
+        force = threading.Timer(_PATIENCE, lambda: [process.kill() for process in self._readers])
+        force.daemon = True
+        force.start()
         self._loader.terminate()
+        force.cancel()
 
 
 class EvaluationFeed:
@@ -182,7 +195,7 @@ class EvaluationFeed:
 
 def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
     """Images in parts of `rows`, the last filled up with black ones: a compiled program takes one size only."""
-    parts = list(images.split(rows))
+    parts = list(images.contiguous().split(rows))  # PopTorch warns of others, and copies them
     missing = rows - len(parts[-1])
     if missing:
         parts[-1] = torch.cat([parts[-1], parts[-1].new_zeros(missing, *images.shape[1:])])

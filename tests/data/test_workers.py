@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,13 @@ def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error
     assert told == ([] if quiet else [error])
     sys.excepthook(ValueError, ValueError(), None)
     assert told[-1] is ValueError
+
+
+def test_workers_receive_none_of_the_signals_that_ask_a_run_to_stop():
+    with workers.signals_withheld():
+        withheld = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert withheld >= {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 
 
 def test_a_worker_sees_no_gpu(monkeypatch):

@@ -138,3 +138,11 @@ def test_batches_of_any_size_are_cut_and_filled_up():
     assert [part.flatten().tolist() for part in parts] == [[0, 1, 2], [3, 4, 0]]
     assert [part.flatten().tolist() for part in padded(images[:3], 3)] == [[0, 1, 2]]
     assert ipu_input.UNREADABLE < 0
+
+
+def test_images_come_to_the_device_in_one_piece():
+    """Decoders give them channel by channel, PopTorch would copy them with a warning."""
+    images = torch.arange(36, dtype=torch.uint8).view(3, 2, 2, 3).permute(0, 3, 1, 2)
+    parts = padded(images, 2)
+    assert all(part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat(parts)[:3], images)

@@ -1,5 +1,6 @@
 """Fixture of the IPU tests: the double of PopTorch, importable for one test."""
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def double(monkeypatch):
     """The double's poptorch; popdist and horovod.torch can be imported beside it. All three are gone afterwards."""
     _forget()
     monkeypatch.syspath_prepend(str(DOUBLE))
+    multiprocessing.set_forkserver_preload(["torch"])  # the processes of its loaders start in no time
     import poptorch
 
     yield poptorch

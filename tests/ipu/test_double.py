@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from tests.ipu.nets import Net, assert_close, batch, options, weights
 
-pytestmark = pytest.mark.ipu
+pytestmark = [pytest.mark.ipu, pytest.mark.filterwarnings("ignore:Positional args are being deprecated")]
 
 
 class Forward(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch
 from tests.ipu.conftest import DOUBLE
 from tests.ipu.nets import Net, batch, options, weights
 
-pytestmark = pytest.mark.ipu
+pytestmark = [pytest.mark.ipu, pytest.mark.filterwarnings("ignore:Positional args are being deprecated")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,6 +27,15 @@ def test_a_batch_is_for_a_whole_call(double):
         assert batches.combinedBatchSize == 12
         assert [part.tolist() for part in batches] == [list(range(start, start + 12)) for start in (0, 12, 24, 36)]
         batches.terminate()
+
+
+def test_a_batch_that_is_kept_sees_other_images(double):
+    """Its memory is one of three buffers, which the loader's process fills again."""
+    batches = iter(loader(double, batch_size=3, dataset=range(60), mode=double.DataLoaderMode.Async))
+    kept = next(batches)
+    assert kept.tolist() == list(range(12))
+    assert [len(next(batches)) for _ in range(4)] == [12] * 4
+    assert kept.tolist() == list(range(36, 48))
 
 
 def test_leftovers_come_where_asked_for(double):

@@ -7,7 +7,7 @@ import torch
 
 from tests.ipu.nets import Net, assert_close, batch, options, weights
 
-pytestmark = pytest.mark.ipu
+pytestmark = [pytest.mark.ipu, pytest.mark.filterwarnings("ignore:Positional args are being deprecated")]
 
 # float32 against float64 over a few updates.
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
@@ -260,6 +260,19 @@ def test_state_leaves_and_comes_back_exactly(double, compiled_first):
     for seed in range(3, 6):
         second(*batch(4, seed))
     assert_close(weights(second), expected, rtol=0, atol=0)
+
+
+def test_state_is_not_read_while_an_update_of_the_optimizer_is_pending(double):
+    """Here one that was refused: the learning rate is a constant."""
+    executor, optimizer = lamb_run(double)
+    optimizer.variable_attrs.markAsConstant("lr")
+    executor.setOptimizer(optimizer)
+    executor(*batch(4))
+    optimizer.param_groups[0]["lr"] = 1.0
+    with pytest.raises(double.Error, match="Values are constant"):
+        executor.setOptimizer(optimizer)
+    with pytest.raises(AssertionError, match="Both host and ipu states cannot be dirty"):
+        optimizer.state_dict()
 
 
 def test_state_is_named_after_parameters(double):

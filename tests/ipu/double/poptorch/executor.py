@@ -89,7 +89,6 @@ class PoplarExecutor:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         with wrapping.unwrapped(self._model):
             executable = Executable(self._model, self._options, self._settings, names, one_args, one_kwargs)
-        self._ipu_optimizer_is_dirty = False
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in tracing.tensors_in([args, kwargs])]
         if self._options.connection_type != enums.ConnectionType.Never:
             executable.attach()
@@ -251,6 +250,7 @@ class PoplarExecutor:
         if not isinstance(optimizer, optim.Optimizer) or not optimizer.host_state_is_dirty:
             return
         self._check_compiled()
+        assert not self._ipu_optimizer_is_dirty, "Both host and ipu states cannot be dirty at the same time."
         optimizer.set_state_dict({**self._executable.read_state(), **torch.optim.Optimizer.state_dict(optimizer)})
         optimizer.ipu_state_is_dirty = False
 
@@ -325,6 +325,8 @@ def _check_tensors(args, kwargs):
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, torch.Tensor):
             raise python_error(f"inputs of a model must be tensors, not {type(argument)}")
+        if not argument.is_contiguous():
+            logger.warning("At least one input tensor is not contiguous: non-contiguous tensors will be converted.")
 
 
 def trainingModel(model, options=None, optimizer=None):

@@ -1,13 +1,21 @@
 """poptorch.DataLoader and AsynchronousDataAccessor (PopTorch 3.4, python/__init__.py).
 
-Their checks and their batches are PopTorch's; the accessor reads in this process, so every mode gives the same data.
+Their checks and their batches are PopTorch's; so are the accessor's process and its buffers (python/_dataloader.py).
 """
 
+import atexit
+import contextlib
+import faulthandler
+import itertools
+import signal
+
 import torch
+from torch import multiprocessing
 
 from .enums import DataLoaderMode, SharingStrategy
 from .errors import logger, python_error
 from .options import Options
+from .tracing import like, tensors_in
 
 
 class _Part:
@@ -169,7 +177,7 @@ class DataLoader(torch.utils.data.DataLoader):
         return self._options
 
     def terminate(self):
-        """Ends the loading process; the double has none, but cannot be read afterwards in the asynchronous modes."""
+        """Ends the loading process, if there is one."""
         if self._accessor is not None:
             self._accessor.terminate()
 
@@ -192,7 +200,10 @@ def _iterable(dataset):
 
 
 class AsynchronousDataAccessor:
-    """Iterates over a loader (or any iterable of tensors) again and again, until terminated."""
+    """Iterates once over a loader (or any iterable of tensors) that a process of its own reads.
+
+    What it gives lies in that process's `buffer_size` buffers, and is overwritten some batches later.
+    """
 
     def __init__(
         self,
@@ -204,28 +215,70 @@ class AsynchronousDataAccessor:
         sharing_strategy=SharingStrategy.ForkServer,
         rebatched_size=None,
     ):
+        self._process = None
         if isinstance(dataset, DataLoader) and dataset._accessor is not None:
             raise python_error(
                 "The DataLoader already uses an AsynchronousDataAccessor internally. Either use the existing one or "
                 "set mode='poptorch.DataLoaderMode.Sync' in the DataLoader."
             )
         assert rebatched_size is None or rebatched_size > 1, "rebatched_size must be None or greater than 1"
-        self._dataset = dataset
-        self._iterator = None
-        self.rebatched_size = rebatched_size
+        self._dataset, self.rebatched_size = dataset, rebatched_size
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(target=_fill, args=(far_end, dataset, buffer_size))
+        self._process.start()
+        far_end.close()
+        atexit.register(self.terminate)
+        self._taken, self._buffers = 0, self._pipe.recv()
 
     def terminate(self):
-        """Ends it."""
-        self._dataset = self._iterator = None
+        """Ends the process, by force where it does not answer. The real one waits for 20 seconds before."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.join(timeout=5)
+            self._process.terminate()
+            self._process.join()
+            self._process = None
 
     def __len__(self):
         return len(self._dataset)
 
     def __iter__(self):
-        assert self._dataset is not None
-        self._iterator = self._dataset._batches() if isinstance(self._dataset, DataLoader) else iter(self._dataset)
+        assert self._process is not None and self._taken == 0
         return self
 
     def __next__(self):
-        assert self._dataset is not None
-        return next(self._iterator)
+        assert self._process is not None
+        try:
+            if self._taken:
+                self._pipe.send("the last one may be overwritten")
+            slot, rows = self._pipe.recv()
+        except (EOFError, ConnectionError):  # a process that ended without an error is waited for, as by the real one
+            while True:
+                self._process.join(timeout=0.1)
+                assert self._process.exitcode in (None, 0), "An error occurred in the data fetcher"
+        if not rows:
+            raise StopIteration
+        self._taken += 1
+        buffer = self._buffers[slot]
+        return like(buffer, iter([tensor[:rows] for tensor in tensors_in(buffer)]))
+
+
+def _fill(pipe, dataset, slots):
+    """The accessor's process: fills its buffers in turn, and again once they are free. SIGINT is no error."""
+    faulthandler.register(signal.SIGTERM, chain=True)
+    with contextlib.suppress(KeyboardInterrupt, EOFError, ConnectionError):
+        batches = iter(dataset._batches() if isinstance(dataset, DataLoader) else dataset)
+        first = next(batches)
+        copies = [[tensor.clone().share_memory_() for tensor in tensors_in(first)] for _ in range(slots)]
+        pipe.send([like(first, iter(copy)) for copy in copies])
+        for number, batch in enumerate(itertools.chain([first], batches)):
+            if number >= slots:
+                pipe.recv()
+            for target, tensor in zip(copies[number % slots], tensors_in(batch)):
+                rows = len(tensor)
+                target[:rows].copy_(tensor)
+            pipe.send((number % slots, rows))
+        pipe.send((0, 0))
+        while True:
+            pipe.recv()

@@ -1,0 +1,116 @@
+"""Signals to all processes of a run whose images PopTorch's own process reads: whole commands, with the double."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import ipu_input
+from recipe.errors import STOPPED
+from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.ipu.conftest import DOUBLE
+from tests.ipu.nets import options
+from tests.ipu.test_engine import FLOAT32, LARS
+
+pytestmark = [pytest.mark.ipu, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+PATIENCE = 200  # seconds, on a busy machine
+
+
+def await_(condition):
+    """Its first true value."""
+    end = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def of_group(group):
+    """{process: its parent} of a process group, without the dead."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, own = path.read_text().rpartition(")")[2].split()[:3]
+            if int(own) == group and state != "Z":
+                found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def reader_of(run):
+    """PopTorch's process: the child of the server that forks it, which is a child of the run."""
+    group = of_group(run)
+    return next((each for each, parent in group.items() if group.get(parent) == run), None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp_path, number):
+    """The process that reads is stopped, so the step lacks its images until the run has noted the signal."""
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    command = [sys.executable, "train.py", "--config", QUICKSTART, *TINY, *FLOAT32, *LARS, "run.device=ipu"]
+    command += [f"run.output={tmp_path}/run", "run.steps=1000000", "data.workers=1", "log.every_steps=1"]
+    environment = {**os.environ, "PYTHONPATH": str(DOUBLE), "OMP_NUM_THREADS": "1"}
+    with open(output, "w") as stdout, open(errors, "w") as stderr:
+        run = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        await_(lambda: (metrics.exists() and metrics.stat().st_size) or run.poll() is not None)
+        assert run.poll() is None, errors.read_text()
+        reader = reader_of(run.pid)
+        os.kill(reader, signal.SIGSTOP)
+        seen = None
+        while seen != (seen := metrics.read_text()):  # what was read before is used up
+            time.sleep(1)
+        os.killpg(run.pid, number)
+        await_(lambda: f"{number.name}: finishing this step" in output.read_text() or run.poll() is not None)
+        os.kill(reader, signal.SIGCONT)
+        assert run.wait(PATIENCE) == STOPPED, errors.read_text()
+        await_(lambda: not of_group(run.pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    line = errors.read_text()
+    assert line.startswith(f"{number.name}: saved at step ") and line.count("\n") == 1
+    step = int(line.split("saved at step ")[1].split(";")[0])
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}.pt").exists()
+
+
+class Hanging(torch.utils.data.Dataset):
+    """Image 4 never comes, as from a file system that has gone."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == 4:
+            time.sleep(10 * PATIENCE)
+        return torch.zeros(1), torch.tensor(0)
+
+
+def test_a_feed_ends_though_a_read_hangs(double, monkeypatch):
+    """PopTorch ends its process by the very signals that it withholds."""
+    monkeypatch.setattr(ipu_input, "_PATIENCE", 1.0)
+    mode = double.DataLoaderMode.Async
+    feed = ipu_input.TrainingFeed(
+        Hanging(), range(50), lambda images: double.DataLoader(options(double), images, batch_size=2, mode=mode)
+    )
+    next(feed)
+    (reader,) = feed._readers
+    closing = threading.Thread(target=feed.close)
+    try:
+        closing.start()
+        closing.join(PATIENCE / 4)
+        assert not closing.is_alive()
+    finally:
+        reader.kill()
+        closing.join()
