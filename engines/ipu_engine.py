@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import platform
+import warnings
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -65,8 +66,8 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     if not _under_poprun():
         ipu.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
-    popdist = _of_the_sdk("popdist")
-    _of_the_sdk("horovod.torch")
+    popdist = _needed("popdist", "install it from the Poplar SDK")
+    _needed("horovod.torch", "install it by pip")
     popdist.init()
     launched = ipu.Launched(
         popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getNumIpusPerReplica()
@@ -116,7 +117,7 @@ class IpuEngine(Engine):
         }
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
         self._create_programs(poptorch, training, evaluation)
-        self.notes = (*((note,) if note else ()), *ipu.notes(recipe))
+        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, self.topology.served))
 
     def _create_programs(self, poptorch: Any, training: BlockList, evaluation: BlockList) -> None:
         """The two executors. Nothing is compiled before the first images come."""
@@ -323,7 +324,9 @@ class IpuEngine(Engine):
         """The device's weights into the host's copy; PopTorch reads them when the module's are looked at."""
         if self._weights_are_on_device:
             self._weights_are_on_device = False
-            found = self._module.state_dict()
+            with warnings.catch_warnings():  # PopTorch hands arguments to torch by position
+                warnings.filterwarnings("ignore", "Positional args are being deprecated")
+                found = self._module.state_dict()
             self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in found.items()})
             if not self._host.flat.float().sum().isfinite():  # the loss would tell at the next step
                 raise Diverged("the weights are not finite any more")
@@ -377,13 +380,13 @@ def _poptorch() -> Any:
     return poptorch
 
 
-def _of_the_sdk(name: str) -> Any:
-    """A module that comes with the Poplar SDK beside PopTorch. Raises ConfigError."""
+def _needed(name: str, remedy: str) -> Any:
+    """A module that joins the instances. Raises ConfigError."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"poprun needs {name.split('.')[0]}, which cannot be imported: {error}; install it from the Poplar SDK "
+            f"poprun needs {name.split('.')[0]}, which cannot be imported: {error}; {remedy} "
             "(requirements-ipu.txt says in which order), or start one process without poprun"
         ) from None
 

@@ -1,7 +1,7 @@
 """The instances of a run on IPUs: the processes that poprun starts, each of which serves some replicas.
 
 Gradients travel between IPUs without the hosts. What the hosts tell each other, small things and files, goes by
-Horovod, which the Poplar SDK brings along, and there by `allgather` alone, which every version of it has.
+Horovod, which pip installs, and there by `allgather` alone, which every version of it has.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Ipu(Section):
         False, description="start convolutions on different tiles, which evens out memory"
     )
     shard_optimizer_state: bool = Field(
-        False, description="divide the optimizer's state over the replicas: less memory, one more gather an update"
+        False,
+        description="divide the optimizer's state over an instance's replicas: less memory, one more gather an update",
     )
     executable_cache: Optional[str] = Field(
         None, description="folder of compiled programs, so that the same recipe compiles once; null: none"

@@ -115,20 +115,18 @@ def _may_overlap(recipe: Recipe) -> bool:
     return recipe.ipu.overlap_io is not False and not pipelined(recipe)
 
 
-def notes(recipe: Recipe) -> Tuple[str, ...]:
-    """What a run should say at its start, a line each."""
-    synthetic = (
-        ("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones",)
-        if recipe.ipu.synthetic_data
-        else ()
-    )
-    if not pipelined(recipe):
-        return synthetic
-    return (
-        *synthetic,
+def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
+    """What a run should say at its start, a line each. Args: served: replicas of this process."""
+    said = {
+        "synthetic data: nothing is learned, and the weights that are saved and scored are the first ones": (
+            recipe.ipu.synthetic_data
+        ),
+        "ipu.shard_optimizer_state has no effect: state is divided within an instance, and each has one replica; start "
+        "fewer instances": recipe.ipu.shard_optimizer_state and served == 1,
         f"pipelined stages: {recipe.ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap "
-        "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time",
-    )
+        "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time": pipelined(recipe),
+    }
+    return tuple(note for note, applies in said.items() if applies)
 
 
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:

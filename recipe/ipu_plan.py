@@ -71,7 +71,9 @@ def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:
     """The plan as text, an option a line."""
-    shown = [f"note       {note}" for note in ipu.notes(recipe)]
+    launched = ipu.launched_by(os.environ)
+    served = launched.served if launched else batch.replicas
+    shown = [f"note       {note}" for note in ipu.notes(recipe, served)]
     shown += [f"{model:<10} {setting}  <- {setting.source}" for model, setting in settings(recipe, batch)]
     name = ipu.optimizer(recipe).name
     shown += [

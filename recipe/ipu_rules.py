@@ -235,10 +235,12 @@ def check_launched(recipe: Recipe, launched: Launched) -> None:
     stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
     replicas, served, given = launched
     if given != stages:
+        least = -(-replicas * stages // _MAX_IPUS)
         raise ConfigError(
             f"poprun gives each replica {given} IPU{'' if given == 1 else 's'}, but parallel.stages is {stages}; start "
             f"it as `poprun --num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py "
-            f"...` (N divides {replicas}: one or more a host), or use parallel.stages=auto, which takes what there is"
+            f"...` (N divides {replicas} and is {least} or more; of a POD with more than {replicas} x {stages} = "
+            f"{replicas * stages} IPUs the rest stays idle), or use parallel.stages=auto, which takes what there is"
         )
     if wanted is not None and wanted != replicas:
         raise ConfigError(

@@ -230,7 +230,7 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     engine.close()
 
 
-def test_half_weights_stay_half(tiny, tmp_path, capsys):
+def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
     """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods run."""
     recipe = tiny("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *PIPELINE, f"run.output={tmp_path}")
     state, said = trained(recipe)
@@ -239,6 +239,7 @@ def test_half_weights_stay_half(tiny, tmp_path, capsys):
         assert all(tensor.isfinite().all() for tensor in state[part].values())
     cpu = tiny(*on_cpu((*LARS, *IPU)), f"run.output={tmp_path}/cpu")
     expected, told = trained(cpu)
+    assert caplog.text == "", "PopTorch warned"
     assert 1e-5 < moved(state, expected, "weights") < 5e-3  # eleven bits, 4e-4, some updates deep
     assert said[-1]["top1"] == pytest.approx(told[-1]["top1"], abs=0.2)
     capsys.readouterr()
@@ -335,9 +336,13 @@ def test_a_command_of_one_replica_is_not_for_poprun(tiny, monkeypatch):
         factory.connect(tiny(*IPU, *LARS), Topology())
 
 
-@pytest.mark.parametrize("missing", ["popdist", "horovod"])
-def test_what_the_sdk_lacks_is_said_in_a_line(tiny, monkeypatch, missing):
+@pytest.mark.parametrize(
+    ("missing", "remedy"), [("popdist", "install it from the Poplar SDK"), ("horovod", "install it by pip")]
+)
+def test_what_joins_instances_and_is_missing_is_said_in_a_line(tiny, monkeypatch, missing, remedy):
     under_poprun(monkeypatch, 1)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=f"^poprun needs {missing}, which cannot be imported: .*requirements-ipu.txt"):
+    with pytest.raises(
+        ConfigError, match=f"^poprun needs {missing}, which cannot be imported: .*; {remedy} .requirements-ipu.txt"
+    ):
         factory.connect(tiny(*IPU, *LARS), Topology())

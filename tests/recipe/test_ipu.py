@@ -99,7 +99,7 @@ def test_one_stage_moves_data_while_it_computes():
         assert found["Options.setExecutionStrategy"] == Chain("poptorch.ShardedExecution")
         assert found["Options.TensorLocations.numIOTiles"] == 32
     assert ipu.overlaps(small(), divide(small())) and ipu.evaluation_overlaps(small())
-    assert ipu.notes(small()) == ()
+    assert ipu.notes(small(), 1) == ()
 
 
 def test_a_sharded_model_overlaps_where_a_pipeline_cannot():
@@ -110,8 +110,15 @@ def test_a_sharded_model_overlaps_where_a_pipeline_cannot():
     for model in ("training", "evaluation"):
         assert "Options.TensorLocations.numIOTiles" not in options(pipeline, model)
     assert not ipu.overlaps(pipeline, divide(pipeline)) and not ipu.evaluation_overlaps(pipeline)
-    (note,) = ipu.notes(pipeline)
+    (note,) = ipu.notes(pipeline, 1)
     assert "3 micro batches are prefetched" in note and "parallel.schedule=sharded" in note
+
+
+def test_state_is_sharded_over_the_replicas_of_an_instance_only():
+    """Compiler.cpp: with several processes the sharding domain is each process's replicas."""
+    (note,) = ipu.notes(small("ipu.shard_optimizer_state=true"), 1)
+    assert note.startswith("ipu.shard_optimizer_state has no effect") and note.endswith("start fewer instances")
+    assert ipu.notes(small("ipu.shard_optimizer_state=true"), 4) == ()
 
 
 @pytest.mark.parametrize("overrides", [("ipu.overlap_io=false",), ("batch.micro=64",)])

@@ -161,6 +161,7 @@ def test_poprun_without_its_flags_is_told_the_whole_line():
     line = str(caught.value)
     assert "gives each replica 1 IPU, but parallel.stages is 2" in line
     assert "poprun --num-replicas 64 --ipus-per-replica 2 --num-instances N python train.py" in line
+    assert "(N divides 64 and is 2 or more; of a POD with more than 64 x 2 = 128 IPUs the rest stays idle)" in line
     assert "parallel.stages=auto" in line
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -131,6 +132,23 @@ def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
         *("--host=a,b", "--mpi-local-args=-x PATH"),
         *(sys.executable, str(ROOT / "train.py"), "--config", recipe, "run.output=/a b", "parallel.replicas=8"),
     ]
+
+
+def commands_in_the_docs():
+    """(IPUs of the POD, command) of docs/ipu.md's table, and of the example with everything that hosts need."""
+    text = (ROOT / "docs" / "ipu.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^\| (\d+)(?:, four stages)? \| `(\./run_pod\.sh [^`]+)`", text, re.MULTILINE)
+    (example,) = re.findall(r"^\./run_pod\.sh .*--poprun=.*$", text, re.MULTILINE)
+    return [*found, ("64", example)]
+
+
+@pytest.mark.parametrize(("ipus", "command"), commands_in_the_docs())
+def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(ipus, command, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = shlex.split(command)[1:]
+    assert any(text.startswith("ipu.executable_cache=") for text in arguments)
+    assert launch.main([*arguments, "--dry-run", "data.source=glyphs"]) == DONE
+    assert f" stages each: {ipus} devices)" in capfd.readouterr().out
 
 
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "31234"}

@@ -32,9 +32,9 @@ def wrap(executor, model):
             if owner() is not None:
                 owner().destroy()
 
-        def state_dict(self, *args, **kwargs):
+        def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
             sync()
-            return super().state_dict(*args, **kwargs)
+            return super().state_dict(*args, destination, prefix, keep_vars)  # by position, of which torch warns
 
     class PoptorchParameter(torch.nn.Parameter):
         _replaces = torch.nn.Parameter
