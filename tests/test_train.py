@@ -454,7 +454,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line(tmp_path):
         assert process.poll() is None
     worker, *_ = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == FAILED
     assert error.startswith("a process that loads images was killed, perhaps for want of memory; lower data.workers")
     assert error.count("\n") == 1

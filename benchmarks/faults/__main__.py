@@ -90,6 +90,9 @@ def _rows(trials: List[Trial]) -> List[dict]:
                 "survived": sum(not trial.wrong for trial in own),
                 "updates_lost": sum(trial.lost for trial in own),
                 "updates_repeated": sum(trial.repeated for trial in own),
+                "longest_until_noticed_s": max(
+                    (round(trial.noticed, 2) for trial in own if trial.noticed), default=None
+                ),
                 "longest_detection_s": round(max(trial.detection for trial in own), 2),
             }
         )
@@ -99,7 +102,9 @@ def _rows(trials: List[Trial]) -> List[dict]:
 def _claims(trials: List[Trial]) -> List[dict]:
     survived = sum(not trial.wrong for trial in trials)
     wrong_updates = sum(trial.lost + trial.repeated for trial in trials)
+    noticed = [trial.noticed for trial in trials if trial.kind == "rank killed" and trial.noticed]
     return [
+        *([claims.claim("dead_rank_noticed", noticed, "s", "<= 2")] if noticed else []),
         claims.claim("faults_tried", [len(trials)], "faults", ">= 50"),
         claims.claim("faults_survived", [survived / len(trials)], "of those tried", ">= 1"),
         claims.claim("updates_lost_or_repeated", [wrong_updates], "updates", "<= 0"),

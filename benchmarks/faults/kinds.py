@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Callable, Dict, Mapping, NamedTuple, Tuple
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology
 from benchmarks.processes import children
@@ -22,11 +22,15 @@ _YEAR = 365 * 86_400.0
 
 
 class Struck(NamedTuple):
-    """When a fault struck, and how the session then ended. said: regular expression that must be found in that."""
+    """When a fault struck, and how the session then ended.
+
+    said: regular expression that must be found in that. noticed: seconds until the first of the other ranks had ended.
+    """
 
     step: int
     ending: Ending
     said: str = ""
+    noticed: Optional[float] = None
 
 
 class Kind(NamedTuple):
@@ -70,8 +74,9 @@ def _signalling_rank(number: int, said: str) -> Callable[[Site, Session, random.
         ranks = session.ranks()
         rank = draws.choice(sorted(ranks))
         since = time.monotonic()
-        _signal(ranks[rank], number)
-        return Struck(step, session.wait(since), said.format(rank=rank))
+        _signal(ranks.pop(rank), number)
+        noticed = session.noticed(ranks, since)
+        return Struck(step, session.wait(since), said.format(rank=rank), noticed)
 
     return strike
 

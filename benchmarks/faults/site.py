@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -149,6 +149,13 @@ class Session:
             with contextlib.suppress(OSError, KeyError):
                 found[int(_environment(child)["RANK"])] = child
         return found
+
+    def noticed(self, ranks: Iterable[int], since: float) -> float:
+        """Seconds from `since` until the first of these ranks has ended."""
+        ranks, end = set(ranks), time.monotonic() + SESSION_SECONDS
+        while self.running and ranks <= self.ranks().keys() and time.monotonic() < end:
+            time.sleep(0.005)
+        return time.monotonic() - since
 
     def kill(self) -> None:
         """The launcher alone: its ranks are to die with it."""

@@ -27,7 +27,8 @@ class Trial(NamedTuple):
 
     step: how far the run was. code: of the session that was struck; detection: seconds until it had ended. repeated,
     lost: updates in the metrics of the finished run that are there twice, or missing or other than the undisturbed
-    run's. wrong: what was not as it should be; nothing, if the run survived.
+    run's. wrong: what was not as it should be; nothing, if the run survived. noticed: seconds until the first of the
+    other ranks had ended, where one was struck.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Trial(NamedTuple):
     repeated: int
     lost: int
     wrong: str
+    noticed: Optional[float] = None
 
 
 class Bench:
@@ -83,7 +85,9 @@ class Bench:
                 repeated, lost, differing = _compared(site.result(), reference)
                 wrong += differing
         detection = ending.seconds if kind.codes != (0,) else 0.0
-        return Trial(name, str(topology), struck.step, ending.code, detection, repeated, lost, "; ".join(wrong))
+        return Trial(
+            name, str(topology), struck.step, ending.code, detection, repeated, lost, "; ".join(wrong), struck.noticed
+        )
 
     @contextlib.contextmanager
     def _site(self, kind: Kind, topology: Topology):

@@ -76,6 +76,9 @@ def test_one_fault_that_is_not_survived_fails_the_claim():
         "faults_tried": True, "faults_survived": False, "updates_lost_or_repeated": False, "longest_detection": False,
     }  # fmt: skip
     assert command._rows([good, bad])[0]["survived"] == 1
+    dead = [good._replace(kind="rank killed", noticed=seconds) for seconds in (0.3, 0.4, 0.9)]
+    assert command._claims(dead)[0]["name"] == "dead_rank_noticed" and command._claims(dead)[0]["value"] == 0.4
+    assert command._rows(dead)[0]["longest_until_noticed_s"] == 0.9
 
 
 def test_every_kind_and_topology_is_tried_and_fifty_are_at_least():

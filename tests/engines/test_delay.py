@@ -283,7 +283,7 @@ begun.wait()
 def test_a_program_may_end_amid_an_exchange(exchange):
     """At the interpreter's end a thread amid torch's code would abort the process, and one that hangs would keep it."""
     program = PROGRAM.format(exchange=exchange)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -95,7 +95,7 @@ class Launcher:
         self.started.append(process)
         return process
 
-    def end(self, process, timeout=40):
+    def end(self, process, timeout=120):
         """Exit code, lines of stdout, lines of stderr; every rank must be gone."""
         out, errors = process.communicate(timeout=timeout)
         assert [pid for pid in self.pids() if alive(pid)] == []
@@ -112,7 +112,7 @@ class Launcher:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, *names):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < end, (names, sorted(self.folder.iterdir()))
             time.sleep(0.02)
@@ -230,7 +230,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(launcher):
     launcher.wait_for("ready-0", "ready-1")
     process.kill()
     process.communicate()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while any(alive(pid) for pid in launcher.pids()):
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -257,12 +257,13 @@ def test_a_second_signal_ends_all_at_once(launcher):
     process = launcher.start("unheeding", "--replicas", "2", "--max-restarts", "2")
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    assert process.stderr.readline().startswith("SIGINT: ")
+    time.sleep(1.0)  # sooner, it would be taken for the same signal
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    code, _, errors = launcher.end(process, timeout=5)
+    code, _, errors = launcher.end(process)  # the ranks themselves would go on for longer
     assert code == FAILED
-    assert errors[1:] == ["ended at once by a second signal; the same command goes on from the last checkpoint"]
+    assert errors == ["ended at once by a second signal; the same command goes on from the last checkpoint"]
 
 
 @pytest.mark.multiprocess

@@ -72,7 +72,7 @@ class Pod:
         self._started.append(process)
         return process
 
-    def end(self, process, timeout=90):
+    def end(self, process, timeout=240):
         """Exit code, lines of stdout but the launcher's first, lines of stderr; nothing of the run goes on."""
         out, errors = process.communicate(timeout=timeout)
         assert self.processes() == {}
@@ -92,7 +92,7 @@ class Pod:
         return found
 
     def wait_for_lines(self, process, number):
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while lines_of(self.folder) < number:
             assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=10)
             time.sleep(0.002)

