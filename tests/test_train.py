@@ -249,6 +249,20 @@ def test_a_run_whose_manifests_are_all_damaged_is_refused(command, interrupt, co
     assert "resuming at step 2 of 4" in command()[1]
 
 
+@pytest.mark.parametrize("lost", ["step-*.json", "step-*"])
+def test_a_run_whose_only_checkpoint_is_gone_is_refused(command, interrupt, lost):
+    """A single file without a manifest may be one that was cut off, but for the event in metrics.jsonl."""
+    interrupt(1, signal.SIGTERM)
+    assert command()[0] == STOPPED
+    checkpoints = command.folder / "checkpoints"
+    for path in checkpoints.glob(lost):
+        path.unlink()
+    line = command.refuses()
+    assert line.startswith(f"{checkpoints}: the checkpoint of step 1, which metrics.jsonl tells of, is gone")
+    shutil.rmtree(checkpoints)
+    assert not any(line.startswith("resuming") for line in command()[1])
+
+
 def test_a_manifest_of_before_with_another_step_is_damage(command, interrupt):
     """One flipped bit in a manifest without a checksum."""
     interrupt(3, signal.SIGTERM)

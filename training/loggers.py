@@ -232,7 +232,7 @@ def told_before(log: Log, folder: Path) -> Dict[str, Told]:
     wanted = [name for name in _SERVICES if getattr(log, name)]
     if not wanted:
         return {}
-    steps = _last_steps(folder / "metrics.jsonl")
+    steps = last_steps(folder / "metrics.jsonl")
     try:
         saved = json.loads((folder / FILE).read_text())
         told = {name: Told(**entry) for name, entry in saved.items()}
@@ -281,7 +281,7 @@ def _same_run(told: Told, recipe: Recipe) -> bool:
         return False
 
 
-def _last_steps(metrics: Path) -> Dict[str, int]:
+def last_steps(metrics: Path) -> Dict[str, int]:
     """The last step of each kind of event in a metrics file; lines that are no events, as if cut off, are left out."""
     steps: Dict[str, int] = {}
     try:

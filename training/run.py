@@ -286,6 +286,12 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple
     """
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
+        lost = loggers.last_steps(checkpoints.folder.parent / "metrics.jsonl").get("checkpoint")
+        if lost is not None and checkpoints.folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoints.folder}: the checkpoint of step {lost}, which metrics.jsonl tells of, is gone; "
+                "restore all files of its number, or delete that folder to start from the beginning"
+            )
         return None, 0
     step = content["progression"]["step"]
     path = checkpoints.path(step)
