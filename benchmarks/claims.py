@@ -10,29 +10,74 @@ import os
 import platform
 import statistics
 import sys
-from typing import Callable, Sequence
+import time
+from typing import Iterator, Sequence, TypeVar
 
 import torch
 
-from recipe.errors import WRONG_INPUT, UserError
+from training.command import Parser
 
+_QUICK = "BENCHMARK_QUICK"
+_SECONDS = 5.0  # between two lines of progress
+_Any = TypeVar("_Any")
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 
 
-def wants_json(description: str | None) -> bool:
-    """Reads the command line, on which --json is all there may be."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
-    return parser.parse_args().json
+def parser(description: str | None, with_json: bool = True) -> Parser:
+    """A benchmark's command line: --json, --quick, and what the benchmark adds."""
+    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if with_json:
+        made.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
+    made.add_argument("--quick", action="store_true", help="fewer turns, of fewer things: figures are indicative only")
+    return made
 
 
-def run(main: Callable[[], None]) -> None:
-    """A benchmark that this machine may not be fit for: ends with one line then, and the code for wrong input."""
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(WRONG_INPUT)
+def begin(command: Parser | str | None, takes: str, quick: str) -> argparse.Namespace:
+    """Reads the command line and prints how long the benchmark takes.
+
+    Args:
+        command: the parser, or the description for one without further options.
+        takes, quick: the whole benchmark's time and that of --quick, on two cores without other work.
+    """
+    made = command if isinstance(command, Parser) else parser(command)
+    options = made.parse_args()
+    # Processes that are started from here shall know it, too.
+    os.environ.pop(_QUICK, None)
+    if options.quick:
+        os.environ[_QUICK] = "1"
+    hint = "" if options.quick else f"; --quick: {quick}"
+    _say(f"takes about {quick if options.quick else takes} on two cores, longer beside other work{hint}")
+    return options
+
+
+def quick() -> bool:
+    """Whether --quick was given, to this process or to the one that started it."""
+    return _QUICK in os.environ
+
+
+def less(whole: _Any, part: _Any) -> _Any:
+    """`part` with --quick, else `whole`."""
+    return part if quick() else whole
+
+
+def turns(number: int, what: str = "turn", at_most: int = 2) -> Iterator[int]:
+    """Counts from 0 to `number`, with --quick to `at_most`, and prints how far it is."""
+    return progress(range(less(number, min(number, at_most))), what)
+
+
+def progress(items: Sequence[_Any], what: str) -> Iterator[_Any]:
+    """The items; prints to stderr how many are done, how long that took and what is left, every few seconds."""
+    began = said = time.monotonic()
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = time.monotonic()
+        if now - said >= _SECONDS or (done == len(items) and now - began >= _SECONDS):
+            said, left = now, (now - began) / done * (len(items) - done)
+            _say(f"{what} {done} of {len(items)}: {now - began:.0f} s, about {left:.0f} s left")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict:
@@ -59,11 +104,17 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
         verdict = "holds" if each["holds"] else "does not hold"
         print(
             f"{each['name']}: {each['value']:.4g} {each['unit']} ({low:.4g} to {high:.4g}); "
-            f"goal {each['goal']}: {verdict}"
+            f"goal {each['goal']}: {verdict}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     if as_json:
-        result = {"benchmark": benchmark, "machine": about, "rows": list(rows), "claims": list(claims)}
+        result = {
+            "benchmark": benchmark,
+            "machine": about,
+            "quick": quick(),
+            "rows": list(rows),
+            "claims": list(claims),
+        }
         print(json.dumps(result, allow_nan=False))
 
 

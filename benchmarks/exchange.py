@@ -1,6 +1,6 @@
 """Do sums of sparse gradients take as long on a slow network as their messages alone would?
 
-    python -m benchmarks.exchange [--json]        (as root)
+    python -m benchmarks.exchange [--quick] [--json]        (as root)
 
 Hosts of `benchmarks/networks.py`, 2 to 32 of them with one rank each, whose cables have the rate of the table. Every
 rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer:
@@ -126,7 +126,7 @@ def rank_takes_turns(rank: int, meet: Callable[[], object]) -> Dict[str, Outcome
         side()
     sides = {name: Side(name, own, ELEMENTS) for name in ("dense", *PATTERNS)}
     outcomes: Dict[str, Outcome] = {}
-    for number in range(ROUNDS):
+    for number in range(claims.less(ROUNDS, 1)):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             if name == "dense" and number >= DENSE_ROUNDS:
                 continue
@@ -252,17 +252,15 @@ def print_published(times: Dict[int, Dict[str, List[float]]]) -> None:
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="7 minutes", quick="2 minutes").json
     torch.set_num_threads(1)  # as in the ranks, which are forked from here
     rows, times = [], {}
-    started = time.perf_counter()
-    for ranks, rate in RATES.items():
+    for ranks, rate in claims.progress(list(RATES.items()), "number of ranks"):
         with Network(ranks, rate * 10**6) as network:
             outcomes = networks.run(network, rank_takes_turns)
             dropped = network.dropped()
         check(outcomes)
         times[ranks] = {name: seconds(outcomes, name) for name in outcomes[0]}
         rows += [row(outcomes, name, dropped) for name in outcomes[0]]
-        print(f"{ranks} ranks: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print_published(times)
     claims.report("exchange", rows, claimed(times), as_json)

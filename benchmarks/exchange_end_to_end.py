@@ -1,6 +1,6 @@
 """How many images a second does train.py reach on eight hosts whose network is slow, by method of exchange?
 
-    python -m benchmarks.exchange_end_to_end [--json]        (as root)
+    python -m benchmarks.exchange_end_to_end [--quick] [--json]        (as root)
 
 Eight hosts of `benchmarks/networks.py`, a rank of train.py on each, whole steps: reading, forward, backward, exchange,
 update. The model is the quickstart's on digits; the cables have 1 Gbit/s times its parameters over those of
@@ -25,7 +25,6 @@ import contextlib
 import io
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Tuple
 
@@ -121,15 +120,14 @@ def rows(turns: Dict[str, List[Turn]]) -> List[dict]:
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="8 minutes", quick="2 minutes").json
     torch.set_num_threads(1)
     count = parameters()
     rate = round(GIGABIT * count / B4_PARAMETERS)
     print(f"{HOSTS} hosts, {count:,} parameters, cables of {rate / 1e6:.1f} Mbit/s (B4 G16 at 1 Gbit/s)")
     turns: Dict[str, List[Turn]] = {name: [] for name in METHODS}
-    started = time.perf_counter()
-    for number in range(TURNS):
-        for name in list(METHODS)[:: -1 if number % 2 else 1]:
+    for number in range(claims.less(TURNS, 1)):
+        names = list(METHODS)[:: -1 if number % 2 else 1]
+        for name in claims.progress(names, f"turn {number + 1} of {claims.less(TURNS, 1)}, method"):
             turns[name].append(train_once(METHODS[name], rate))
-        print(f"turn {number + 1} of {TURNS}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     claims.report("exchange_end_to_end", rows(turns), [], as_json)

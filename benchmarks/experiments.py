@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Mapping, Protocol, Sequence
 
+from benchmarks import claims
 from parallel.mortal import mortal
 from tools.curves import read_events
 
@@ -25,11 +26,19 @@ RESULTS = ROOT / "docs" / "results"
 QUIET = ("log.tensorboard=false", "log.trust_ratios=false")
 
 
+_SHORT = ("run.epochs=1", "schedule.warmup_epochs=0.2")  # with --quick
+
+
 def command(folder: Path, overrides: Sequence[str], replicas: int = 1) -> List[str]:
     """Trains the quickstart recipe with overrides into a run folder."""
     start = ["train.py"] if replicas == 1 else ["-m", "tools.launch", "--replicas", str(replicas)]
     recipe = ["--config", "configs/quickstart.yaml", *overrides, *QUIET, f"run.output={folder}"]
-    return [sys.executable, *start, *recipe]
+    return [sys.executable, *start, *recipe, *claims.less((), _SHORT)]
+
+
+def kept(name: str) -> Path:
+    """Where the runs of an experiment are kept; short ones are not taken for whole ones."""
+    return CACHE / claims.less("", "quick") / name
 
 
 class Run(Protocol):
@@ -45,8 +54,9 @@ class Run(Protocol):
 def train_all(runs: Sequence[Run], at_once: int) -> None:
     """Trains each run to its end that has not come to it before. One thread to a process."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
-        for number, _ in enumerate(pool.map(_train, runs), start=1):
-            print(f"{number} of {len(runs)} runs done", flush=True)
+        done = pool.map(_train, runs)
+        for _ in claims.progress(runs, "run"):
+            next(done)
 
 
 def _train(run: Run) -> None:

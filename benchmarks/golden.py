@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import argparse
 import contextlib
 import hashlib
 import subprocess
@@ -131,13 +130,13 @@ def _row(name: str, case: Case, earlier: Optional[Path]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = claims.parser(__doc__)
     parser.add_argument("--against", metavar="REVISION", help="also train with the program of this git revision")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
-    arguments = parser.parse_args()
+    arguments = claims.begin(parser, takes="3 minutes, twice that with --against", quick="1 minute")
+    cases = claims.less(list(CASES.items()), list(CASES.items())[:2])
     with contextlib.ExitStack() as stack:
         earlier = stack.enter_context(checkout_of(arguments.against)) if arguments.against else None
-        rows = [_row(name, case, earlier) for name, case in CASES.items()]
+        rows = [_row(name, case, earlier) for name, case in claims.progress(cases, "case")]
     found = []
     if arguments.against:
         equal = sum(row["here"] == row["there"] for row in rows) / len(rows)

@@ -1,6 +1,6 @@
 """What is this GPU good for, and do our kernels compute on it what they should? In less than eight minutes.
 
-    python -m benchmarks.gpu_suite [--json]
+    python -m benchmarks.gpu_suite [--quick] [--json]
 
 In this order: checks of the kernels on fresh random inputs; what the device copies and multiplies at best; training
 beside timm's loop, eager; the optimizer's update; the selection of the largest values; the loader beside the
@@ -23,8 +23,10 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import dataclasses
 import functools
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import List, Sequence, Tuple
@@ -68,10 +70,15 @@ SECTIONS = [
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="8 minutes of a GPU", quick="2 minutes of a GPU").json
     if not torch.cuda.is_available():
         raise ConfigError("benchmarks.gpu_suite: PyTorch finds no CUDA device here; run it where there is one")
-    rows, machine = measured(REAL, SECTIONS, ROOT / "docs" / "results" / "gpu")
+    with tempfile.TemporaryDirectory() as folder:  # a page is of a whole measurement
+        place = claims.less(ROOT / "docs" / "results" / "gpu", Path(folder))
+        share = claims.less(1.0, 0.25)
+        plan = dataclasses.replace(REAL, total=share * REAL.total)
+        sections = [section._replace(seconds=share * section.seconds) for section in SECTIONS]
+        rows, machine = measured(plan, sections, place)
     shown = [{key: "-" if value is None else value for key, value in row.columns().items()} for row in rows]
     claims.report("gpu_suite", shown, gpu_report.made_claims(rows), as_json=False)
     print(

@@ -1,6 +1,6 @@
 """Is our loader faster than others, and close to what decoding alone takes?
 
-    python -m benchmarks.loader [--json]
+    python -m benchmarks.loader [--quick] [--json]
 
 One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py), which are in the
 page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64.
@@ -110,8 +110,9 @@ def sides() -> List[Side]:
 def in_turn(all_sides: List[Side]) -> Dict[Key, List[float]]:
     """Seconds an image, turn by turn. The first turn, which does not count, starts what must be started."""
     times: Dict[Key, List[float]] = {(side.part, side.name): [] for side in all_sides}
-    for turn in range(1 + TURNS):
-        first = turn * len(all_sides) // (1 + TURNS)
+    number = 1 + claims.less(TURNS, 2)
+    for turn in claims.progress(range(number), "turn"):
+        first = turn * len(all_sides) // number
         for side in [*all_sides[first:], *all_sides[:first]]:
             seconds = _seconds_an_image(side, turn)
             if turn:
@@ -170,7 +171,10 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
 
 def claims_at_scale() -> List[dict]:
     measured = {
-        what: [loader_at_scale.measure(what) for _ in range(REPETITIONS)] for what in ("folder", "shards", "epochs")
+        what: [
+            loader_at_scale.measure(what) for _ in claims.turns(REPETITIONS, f"1.28 million images, {what}", at_most=1)
+        ]
+        for what in ("folder", "shards", "epochs")
     }
 
     def values(what: str, name: str) -> List[float]:
@@ -192,7 +196,7 @@ def bytes_per_value() -> List[float]:
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="10 minutes", quick="2 minutes").json
     paths = photographs()
     size = statistics.mean(path.stat().st_size for path in paths)
     at_scale = claims_at_scale()

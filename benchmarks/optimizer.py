@@ -1,6 +1,6 @@
 """LARS on float16 state with stochastic rounding, against timm's on float32, torch's SGD, and a copy of the same bytes.
 
-    python -m benchmarks.optimizer [--json]
+    python -m benchmarks.optimizer [--quick] [--json]
 
 On the CPU, with the shapes of EfficientNet-B4 G16 (19.3 million parameters) and random gradients. The update is the
 whole one of a training step: gradients divided by the loss scale and checked, norms, trust ratios, momentum, weight
@@ -49,7 +49,7 @@ Sides = Dict[str, Callable[[int], None]]
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="2 minutes", quick="1 minute").json
     parameters = b4_parameters()
     count = sum(parameter.numel() for parameter in parameters.values())
     updates, states = our_updates(parameters)
@@ -150,7 +150,7 @@ def _cast(source: torch.Tensor, out: torch.Tensor) -> None:
 def taken_in_turns(sides: Sides, turns: int) -> Dict[str, List[float]]:
     """Seconds of each side in each turn; the first turn, in which memory is touched for the first time, is left out."""
     times: Dict[str, List[float]] = {name: [] for name in sides}
-    for turn in range(turns + 1):
+    for turn in claims.progress(range(claims.less(turns, 3) + 1), "turn"):
         for name, side in sides.items():
             start = time.perf_counter()
             side(turn)

@@ -1,6 +1,6 @@
 """Does a pipeline of two processes come close to twice the rate of one, and what does recomputing save?
 
-    python -m benchmarks.pipeline [--json]
+    python -m benchmarks.pipeline [--quick] [--json]
 
 EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe's schedule,
 cut where `parallel.split: auto` cuts it here: B4 for its 32 blocks, because B0's 16 have no border within 2 % of the
@@ -233,7 +233,7 @@ def _resident(name: str) -> float:
 def measure_memory(split: Sequence[str]) -> Tuple[List[dict], List[float]]:
     """Rows, and the largest stage's peak with recomputing over that without, by repetition."""
     peaks: Dict[str, list] = {side: [] for side in MEMORY_REPETITIONS}
-    for number in range(max(MEMORY_REPETITIONS.values())):
+    for number in claims.turns(max(MEMORY_REPETITIONS.values()), "memory, turn", at_most=1):
         for side, repetitions in MEMORY_REPETITIONS.items():
             if number < repetitions:
                 peaks[side].append(ranks.run(STAGES, rank_peaks, side, split))
@@ -313,7 +313,7 @@ def print_bounds(phases: Sequence[Sequence[Phases]]) -> None:
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="15 minutes", quick="4 minutes").json
     torch.set_num_threads(1)  # as in the ranks: the report says so
     started = time.perf_counter()
     outcomes = ranks.run(STAGES, rank_takes_turns)

@@ -16,14 +16,14 @@ if __name__ == "__main__":  # before the imports: see run
 
 from typing import Sequence
 
-from benchmarks.claims import claim, report, wants_json
+from benchmarks.claims import begin, claim, report
 from tools.planning import published
 from tools.planning.published import Comparison, Series
 
 
 def main() -> None:
     """Compares, and prints rows and claims."""
-    as_json = wants_json(__doc__)
+    as_json = begin(__doc__, takes="a second", quick="a second").json
     pods, gpus = (_compared(series) for series in (published.PODS, published.A100))
     rows = [
         {

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tu
 
 import torch
 
+from benchmarks import claims
 from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
 from parallel.mortal import die_with_parent
@@ -100,7 +101,9 @@ def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Proces
     begin a turn together.
     """
     turns: Dict[str, List[Turn]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
+    numbers = claims.less(rounds, min(rounds, 2)) + 1
+    shown = claims.progress if processes.topology.is_main else lambda items, what: items
+    for number in shown(range(numbers), f"turns of {', '.join(sides)}:"):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             sides[name]()
             processes.wait_for_all()

@@ -1,6 +1,6 @@
 """Is a data-parallel step as fast as that of DistributedDataParallel, and what does each exchange cost?
 
-    python -m benchmarks.replicas [--json]
+    python -m benchmarks.replicas [--quick] [--json]
 
 EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro batches of 16 that lie in memory,
 1 and 4 of them to a step, float32. All sides are called in turn in the same two long-lived processes, which begin each
@@ -109,7 +109,7 @@ def ratios(seconds: Sequence[float], reference: Sequence[float]) -> List[float]:
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="5 minutes", quick="1 minute").json
     torch.set_num_threads(1)  # as in the ranks: the report says so
     started = time.perf_counter()
     outcomes = ranks.run(REPLICAS, rank_takes_turns)

@@ -1,6 +1,6 @@
 """Is stochastic rounding to float16 unbiased? Beside it: rounding to nearest, and exact independent draws.
 
-    python -m benchmarks.rounding [--json]
+    python -m benchmarks.rounding [--quick] [--json]
 
 Each of 100 values between two float16 neighbours is rounded a million times: as 10,000 elements of a parameter
 in 100 steps, as in training. The bias of the mean is given in standard errors of a mean of exact, independent
@@ -47,11 +47,11 @@ class Sample(NamedTuple):
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="1 minute", quick="half a minute").json
     torch.set_num_threads(1)  # short operations: on a machine that does other work, too, threads wait for each other
     sample = draw_sample(np.random.default_rng(0))
     bias: Dict[str, List[np.ndarray]] = {"stochastic": [], "exact draws": []}
-    for repetition in range(_REPETITIONS):
+    for repetition in claims.turns(_REPETITIONS):
         bias["stochastic"].append(np.abs(stochastic_mean(sample, seed=repetition) - sample.values))
         bias["exact draws"].append(np.abs(ideal_mean(sample, np.random.default_rng([1, repetition])) - sample.values))
     bias["nearest"] = [np.abs(nearest(sample) - sample.values)]

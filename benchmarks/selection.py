@@ -1,6 +1,6 @@
 """How long does it take to find the largest values of a gradient, exactly?
 
-    python -m benchmarks.selection [--json]
+    python -m benchmarks.selection [--quick] [--json]
 
 19,328,168 float32 values, as many as EfficientNet-B4 G16 has parameters, on one core; of these a share `density`, the
 largest in magnitude. The data are normal, or like a gradient: heavy tails, an eighth exact zeros, and 40 layers whose
@@ -40,7 +40,7 @@ _ROUNDS, _ROUNDS_OF_CLAIM = 7, 25
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="3 minutes", quick="1 minute").json
     torch.set_num_threads(1)
     rows: List[dict] = []
     for name, values in data().items():
@@ -82,7 +82,7 @@ def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[], object]]:
 def in_turn(functions: Dict[str, Callable[[], object]], rounds: int) -> Dict[str, List[float]]:
     """Seconds of each call, after a round that does not count."""
     seconds: Dict[str, List[float]] = {name: [] for name in functions}
-    for _ in range(rounds + 1):
+    for _ in claims.turns(rounds + 1, "turn", at_most=3):
         for name, function in functions.items():
             start = time.perf_counter()
             function()

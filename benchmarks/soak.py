@@ -1,6 +1,6 @@
 """Does a long run grow? Ten thousand updates with a checkpoint and an evaluation about every hundred.
 
-    python -m benchmarks.soak [--json]
+    python -m benchmarks.soak [--quick] [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
 memory, open files and threads of all their processes are read from /proc. Memory is what is no page of a file, as the
@@ -38,7 +38,7 @@ from parallel.mortal import mortal
 STEPS = 10_000
 # 102 updates an epoch, at the end of which the run is scored and saved.
 RECIPE = (
-    "run.device=cpu", f"run.steps={STEPS}", "model.width=0.25", "model.depth=0.1", "model.image_size=12",
+    "run.device=cpu", "model.width=0.25", "model.depth=0.1", "model.image_size=12",
     "batch.global=14", "batch.micro=7", "batch.evaluation=360", "schedule.warmup_steps=100", "log.every_steps=50",
     "average.step_decay=0.99",
 )  # fmt: skip
@@ -65,13 +65,18 @@ class Sample(NamedTuple):
     threads: float
 
 
+def steps() -> int:
+    """Updates of a run."""
+    return claims.less(STEPS, 1_000)
+
+
 def measure(options: Sequence[str], folder: Path) -> List[Sample]:
     """Trains a run and looks at it every second. Raises CalledProcessError where it fails."""
     flags = [option for option in options if "=" not in option]
     overrides = [option for option in options if "=" in option]
     command = [
         *(sys.executable, "-m", "tools.launch", *flags, "--config", "configs/quickstart.yaml"),
-        *(*RECIPE, *overrides, *QUIET, f"run.output={folder}"),
+        *(*RECIPE, *overrides, *QUIET, f"run.steps={steps()}", f"run.output={folder}"),
     ]
     samples: List[Sample] = []
     environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
@@ -83,7 +88,7 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return [each for each in samples if each.step < STEPS]  # later ones are of a run that is ending
+    return [each for each in samples if each.step < steps()]  # later ones are of a run that is ending
 
 
 def _step(folder: Path) -> int:
@@ -108,22 +113,22 @@ def sample(root: int, step: int) -> Sample:
 
 def slope(samples: Sequence[Sample], name: str) -> float:
     """Growth per 1,000 updates."""
-    late = [each for each in samples if each.step >= _WARM_UP * STEPS]
+    late = [each for each in samples if each.step >= _WARM_UP * steps()]
     fitted = statistics.linear_regression([each.step for each in late], [getattr(each, name) for each in late])
     return 1000 * fitted.slope
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="10 minutes", quick="2 minutes").json
     rows, made = [], []
-    for name, options in RUNS.items():
+    for name, options in claims.progress(list(RUNS.items()), "run"):
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             samples = measure(options, Path(folder) / "run")
         grown = {key: slope(samples, key) for key in ("memory_kb", "distinct_kb", "files", "threads")}
         rows.append(
             {
                 "run": name,
-                "updates": STEPS,
+                "updates": steps(),
                 "samples": len(samples),
                 "memory_mb": round(samples[-1].memory_kb / 1024, 1),
                 "files": samples[-1].files,

@@ -1,6 +1,6 @@
 """What does it cost to apply gradients some steps late, and what does momentum make of it?
 
-    python -m benchmarks.staleness [--json]
+    python -m benchmarks.staleness [--quick] [--json]
 
 Trains the model, the digits and the glyphs of benchmarks/exchange_convergence.py in one process (how late a gradient is
 does not depend on the number of replicas) with `exchange.delay` 0, 1, 4 and 16, by LARS and by SGD, with momentum 0.9
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     @property
     def folder(self) -> Path:
         words = self.setting.replace(",", "").replace(" ", "_")
-        return experiments.CACHE / NAME / f"{words}-delay{self.delay}-seed{self.seed}"
+        return experiments.kept(NAME) / f"{words}-delay{self.delay}-seed{self.seed}"
 
     @property
     def command(self) -> List[str]:
@@ -151,8 +151,22 @@ further, by the roots of its recurrence (`largest_stable_rate`, tested against c
 {FINDINGS}"""
 
 
+def _quick(as_json: bool) -> None:
+    """The first setting in short runs, with and without the longest delay. Writes no page."""
+    setting, delays, seeds = next(iter(SETTINGS)), (DELAYS[0], DELAYS[-1]), SEEDS[:2]
+    runs = {delay: [Run(setting, delay, seed) for seed in seeds] for delay in delays}
+    experiments.train_all([run for each in runs.values() for run in each], at_once=2)
+    rows = [
+        {"setting": setting, "delay": delay, **experiments.ends([run.folder for run in runs[delay]])}
+        for delay in delays
+    ]
+    claims.report(NAME, rows, [], as_json)
+
+
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="an hour, less what is kept of runs before", quick="2 minutes").json
+    if claims.quick():
+        return _quick(as_json)
     experiments.train_all(all_runs(), at_once=2)
     rows = summarise()
     experiments.write(NAME, rows, _page(rows))

@@ -1,6 +1,6 @@
 """Is a training step as fast as timm's own, and is training from JPEG files faster?
 
-    python -m benchmarks.step [--json]
+    python -m benchmarks.step [--quick] [--json]
 
 The same EfficientNet G16 with LARS, the same batch, float32 arithmetic and weights on both sides, in turn:
 - `step`: EfficientNet-B0 at 64 px, images that lie in memory. timm's loop gets normalised float32 images, ours gets
@@ -156,7 +156,7 @@ def seconds(function: Callable[[], None], times: int = 1) -> float:
 def in_turn(sides: dict, rounds: int) -> dict:
     """{name: seconds of each round}; the order turns around from round to round."""
     times: dict = {name: [] for name in sides}
-    for number in range(rounds):
+    for number in claims.turns(rounds, "step, turn"):
         for name in sorted(sides, reverse=bool(number % 2)):
             times[name].append(seconds(sides[name]))
     return times
@@ -184,12 +184,14 @@ def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[f
     """Rows, and timm's time over ours round by round, each with its fastest setting."""
     plan = recipe(*model)
     sides = {"timm": Timms(plan), "ours": Ours(plan)}
-    fastest = {}
+    fastest, settings = {}, claims.less(SETTINGS, SETTINGS[1:2])
     for name, side in sides.items():
-        trials = {setting: min(seconds_with_files(side, setting) for _ in range(2)) for setting in SETTINGS}
+        trials = {}
+        for setting in claims.progress(settings, f"{part}, {name}: setting"):
+            trials[setting] = min(seconds_with_files(side, setting) for _ in range(claims.less(2, 1)))
         fastest[name] = min(trials, key=lambda setting: trials[setting])
     times: dict = {name: [] for name in sides}
-    for number in range(FILE_ROUNDS):
+    for number in claims.turns(FILE_ROUNDS, f"{part}, turn"):
         for name in sorted(sides, reverse=bool(number % 2)):
             times[name].append(seconds_with_files(sides[name], fastest[name]))
     rows = [row(part, name, fastest[name], times[name], times["timm"]) for name in sides]
@@ -203,7 +205,7 @@ def seconds_with_files(side: Ours | Timms, setting: Tuple[int, int]) -> float:
     batches = iter(side.batches(workers))
     for _ in range(4):
         side.update(batches)
-    return seconds(lambda: side.update(batches), times=FILE_STEPS)
+    return seconds(lambda: side.update(batches), times=claims.less(FILE_STEPS, 2))
 
 
 def make_photos() -> None:
@@ -240,11 +242,11 @@ def row(part: str, side: str, setting: Tuple[int, int], values: List[float], ref
 
 
 def main() -> None:
-    as_json = claims.wants_json(__doc__)
+    as_json = claims.begin(__doc__, takes="10 to 15 minutes", quick="2 minutes").json
     step_rows, step_ratios = measure_steps()
     make_photos()
     file_rows, file_ratios = measure_files("files, quickstart's 32 px", SMALL)
-    large_rows, _ = measure_files("files, B0 64 px", B0)
+    large_rows, _ = claims.less(lambda: measure_files("files, B0 64 px", B0), lambda: ([], []))()
     print(f"timm {timm.__version__}; {IMAGES - CLASSES} JPEG files of 500 x 375 pixels")
     made = [
         claims.claim("step_speedup_over_timm", step_ratios, "times", ">= 1.0"),

@@ -1,6 +1,7 @@
 """Runs an experiment, or what is left of it, and writes its page: docs/results/NAME.{md,csv,png}.
 
     python -m benchmarks.evidence NAME      two runs at a time on two cores; cut off, it goes on where it was
+    python -m benchmarks.evidence NAME --quick   its first run only
     python -m benchmarks.evidence --list    which experiments there are, and how far they are
 
 Finished runs are kept under benchmarks/cache/evidence/, each an ordinary run folder; without that folder everything
@@ -18,10 +19,10 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import argparse
 import signal
 from typing import Dict, Sequence
 
+from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.experiment import Experiment
@@ -42,12 +43,10 @@ EXPERIMENTS: Dict[str, Experiment] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = claims.parser(__doc__, with_json=False)
     parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
     parser.add_argument("--list", action="store_true", help="the experiments")
-    options = parser.parse_args()
+    options = claims.begin(parser, takes="one to two hours, less what is kept of runs before", quick="2 minutes")
     if options.list:
         _list()
         return 0
@@ -56,14 +55,18 @@ def main() -> int:
     experiment = EXPERIMENTS[options.name]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        train_all(experiment.wanted, experiment.at_once(), lambda text: print(text, flush=True))
+        wanted = claims.less(experiment.wanted, lambda: experiment.wanted()[:1])
+        train_all(wanted, experiment.at_once(), lambda text: print(text, flush=True))
     except (Lost, UserError) as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT if isinstance(error, UserError) else FAILED
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return STOPPED
-    _write(experiment)
+    if claims.quick():
+        print("quick: the first run only, so no page is written")
+    else:
+        _write(experiment)
     return 0
 
 

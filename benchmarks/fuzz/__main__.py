@@ -1,6 +1,6 @@
 """Does anything that reads files crash, hang or grow when they are damaged?
 
-    python -m benchmarks.fuzz [--inputs N] [--seed N] [--target NAME ...] [--json]
+    python -m benchmarks.fuzz [--inputs N] [--seed N] [--target NAME ...] [--quick] [--json]
 
 Recipes, overrides, images, tar shards with their manifests and indexes, checkpoints and safetensors are damaged in
 ways that are drawn at random, and read. Each input must be taken, or refused by the error that is promised. The seed
@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import argparse
 import random
 
 from benchmarks import claims
@@ -28,20 +27,18 @@ from recipe.errors import DONE, FAILED
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--inputs", type=int, default=60_000, metavar="N", help="of all targets together (60,000)")
+    parser = claims.parser(__doc__)
+    parser.add_argument("--inputs", type=int, metavar="N", help="of all targets together (60,000)")
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="of the damage (drawn, and told)")
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
-    options = parser.parse_args()
+    options = claims.begin(parser, takes="5 minutes for 60,000 inputs", quick="half a minute")
+    inputs = options.inputs or claims.less(60_000, 3_000)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
     shares = sum(TARGETS[name].share for name in options.target)
     rows, faults, growth = [], 0, []
-    for name in options.target:
-        found = trial.run(name, seed, max(1, round(options.inputs * TARGETS[name].share / shares)))
+    for name in claims.progress(options.target, "target"):
+        found = trial.run(name, seed, max(1, round(inputs * TARGETS[name].share / shares)))
         for fault in found.faults:
             print(f"{name}, input {fault.number}: {fault.kind}: {fault.text}", flush=True)
         faults += len(found.faults)

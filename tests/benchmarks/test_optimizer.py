@@ -77,14 +77,14 @@ def test_sides_take_turns_and_the_first_turn_does_not_count():
 
 def test_without_a_compiler_it_says_so(monkeypatch, capsys):
     """One line and the code for wrong input: uncompiled there is nothing to claim."""
-    from benchmarks import claims
     from optim.rows import in_parts
+    from training.command import finish, one_line
 
     monkeypatch.setattr("sys.argv", ["optimizer"])
     monkeypatch.setattr(optimizer, "b4_parameters", parameters)
     monkeypatch.setattr("optim.half_weights.compiled", lambda rehearse: (in_parts, "the update runs uncompiled: none"))
     monkeypatch.setattr(optimizer, "norm_parameters", lambda model: [])
     with pytest.raises(SystemExit) as ended:
-        claims.run(optimizer.main)
+        finish(one_line()(optimizer.main))
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "benchmarks.optimizer: the update runs uncompiled: none\n"
+    assert capsys.readouterr().err.splitlines()[1:] == ["benchmarks.optimizer: the update runs uncompiled: none"]
