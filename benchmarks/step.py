@@ -164,8 +164,10 @@ def in_turn(sides: dict, rounds: int) -> dict:
 
 def measure_steps() -> Tuple[List[dict], List[float]]:
     """Rows, and timm's time over ours round by round."""
-    torch.set_num_threads(2)
-    plan, half = recipe(*B0), recipe(*B0, "precision.weights=float16")
+    threads, part = claims.less(2, 1), claims.less("step, B0 64 px", "step, quickstart's 32 px")
+    torch.set_num_threads(threads)
+    model = claims.less(B0, SMALL)
+    plan, half = recipe(*model), recipe(*model, "precision.weights=float16")
     ours, timms, ours_half = Ours(plan), Timms(plan), Ours(half)
     our_images, their_images = synthetic(plan)
     sides = {
@@ -173,10 +175,10 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
         "ours": lambda: ours.update(our_images),
         "ours, float16 weights": lambda: ours_half.update(our_images),
     }
-    for update in sides.values():
+    for update in claims.progress(list(sides.values()), "first step of side"):
         update()
     times = in_turn(sides, STEP_ROUNDS)
-    rows = [row("step, B0 64 px", name, (2, 0), values, times["timm"]) for name, values in times.items()]
+    rows = [row(part, name, (threads, 0), values, times["timm"]) for name, values in times.items()]
     return rows, [theirs / own for theirs, own in zip(times["timm"], times["ours"])]
 
 
@@ -215,7 +217,7 @@ def make_photos() -> None:
     generator = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.fftfreq(500)[None])
     frequency[0, 0] = 1
-    for number in range(IMAGES):
+    for number in claims.progress(range(IMAGES), "image made"):
         folder = PHOTOS / ("train" if number >= CLASSES else "val") / f"class{number % CLASSES}"
         folder.mkdir(parents=True, exist_ok=True)
         noise = np.fft.ifft2(np.fft.fft2(generator.normal(size=(3, 375, 500))) / frequency).real
