@@ -28,6 +28,7 @@ def tensors(shapes=None, value=1.0):
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2; weights are the step, averages ten and twenty times that."""
     folder = tmp_path / "run"
+    folder.mkdir()
     checkpoints = CheckpointFolder(folder / "checkpoints", 2, True)
     for step in (1, 2):
         shapes = dict(MODEL)
@@ -86,6 +87,15 @@ def test_safetensors_carry_recipe_and_classes_if_they_were_written_so(tmp_path):
     assert (read(str(plain)).recipe, read(str(plain)).classes) == (None, None)
     assert (read(str(full)).recipe, read(str(full)).classes) == ("run: {steps: 2}", ["a", "b"])
     assert set(read(str(full)).tensors) == set(MODEL)
+
+
+def test_a_recipe_that_swells_within_a_file_of_weights_is_refused(tmp_path):
+    """A hundred bytes of aliases a line, nine times as many values each."""
+    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    recipe = "\n".join(["a0: &a0 [1]", *lines])
+    safetensors.torch.save_file({"weight": torch.zeros(1)}, tmp_path / "w.safetensors", {"recipe": recipe})
+    with pytest.raises(ConfigError, match=r"w\.safetensors:\d+: not valid YAML: more than 10,000 values"):
+        recipe_of(read(str(tmp_path / "w.safetensors")), None, [])
 
 
 def test_exported_weights_say_which_they_are(tmp_path):
