@@ -5,6 +5,8 @@ images of that, each replica a contiguous range of the step's micro batches. So 
 changes who computes a micro batch, and the number of workers who loads it, never what is in it.
 """
 
+import errno
+import os
 from typing import Callable, Iterable, Iterator, Optional, Union
 
 import torch
@@ -14,7 +16,7 @@ from data.batches import Loaded, MicroBatch, Request
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training, Transform
-from data.workers import Loader
+from data.workers import Loader, shared_memory_is_full
 from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
@@ -183,6 +185,10 @@ def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:
     try:
         for loaded in batches:
             yield _micro_batch(loaded, data)
+    except RuntimeError as error:  # from a worker, as a text
+        if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
+            raise shared_memory_is_full() from None
+        raise
     finally:
         # Workers end with the last reference to their batches, which a traceback would otherwise keep.
         del batches

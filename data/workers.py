@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import multiprocessing
 import os
 import signal
@@ -44,8 +45,18 @@ class Loader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Loaded]:
+        if self.num_workers:
+            self._check_shared_memory()
         with signals_withheld():
             return super().__iter__()
+
+    def _check_shared_memory(self) -> None:
+        """Raise OSError now if there is no room for what the workers are talked to by: torch would leave half of it."""
+        context = self.multiprocessing_context
+        try:
+            context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
+        except OSError as error:
+            raise (shared_memory_is_full() if error.errno == errno.ENOSPC else error) from None
 
     def check_worker_number_rationality(self) -> None:
         """Do not warn of more workers than cores: they are right where reading waits for a network."""
@@ -67,6 +78,12 @@ def _quiet_context() -> BaseContext:
 
     context.Queue = queue
     return context
+
+
+def shared_memory_is_full() -> OSError:
+    """The error of a process that loads images, or of the one that starts it."""
+    why = "images pass through it to the training process; data.workers and data.prefetch say how many, docker's"
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({why} --shm-size how much it holds)", "/dev/shm")
 
 
 def _as_it_is(loaded: Loaded) -> Loaded:

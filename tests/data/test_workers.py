@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data import workers
-from tests.conftest import ROOT
+from tests.conftest import QUICKSTART, ROOT, TINY
 
 
 @pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
@@ -92,3 +92,29 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+_FULL = """
+import os, subprocess, sys
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[1]}", "tmpfs", "/dev/shm"], check=True)
+if sys.argv[1] == "4k":
+    open("/dev/shm/filled", "wb").write(bytes(4096))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", ["4k", "64k"])
+def test_shared_memory_that_is_full_is_named(tmp_path, size):
+    """Full before workers are started, or by their first images: one line, which names neither folder nor internals."""
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("needs root and namespaces")
+    recipe = ["--config", str(QUICKSTART), *TINY, "run.device=cpu", "data.workers=2", f"run.output={tmp_path / 'run'}"]
+    train = ["train.py", *recipe, "batch.micro=24", "model.image_size=64"]
+    command = ["/usr/bin/env", "unshare", "-m", sys.executable, "-c", _FULL, size, *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 1, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("/dev/shm: No space left on device (images pass through it to the training process; ")
+    assert "--shm-size" in line and "data.workers" in line
