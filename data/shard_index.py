@@ -15,6 +15,7 @@ import safetensors
 import safetensors.numpy
 
 from data.local import Folder, MissingFile
+from recipe.bounded import parse_json
 from recipe.errors import DataError, printable
 
 MANIFEST = "shards.json"
@@ -79,8 +80,8 @@ def decode_index(encoded: bytes, place: str) -> Index:
     """The index in a file's bytes, consistent in itself. Args: place: what errors call it. Raises DataError."""
     try:
         arrays = safetensors.numpy.load(encoded)
-        header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
-        shard = json.loads(header["__metadata__"]["shard"])
+        header = parse_json(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
+        shard = parse_json(header["__metadata__"]["shard"])
         version = shard["format"]
         if version == FORMAT:
             found = {name: _array(arrays, name) for name in _ARRAYS}
@@ -140,7 +141,7 @@ def read_manifest(folder: Folder) -> Manifest:
     except MissingFile as error:
         raise MissingFile(f"{error}; make it: {_REMEDY}") from None
     try:
-        data = json.loads(encoded.decode())
+        data = parse_json(encoded)
         version = data["format"]
         if version == FORMAT:
             shards = tuple(_shard(**shard) for shard in data["shards"])
@@ -154,8 +155,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
-    # Names become paths.
-    if not _text(name).endswith(".tar") or "/" in name or "\\" in name or name.startswith("."):
+    # Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
+    if not _text(name).endswith(".tar") or set("/\\\0") & set(name) or name.startswith(".") or not _is_unicode(name):
         raise ValueError(f"{name!r} is no name of a shard")
     if not all(type(number) is int and number > 0 for number in (bytes, images)):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images")
@@ -166,6 +167,10 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _array(arrays: dict, name: str) -> np.ndarray:

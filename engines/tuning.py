@@ -22,6 +22,7 @@ from models.kernels import adoption
 from models.stages import BlockList
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
+from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError, first_line
@@ -277,7 +278,7 @@ def _cache_file(key: dict) -> Path:
 def _read(key: dict, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate, Outcome]]:
     """What the file of this machine says; None without one, or with one that says something else."""
     try:
-        content = json.loads(_cache_file(key).read_text())
+        content = read_json(_cache_file(key))
         found = {candidate: Outcome(float(content["seconds"][str(candidate)])) for candidate in candidates}
     except (OSError, ValueError, KeyError, TypeError):
         return None

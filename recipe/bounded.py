@@ -14,7 +14,7 @@ def parse_json(text: Union[str, bytes]) -> Any:
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
     try:
-        return json.loads(text)
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError("lists and objects are nested too deeply") from None
 

@@ -11,10 +11,10 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import json
 from pathlib import Path
 from typing import Dict, List, Optional
 
+from recipe.bounded import parse_json
 from recipe.errors import DONE, UserError
 from training.command import Parser, one_line
 from training.files import writing
@@ -37,7 +37,7 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
     events: Dict[str, List[dict]] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             if number == len(lines):  # a run that is being written, or was killed while it wrote
                 break

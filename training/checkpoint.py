@@ -11,21 +11,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import mmap
 import os
 import re
 import warnings
+import zipfile
 from pathlib import Path
 from typing import IO, Callable, Iterable, List, Optional, Set, Tuple
 
 import torch
 
 from recipe.errors import CheckpointError
-from training.files import writing
+from training.files import stored_plainly, writing
 from training.manifest import File, Manifest, parsed, written
 
 FORMAT = 1
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
 _REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: weights are not looked for in what has this one
+_OF_ANY_LENGTH = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # weights_only makes these, too
 _REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
 
 
@@ -239,6 +242,8 @@ def unpickled(path: Path) -> object:
 def _unpacked(stream: IO[bytes]) -> object:
     """What torch.save wrote; None for anything else, and for what could run code when it is loaded."""
     try:
+        if _swells(stream):
+            return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols that are not ours
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -246,6 +251,19 @@ def _unpacked(stream: IO[bytes]) -> object:
         raise
     except Exception:  # torch raises nearly everything about files that are not its own
         return None
+
+
+def _swells(stream: IO[bytes]) -> bool:
+    """Whether a file of a few bytes could take any amount of memory; leaves the stream at its start."""
+    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if any(content.find(word) >= 0 for word in _OF_ANY_LENGTH):
+            return True
+        archive = content[:4] == b"PK\3\4"
+    if archive:
+        with zipfile.ZipFile(stream) as opened:
+            archive = not stored_plainly(opened, os.fstat(stream.fileno()).st_size)
+        stream.seek(0)
+    return archive
 
 
 def _write(path: Path, content: dict) -> File:

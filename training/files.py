@@ -5,8 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import zipfile
 from pathlib import Path
 from typing import Iterator, Union
+
+
+def stored_plainly(archive: zipfile.ZipFile, size: int) -> bool:
+    """Whether the members of a zip file of `size` bytes are not compressed: such could swell a thousandfold."""
+    entries = archive.infolist()
+    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    return plain and sum(entry.file_size for entry in entries) <= size
 
 
 def write_text(path: Path, text: str) -> None:

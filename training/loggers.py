@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from recipe import batch as arithmetic
+from recipe.bounded import parse_json, read_json
 from recipe.config import Log, Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, first_line
 from training.files import write_text, writing
@@ -234,7 +235,7 @@ def told_before(log: Log, folder: Path) -> Dict[str, Told]:
         return {}
     steps = last_steps(folder / "metrics.jsonl")
     try:
-        saved = json.loads((folder / FILE).read_text())
+        saved = read_json(folder / FILE)
         told = {name: Told(**entry) for name, entry in saved.items()}
         return {
             name: each._replace(steps=_later(each.steps, steps)) if name in wanted else each
@@ -296,7 +297,7 @@ def last_steps(metrics: Path) -> Dict[str, int]:
 def _step_of(line: bytes) -> Dict[str, int]:
     """The kind of event in a line and its step, or nothing."""
     try:
-        event = json.loads(line)
+        event = parse_json(line)
         kind, step = event["event"], event["step"]
     except (ValueError, TypeError, KeyError):
         return {}

@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Set
 import torch
 
 from recipe.bounded import parse_json
+from training.files import stored_plainly
 
 _SCHEMA = 8  # of torch's archives, since torch 2.5
 _PREFIX = "torch.ops.aten."
@@ -51,11 +52,9 @@ class Archive:
     def __init__(self, content: bytes):
         """Raises ValueError, and errors of zipfile, for what torch.export.save does not write."""
         self._archive = zipfile.ZipFile(io.BytesIO(content))
-        entries = self._archive.infolist()
-        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        if packed or sum(entry.file_size for entry in entries) > len(content):
+        if not stored_plainly(self._archive, len(content)):
             raise ValueError("its members are compressed, which torch's never are")
-        self._members = {entry.filename.partition("/")[2]: entry for entry in entries}
+        self._members = {entry.filename.partition("/")[2]: entry for entry in self._archive.infolist()}
         if any(name.startswith("data/aotinductor/") for name in self._members):
             raise ValueError("it holds compiled code")
 

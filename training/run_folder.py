@@ -15,6 +15,7 @@ from typing import IO, List, Mapping, Optional, Sequence, Set
 
 from recipe import loading
 from recipe.batch import output_folder
+from recipe.bounded import parse_json, read_json
 from recipe.config import Log, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.hardware import EngineSection, Ipu
@@ -75,7 +76,7 @@ class RunFolder:
         """The `end` event of a run that is complete, else None."""
         try:
             last = self.metrics.read_text().rstrip("\n").rpartition("\n")[2]
-            event = json.loads(last)
+            event = parse_json(last)
         except (OSError, ValueError):
             return None
         return event if event.get("event") == "end" else None
@@ -154,7 +155,7 @@ def note_session(folder: Path, **facts: int) -> None:
 def _starts(folder: Path) -> List[dict]:
     """None where there are none, or none that can be read."""
     try:
-        return list(json.loads((folder / _ENVIRONMENT).read_text())["starts"])
+        return list(read_json(folder / _ENVIRONMENT)["starts"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

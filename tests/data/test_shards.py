@@ -251,6 +251,12 @@ def spoil(folder, what):
     elif what == "escaping name":
         text = (folder / "shards.json").read_text()
         (folder / "shards.json").write_text(text.replace("part-0.tar", "other/../part-0.tar"))
+    elif what.startswith("name with "):
+        text = (folder / "shards.json").read_text()
+        broken = {"name with NUL": "part\\u0000.tar", "name with half a letter": "part\\ud800.tar"}[what]
+        (folder / "shards.json").write_text(text.replace("part-0.tar", broken))
+    elif what == "nested manifest":
+        (folder / "shards.json").write_text("[" * 200_000)
     elif what == "outside":
         rewrite(folder, lengths=np.array([1, 1, 1, 1, 1 << 40]))
     elif what == "negative":
@@ -275,6 +281,9 @@ def spoil(folder, what):
         ("later format", "train/shards.json: manifest of format 2, but this version reads 1"),
         ("other shard", "train/part-0.tar.index: 1 images in 1"),
         ("few classes", "train/part-0.tar.index: label 1, but shards.json names 1 classes, 0 to 0; name all classes"),
+        ("name with NUL", "train/shards.json: damaged manifest ('part\\x00.tar' is no name of a shard)"),
+        ("name with half a letter", "train/shards.json: damaged manifest ('part\\ud800.tar' is no name of a shard)"),
+        ("nested manifest", "train/shards.json: damaged manifest (lists and objects are nested too deeply)"),
         ("escaping name", "train/shards.json: damaged manifest ('other/../part-0.tar' is no name of a shard)"),
         ("outside", "train/part-0.tar.index: damaged index (images overlap or lie outside the shard)"),
         ("negative", "train/part-0.tar.index: damaged index (label -1)"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
+
+from recipe.bounded import parse_json
 
 _MISSING = float("nan")
 
@@ -93,7 +94,7 @@ def read(path: Path) -> Metrics:
 def _event(line: bytes) -> Optional[dict]:
     """None for what is no event of a run."""
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
     whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)

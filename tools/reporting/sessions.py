@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import json
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
+from recipe.bounded import read_json
 from tools.reporting.metrics import Metrics
 
 
@@ -50,7 +50,7 @@ class Spent(NamedTuple):
 def starts(folder: Path) -> List[Start]:
     """All starts that environment.json has, the first one first."""
     try:
-        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["starts"]
+        found = read_json(folder / "environment.json")["starts"]
         return [Start(each) for each in found if isinstance(each, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []

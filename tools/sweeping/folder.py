@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Mapping
 
 from recipe import loading
+from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
 from tools.sweeping.candidates import Candidates
@@ -89,7 +90,7 @@ class SweepFolder:
                 raise ConfigError(f"{self.path} holds files that are no sweep; {remedy}")
             return
         try:
-            before = json.loads((self.path / _DEFINITION).read_text(encoding="utf-8"))
+            before = read_json(self.path / _DEFINITION)
         except ValueError:
             raise ConfigError(f"{self.path / _DEFINITION}: not what a sweep wrote; {remedy}") from None
         difference = _difference(before, _as_data(found)) or _changed_recipe(self.path / _RECIPE, found.base)
