@@ -6,6 +6,7 @@ list gives their classes in the order of their names.
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import re
@@ -19,10 +20,12 @@ from data.base import UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
 from data.names import Names
-from recipe.errors import DataError, printable
+from recipe.errors import DataError, first_line, printable
+from tools import matlab
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
 
 _CLASSES = 1000
+_MOST_BYTES = 128 << 20  # of the devkit unpacked: a dozen times what ImageNet's has
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -130,44 +133,35 @@ def _by_number(lines: list[str], ground_truth: str, devkit: str | None) -> tuple
 
 def _devkit(path: str) -> dict[int, str]:
     """WordNet number of each class's number; without the groups of classes, which have no images of their own."""
-    try:
-        from scipy.io import loadmat
-    except ImportError:
-        raise DataError(f"{path}: the package scipy is needed to read it: pip install scipy") from None
     content = _meta(path)
     try:
-        synsets = loadmat(io.BytesIO(content), squeeze_me=True)["synsets"]
-        numbers, wnids = _flat(synsets["ILSVRC2012_ID"]), _flat(synsets["WNID"])
-        if "num_children" in synsets.dtype.names:
-            leaves = [count == 0 for count in _flat(synsets["num_children"])]
-        else:
-            leaves = [number <= _CLASSES for number in numbers]
-        meaning = {int(number): str(wnid) for number, wnid, leaf in zip(numbers, wnids, leaves) if leaf}
-    except Exception as error:  # the reader of damaged files raises nearly everything
-        raise DataError(f"{path}: data/meta.mat cannot be read ({error}); copy it again") from None
-    if not len(numbers) == len(wnids) == len(leaves) or not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
+        rows = matlab.structs(content, "synsets")
+        leaves = [row for row in rows if row.get("num_children", int(row["ILSVRC2012_ID"] > _CLASSES)) == 0]
+        meaning = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in leaves}
+    except Exception as error:  # of damaged files: nearly everything
+        raise DataError(f"{path}: data/meta.mat cannot be read ({first_line(error)}); copy it again") from None
+    if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
         raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
     return meaning
 
 
 def _meta(path: str) -> bytes:
     try:
-        with tarfile.open(path) as archive:
+        with open(path, "rb") as stream:
+            packed = stream.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise DataError(f"{path}: more than {_MOST_BYTES >> 20} MB; give ILSVRC2012_devkit_t12.tar.gz")
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
                 if member.name.split("/")[-2:] == ["data", "meta.mat"] and member.isreg():
                     return archive.extractfile(member).read()
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; correct --devkit") from None
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
     raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
-
-
-def _flat(values: object) -> list:
-    """The scalars in arrays of arrays, in order: how deep they lie depends on who wrote the file."""
-    if isinstance(values, np.ndarray):
-        return [scalar for value in values.ravel().tolist() for scalar in _flat(value)]
-    return [scalar for value in values for scalar in _flat(value)] if isinstance(values, list) else [values]
 
 
 def _lines(path: str) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import List
+
+from benchmarks.fuzz import canary
 
 _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 _TEXTS = (
@@ -20,7 +23,16 @@ _TEXTS = (
     b"!!python/object",
     b"\xff\xfe",
     b"\n",
+    b"[" * 3000,
+    b"\\ud800",
+    *canary.TEXTS,
+    *canary.PICKLES,
 )
+_VALUE = re.compile(rb'(?<=[:\[,(])\s*("[^"]*"|[-+.\w]+|\[\]|\{\})')  # of JSON, and as YAML and SQL have them
+_OTHERS = (
+    b"null", b"true", b"0", b"-1", b"1e999", b"-0.5", b"9" * 400, b"NaN", b'""', b'"a"', b"[]", b"[1]", b"{}",
+    b'{"a": 1}', b'"\\u0000"', b'"\\ud800"',
+)  # fmt: skip
 
 
 def mutated(seeds: List[bytes], draws: random.Random) -> bytes:
@@ -74,10 +86,18 @@ def _text(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
     data[start:start] = draws.choice(_TEXTS)
 
 
+def _retype(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
+    """Another value in the place of one, of another type or beyond its range."""
+    found = list(_VALUE.finditer(data))
+    if found:
+        place = draws.choice(found)
+        data[place.start(1) : place.end(1)] = draws.choice(_OTHERS)
+
+
 def _splice(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
     """The end of another file."""
     other = draws.choice(seeds)
     data[draws.randrange(len(data) + 1) :] = other[draws.randrange(len(other) + 1) :]
 
 
-_DAMAGE = (_flip, _flip, _truncate, _cut, _repeat, _zero, _number, _number, _text, _splice)
+_DAMAGE = (_flip, _flip, _truncate, _cut, _repeat, _zero, _number, _number, _text, _retype, _retype, _splice)

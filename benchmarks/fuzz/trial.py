@@ -18,17 +18,19 @@ from typing import List, NamedTuple, Optional
 
 import torch
 
+from benchmarks.fuzz import canary
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.targets import TARGETS
 from parallel.mortal import die_with_parent
 
+EXECUTED = "executed"  # kind of a fault
 _HANGS = 20.0  # seconds that one input may take
 _START = 60.0  # seconds that a process may take to begin with its first
 _SAMPLE = 100  # inputs between two looks at the memory
 
 
 class Fault(NamedTuple):
-    """An input that was neither taken nor refused. kind: crash, hang, or the error's name."""
+    """An input that was neither taken nor refused, or ran code. kind: crash, hang, executed, or the error's name."""
 
     number: int
     kind: str
@@ -114,6 +116,9 @@ def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {str(error)[:200]} ({Path(last.filename).name}:{last.lineno})"
                 faults.append(Fault(number, type(error).__name__, text))
+            if canary.songs:
+                faults.append(Fault(number, EXECUTED, "the input ran code"))
+                canary.songs.clear()
             longest = max(longest, time.monotonic() - place[1])
             if number % _SAMPLE == 0:
                 memory.append(_resident())
