@@ -14,8 +14,8 @@ if __name__ == "__main__":  # before the imports: see run
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from recipe.bounded import parse_json
 from recipe.errors import DONE, UserError
+from tools.reporting.metrics import event_in
 from training.command import Parser, one_line
 from training.files import writing
 
@@ -31,17 +31,16 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
     """The events of a run by kind, in order. Raises UserError if the folder holds no run."""
     path = folder / "metrics.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError:
         raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
     events: Dict[str, List[dict]] = {}
     for number, line in enumerate(lines, start=1):
-        try:
-            event = parse_json(line)
-        except ValueError:
+        event = event_in(line)
+        if event is None:
             if number == len(lines):  # a run that is being written, or was killed while it wrote
                 break
-            raise UserError(f"{path}:{number}: not a line of metrics; remove it") from None
+            raise UserError(f"{path}:{number}: not a line of metrics; remove it")
         events.setdefault(event["event"], []).append(event)
     return events
 
@@ -77,7 +76,8 @@ def draw(folders: List[Path], output: Path) -> None:
 
 
 def _line(axis, events: List[dict], key: str, **style) -> None:
-    points = [(event["epoch"], event[key]) for event in events if event[key] is not None]
+    found = [(event.get("epoch"), event.get(key)) for event in events]
+    points = [point for point in found if all(type(each) in (int, float) for each in point)]
     axis.plot([epoch for epoch, _ in points], [value for _, value in points], **style)
 
 

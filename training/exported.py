@@ -132,7 +132,7 @@ def _opened_onnx(content: bytes) -> Program:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4  # what it has to say it also raises
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
     def logits(images: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])

@@ -1,1 +1,1 @@
-"""Damaged and hostile input by the ten thousand: recipes, images, shards, checkpoints."""
+"""Damaged and hostile input by the ten thousand: recipes, images, shards, runs, studies, checkpoints, programs."""

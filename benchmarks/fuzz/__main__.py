@@ -2,9 +2,11 @@
 
     python -m benchmarks.fuzz [--inputs N] [--seed N] [--target NAME ...] [--quick] [--json]
 
-Recipes, overrides, images, tar shards with their manifests and indexes, checkpoints and safetensors are damaged in
-ways that are drawn at random, and read. Each input must be taken, or refused by the error that is promised. The seed
-is told: the same seed gives the same inputs. 60,000 inputs take about five minutes on one core.
+Recipes, overrides, images, tar shards with their manifests and indexes, ImageNet's devkits, run folders, studies,
+checkpoints, safetensors and exported programs are damaged in ways that are drawn at random, and read. Each input must
+be taken, or refused by the error that is promised. Among the damage are pickles and texts that call a function here
+when a reader runs them. The seed is printed: the same seed gives the same inputs. 60,000 inputs take about ten minutes
+on one core.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ def main() -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
     shares = sum(TARGETS[name].share for name in options.target)
-    rows, faults, growth = [], 0, []
+    rows, faults, executed, growth = [], 0, 0, []
     for name in claims.progress(options.target, "target"):
         found = trial.run(name, seed, max(1, round(inputs * TARGETS[name].share / shares)))
         for fault in found.faults:
             print(f"{name}, input {fault.number}: {fault.kind}: {fault.text}", flush=True)
-        faults += len(found.faults)
+        ran = sum(fault.kind == trial.EXECUTED for fault in found.faults)
+        faults, executed = faults + len(found.faults), executed + ran
         growth.append(found.growth)
         rows.append(
             {
@@ -49,14 +52,16 @@ def main() -> int:
                 "inputs": found.inputs,
                 "taken": found.taken,
                 "refused": found.refused,
-                "crashed_hung_or_other": len(found.faults),
+                "crashed_hung_or_other": len(found.faults) - ran,
+                "executed": ran,
                 "slowest_s": round(found.slowest, 3),
                 "growth_kb_per_1000": round(found.growth, 1),
             }
         )
     made = [
         claims.claim("inputs", [sum(row["inputs"] for row in rows)], "inputs", ">= 10000"),
-        claims.claim("crashes_hangs_and_other_errors", [faults], "inputs", "<= 0"),
+        claims.claim("crashes_hangs_and_other_errors", [faults - executed], "inputs", "<= 0"),
+        claims.claim("executed", [executed], "inputs", "<= 0"),
         claims.claim("memory_growth", [max(growth)], "kB per 1,000 inputs", "<= 512"),
     ]
     claims.report("fuzz", rows, made, options.json)

@@ -94,10 +94,15 @@ def _retype(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
         data[place.start(1) : place.end(1)] = draws.choice(_OTHERS)
 
 
+def _run(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
+    """A pickle in the place of all, or of all behind a first line, which may be a name."""
+    data[data.find(b"\n") + 1 if draws.random() < 0.8 else 0 :] = draws.choice(canary.PICKLES)
+
+
 def _splice(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
     """The end of another file."""
     other = draws.choice(seeds)
     data[draws.randrange(len(data) + 1) :] = other[draws.randrange(len(other) + 1) :]
 
 
-_DAMAGE = (_flip, _flip, _truncate, _cut, _repeat, _zero, _number, _number, _text, _retype, _retype, _splice)
+_DAMAGE = (_flip, _flip, _truncate, _cut, _repeat, _zero, _number, _number, _text, _retype, _retype, _run, _splice)

@@ -6,13 +6,15 @@ import contextlib
 import io
 import tarfile
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Tuple, Type
+from typing import Dict, List
 
 import numpy as np
 import torch
 from PIL import Image
 
 from benchmarks.experiments import ROOT
+from benchmarks.fuzz import folders, programs
+from benchmarks.fuzz.target import Target
 from data.base import Box
 from data.encoded import EncodedImage
 from data.shards import ShardsSource
@@ -21,19 +23,6 @@ from recipe.errors import DONE, WRONG_INPUT, DataError, UserError
 from tools import shards
 from training import weights
 from training.checkpoint import CheckpointFolder
-
-
-class Target(NamedTuple):
-    """Something that reads files.
-
-    seeds: whole files, given a folder to work in. read: of damaged bytes, in that folder. refuses: what it may raise.
-    share: of all inputs.
-    """
-
-    seeds: Callable[[Path], List[bytes]]
-    read: Callable[[bytes, Path], None]
-    refuses: Tuple[Type[Exception], ...] = (UserError,)
-    share: float = 0.1
 
 
 def _recipes(folder: Path) -> List[bytes]:
@@ -156,13 +145,14 @@ def _read_all(folder: Path) -> None:
 def _checkpoints(folder: Path) -> List[bytes]:
     made = CheckpointFolder(folder / "whole", 2, False)
     state = {"weights": {"a": torch.arange(12.0).view(3, 4), "b": torch.zeros(2, dtype=torch.float16)}}
-    return [made.save(1, {"engine": state, "recipe": "run: {epochs: 1}", "classes": ["x"]}, 0.5).read_bytes()]
+    path = made.save(1, {"engine": state, "recipe": "run: {epochs: 1}", "classes": ["x"]}, 0.5)
+    return programs.with_members(folder, path.read_bytes(), ("data.pkl",))
 
 
 def _read_checkpoint(data: bytes, folder: Path) -> None:
     """As weights, where no manifest stands before it."""
     path = folder / "damaged.pt"
-    path.write_bytes(data)
+    path.write_bytes(programs.with_member(data, folder))
     weights.read(str(path))
 
 
@@ -186,6 +176,12 @@ TARGETS: Dict[str, Target] = {
     "tars": Target(_tars, _read_tar, share=0.1),
     "shard manifests": Target(_manifests, _read_manifest, share=0.1),
     "shard indexes": Target(_indexes, _read_index, share=0.1),
+    "run folders": Target(folders.runs, folders.read_run, share=0.01),
+    "studies": Target(folders.studies, folders.read_study, share=0.003),
+    "devkits": Target(programs.devkits, programs.read_devkit, share=0.05),
+    ".pt2": Target(programs.torch_programs, programs.read_torch_program, share=0.05),
+    ".onnx": Target(programs.onnx_programs, programs.read_onnx, share=0.05),
+    "safetensors' metadata": Target(programs.metadata, programs.read_metadata, share=0.05),
     "checkpoints": Target(_checkpoints, _read_checkpoint, share=0.1),
     "safetensors": Target(_tensors, _read_tensors, share=0.05),
 }

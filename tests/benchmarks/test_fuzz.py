@@ -1,11 +1,13 @@
 """Damaged input in small, and that the harness notices what neither takes nor refuses it."""
 
 import os
+import pickle
 import random
 import signal
 import time
 
 import pytest
+import yaml
 
 from benchmarks.fuzz import trial
 from benchmarks.fuzz.mutations import mutated
@@ -17,9 +19,10 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_input_is_taken_or_refused(name):
-    found = trial.run(name, seed=5, inputs=200)
+    inputs = {"run folders": 40, "studies": 15}.get(name, 200)  # these take a tenth of a second each
+    found = trial.run(name, seed=5, inputs=inputs)
     assert found.faults == []
-    assert found.inputs == found.taken + found.refused == 200
+    assert found.inputs == found.taken + found.refused == inputs
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -61,6 +64,21 @@ def test_other_errors_crashes_and_hangs_are_found_and_what_follows_is_tried(monk
     misbehave.number = 8
     found = trial.run("bad", seed=0, inputs=2)
     assert [(fault.number, fault.kind) for fault in found.faults] == [(0, "hang"), (1, "hang")]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda data, folder: pickle.loads(data),
+        lambda data, folder: eval(data.decode("latin-1")),
+        lambda data, folder: yaml.load(data, yaml.UnsafeLoader),
+    ],
+)
+def test_code_that_an_input_brings_along_is_seen_to_run(monkeypatch, read):
+    """By its canary, whatever the reader does with the rest."""
+    monkeypatch.setitem(trial.TARGETS, "runs", Target(lambda folder: [b"a"], read, refuses=(Exception,)))
+    found = trial.run("runs", seed=0, inputs=600)
+    assert {fault.kind for fault in found.faults} == {trial.EXECUTED}
 
 
 def test_memory_that_is_kept_is_seen(monkeypatch):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Union
 
 from recipe.bounded import parse_json
 
 _MISSING = float("nan")
+_LARGEST = sys.float_info.max
+_STEPS_MOST = 10**12
+# What is computed with; other numbers of an event are shown only.
+_NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "images", "images_per_second", "data_wait")
 
 
 class Events:
@@ -46,12 +51,14 @@ class Events:
                 column.append(_MISSING)
 
     def _put(self, name: str, value: object) -> None:
-        if value is None:
+        if value is None or (isinstance(value, float) and not _is_number(value)):
             value = _MISSING  # the column keeps its place among the others
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = array("d", [_MISSING]) * self._length
+        elif not _is_number(value):
+            return
+        column = self.columns.get(name)
+        if column is None:
+            column = self.columns[name] = array("d", [_MISSING]) * self._length
+        if len(column) == self._length:  # else a file that was put together by hand has the name twice
             column.append(value)
 
 
@@ -77,7 +84,7 @@ def read(path: Path) -> Metrics:
         return Metrics(train, evaluation, step, end, odd)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            event = _event(line)
+            event = event_in(line)
             if event is None:
                 if line.endswith(b"\n"):
                     odd.append(number)
@@ -91,11 +98,19 @@ def read(path: Path) -> Metrics:
     return Metrics(train, evaluation, step, end, odd)
 
 
-def _event(line: bytes) -> Optional[dict]:
-    """None for what is no event of a run."""
+def event_in(line: Union[bytes, str]) -> Optional[dict]:
+    """The event in a line, each of `_NUMBERS` a finite number or None; None for what is no event of a run."""
     try:
         event = parse_json(line)
     except ValueError:
         return None
-    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    return event if whole else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if type(event.get("step")) is not int or not 0 <= event["step"] < _STEPS_MOST:
+        return None
+    return event if all(_is_number(event.get(name)) for name in _NUMBERS) else None
+
+
+def _is_number(value: object) -> bool:
+    # As a float: JSON's whole numbers may have a thousand digits.
+    return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)

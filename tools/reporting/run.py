@@ -176,16 +176,16 @@ def device(run: Run) -> Optional[str]:
     asked = run.recipe.run.device if run.recipe else "auto"
     if asked == "ipu":
         return "IPU"
-    devices = environment.get("devices") or []
-    if devices and asked != "cpu":
-        return ", ".join(_counted(devices))
+    devices = environment.get("devices")
+    if isinstance(devices, list) and devices and asked != "cpu":
+        return ", ".join(_counted([str(name) for name in devices]))
     return f"CPU: cores {environment.get('cpus')}, threads a process {environment.get('threads')}"
 
 
 def _counted(names: List[str]) -> List[str]:
     """["A", "A", "B"] as ["2 x A", "B"]."""
     counts = [(name, names.count(name)) for name in dict.fromkeys(names)]
-    return [f"{number} x {name}" if number > 1 else str(name) for name, number in counts]
+    return [f"{number} x {name}" if number > 1 else name for name, number in counts]
 
 
 def last_written(run: Run) -> Optional[str]:

@@ -39,23 +39,32 @@ def standing(run_folder: Path, metric: str, recipe: Recipe) -> Standing:
         _values(evaluations, metric),
         bool(evaluations) and _is_final(evaluations[-1], recipe),
         "end" in events,
-        max((event["epoch"] for kind in ("train", "eval") for event in events.get(kind, [])), default=None),
-        timed[-1]["seconds"] if timed else None,
+        max((event.get("epoch") or 0.0 for kind in ("train", "eval") for event in events.get(kind, [])), default=None),
+        timed[-1].get("seconds") if timed else None,
     )
 
 
 def _values(evaluations: List[dict], metric: str) -> List[Optional[float]]:
     if metric != "best_top1":
         average, _, name = metric.rpartition(".")
-        return [(event.get(average) or {}).get(name) if average else event.get(name) for event in evaluations]
+        found = [_inner(event, average).get(name) for event in evaluations]
+        return [value if type(value) in (int, float) else None for value in found]
     values: List[Optional[float]] = []
     for event in evaluations:
-        seen = [value for value in (*values[-1:], event["top1"]) if value is not None]
+        seen = [value for value in (*values[-1:], event.get("top1")) if value is not None]
         values.append(max(seen, default=None))
     return values
 
 
+def _inner(event: dict, name: str) -> dict:
+    """The event, or the object of that name in it."""
+    inner = event.get(name) if name else event
+    return inner if isinstance(inner, dict) else {}
+
+
 def _is_final(evaluation: dict, recipe: Recipe) -> bool:
+    if not evaluation.get("epoch"):
+        return False
     per_epoch = round(evaluation["step"] / evaluation["epoch"])
     run = recipe.run
     total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, recipe.batch.global_))

@@ -17,13 +17,13 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, first_line
 from recipe.randomness import MASK32, key
 from tools.sweeping.candidates import Parameters, grid
 from tools.sweeping.definition import Axis, Definition, SweepFile, Value
-from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, Record
+from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, STATES, Record
 
 # An impossible combination is pruned as Optuna sees it: so the sampler learns to keep away from it.
 _TOLD = {
@@ -40,7 +40,7 @@ class Study:
     """The study in a file."""
 
     def __init__(self, path: Path, sweep: SweepFile):
-        """Opens it, or makes a new one. Raises ConfigError if the file is no study."""
+        """Opens it, or makes a new one. Raises ConfigError if the file is no study, or not that of this sweep."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._definition = sweep.definition
         self._distributions = {key: _distribution(axis) for key, axis in sweep.definition.space.items()}
@@ -52,10 +52,14 @@ class Study:
             self._study = optuna.load_study(
                 study_name=None, storage=self._storage, sampler=optuna.samplers.RandomSampler(), pruner=_pruner(sweep)
             )
-        except (DatabaseError, ValueError, KeyError) as error:
-            if isinstance(error, OperationalError):  # of the disk, not of what is on it
-                raise
-            raise ConfigError(f"{path}: no study; remove it, or choose another folder by --output FOLDER") from None
+            self._check()
+        except (OperationalError, optuna.exceptions.StorageInternalError):  # of the disk, not of what is on it
+            raise
+        except Exception as error:  # nearly everything is raised about a file that was changed by hand
+            reason = first_line(getattr(error, "orig", None) or error)
+            raise ConfigError(
+                f"{path}: no study of this sweep ({reason}); remove it, or choose another folder by --output FOLDER"
+            ) from None
 
     def close(self) -> None:
         self._storage.remove_session()
@@ -115,6 +119,25 @@ class Study:
             warnings.simplefilter("ignore")  # of ties: then all are alike, which the figures say
             found = get_param_importances(self._study, evaluator=evaluator, params=list(self._distributions))
         return {name: float(share) for name, share in found.items()} if math.isfinite(sum(found.values())) else None
+
+    def _check(self) -> None:
+        """Raises nearly everything for trials that no sweep of this definition has."""
+        if [each.name.lower() for each in self._study.directions] != [self._definition.direction]:
+            raise ValueError("it has another direction")
+        trials = self._trials()
+        optuna.create_study(direction=self._definition.direction).add_trials(trials)  # which looks at each
+        for number, record in enumerate(map(self._record, trials)):
+            numbers = [each for each in (record.value, record.epochs, record.seconds) if each is not None]
+            whole = (
+                record.number == number
+                and record.state in STATES
+                and set(record.parameters) == set(self._distributions)
+                and all(type(each) in (int, float) for each in numbers)
+                and (record.state != COMPLETE or (record.value is not None and math.isfinite(record.value)))
+                and isinstance(record.reason, (str, type(None)))
+            )
+            if not whole:
+                raise ValueError(f"trial {number} is not what a sweep wrote")
 
     def _trials(self) -> List[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)

@@ -1,10 +1,14 @@
 """What is drawn is a function of the seed and of the trials before, and what mattered is told."""
 
+import contextlib
 import math
+import pickle
+import sqlite3
 
 import optuna
 import pytest
 
+from recipe.errors import ConfigError
 from tests.conftest import QUICKSTART
 from tools.sweeping.definition import read
 from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING
@@ -143,3 +147,73 @@ def test_of_trials_that_are_all_alike_nothing_is_said(study):
     for _ in range(12):
         some.end(some.begin(), COMPLETE, 0.5)
     assert some.importances() is None
+
+
+class _Payload:
+    """Unpickled by the usual means, it makes a folder."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return __import__("os").mkdir, (str(self.marker),)
+
+
+_EDITS = (
+    "UPDATE trial_user_attributes SET value_json = '[1]'",
+    'UPDATE trial_user_attributes SET value_json = \'{"state": "splendid"}\'',
+    'UPDATE trial_user_attributes SET value_json = \'{"state": "complete", "seconds": "long"}\'',
+    "UPDATE trial_user_attributes SET value_json = '" + "[" * 5000 + "'",
+    'UPDATE trial_params SET distribution_json = \'{"name": "FloatDistribution"}\'',
+    "UPDATE trial_params SET distribution_json = 'null'",
+    "UPDATE trial_params SET param_value = 9e99",
+    "UPDATE trials SET state = 'SPLENDID'",
+    "UPDATE trials SET number = 7",
+    "UPDATE trial_values SET value_type = 'INF_POS', value = NULL",
+    "UPDATE study_directions SET direction = 'MINIMIZE'",
+    "DELETE FROM study_directions",
+    "DELETE FROM trial_values",
+    "DELETE FROM trial_params",
+    "UPDATE trial_params SET param_name = 'model.depth' WHERE param_name = 'optimizer.momentum'",
+    "DELETE FROM studies",
+)
+
+
+@pytest.mark.parametrize("edit", _EDITS)
+def test_a_study_that_was_changed_by_hand_is_refused_in_one_line(study, tmp_path, edit):
+    some = study()
+    carry_on(some, 2)
+    some.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        connection.execute(edit)
+        connection.commit()
+    with pytest.raises(ConfigError) as refusal:
+        study()
+    assert str(refusal.value).startswith(f"{tmp_path / 'study.db'}: no study of this sweep (")
+    assert str(refusal.value).endswith("; remove it, or choose another folder by --output FOLDER")
+
+
+def test_nothing_in_a_study_is_unpickled(study, tmp_path):
+    """In no column of any table: shown with a pickle in each that takes one."""
+    some = study()
+    carry_on(some, 1)
+    some.close()
+    marker = tmp_path / "marker"
+    payload = pickle.dumps(_Payload(marker), 0)
+    whole, tried = (tmp_path / "study.db").read_bytes(), 0
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        columns = [(table, row[1]) for table in tables for row in connection.execute(f"PRAGMA table_info({table})")]
+    for table, column in columns:
+        (tmp_path / "study.db").write_bytes(whole)
+        with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, contextlib.suppress(
+            sqlite3.Error
+        ):
+            changed = connection.execute(f"UPDATE {table} SET {column} = ?", (payload.decode(),)).rowcount
+            connection.commit()
+            tried += changed > 0
+        with contextlib.suppress(ConfigError):
+            study().begin()
+    assert tried > 15 and not marker.exists()
+    pickle.loads(payload)
+    assert marker.exists()

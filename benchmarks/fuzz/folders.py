@@ -1,0 +1,128 @@
+"""Damaged run folders and studies: one of their files each time, the others whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sqlite3
+from pathlib import Path
+from typing import List
+
+from benchmarks.experiments import ROOT
+from recipe import loading
+from recipe.errors import DONE, WRONG_INPUT, DataError
+from tools import curves, report
+from tools.sweeping import leaderboard
+from tools.sweeping.definition import read as read_definition
+
+_METRICS = "metrics.jsonl"
+
+
+def runs(folder: Path) -> List[bytes]:
+    """The files of a run, each after its name; the run itself is put into the folder."""
+    recipe = loading.load(ROOT / "configs" / "quickstart.yaml", ["run.epochs=null", "run.steps=60"])
+    train = {"epoch": 0.5, "loss": 2.0, "top1": 0.5, "lr": 0.1, "gradient_norm": 1.0, "weight_norm": 9.0}
+    train.update(update_norm=0.1, skipped_steps=0, unreadable_images=0, loss_scale=128.0, images_per_second=48.0)
+    train.update(mfu=0.3, data_wait=0.1, seconds=1.0, trust={"blocks.0.conv.weight": 0.01})
+    scores = {"top1": 0.5, "top5": 0.9, "loss": 1.0}
+    end = {"event": "end", "step": 60, **scores, "best_top1": 0.5, "images": 1440, "images_per_second": 48.0}
+    events = [
+        *({"event": "train", "step": step, **train, "seconds": step / 2} for step in (10, 30)),
+        {"event": "eval", "step": 30, "epoch": 0.5, **scores, "step_average": scores},
+        {"event": "checkpoint", "step": 30, "path": "checkpoints/step-00000030.pt"},
+        {"event": "train", "step": 60, **train, "seconds": 30.0},
+    ]
+    last = {**end, "seconds": 31.0, "data_wait": 0.1, "input_bound": False, "workers_needed": None}
+    start = {"started": "2026-01-02T03:04:05+00:00", "command": ["train.py"], "revision": "abc", "python": "3.11.7"}
+    start.update(torch="2.14.1", cpus=2, threads=1, devices=[], step=0, replicas=1)
+    files = {
+        "config.yaml": loading.dump(recipe),
+        _METRICS: "".join(json.dumps(event) + "\n" for event in [*events, last]),
+        "environment.json": json.dumps({"starts": [start, {**start, "step": 30}]}),
+    }
+    (folder / "run").mkdir()
+    for name, text in files.items():
+        (folder / "run" / name).write_text(text)
+    unfinished = "".join(json.dumps(event) + "\n" for event in events)
+    found = [f"{name}\n{text}".encode() for name, text in files.items()]
+    return [*found, f"{_METRICS}\n{unfinished}".encode(), found[1]]
+
+
+def read_run(data: bytes, folder: Path) -> None:
+    """As a report, and what a sweep makes of its metrics."""
+    name, _, content = data.partition(b"\n")
+    path = folder / "run" / {b"config.yaml": "config.yaml", b"environment.json": "environment.json"}.get(name, _METRICS)
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    silent = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            code = report.main([str(folder / "run"), "--images", "0"])
+        if code == WRONG_INPUT:
+            raise DataError(silent.getvalue())
+        assert code == DONE, silent.getvalue()
+        curves.read_events(folder / "run")
+    finally:
+        path.write_bytes(whole)
+
+
+def studies(folder: Path) -> List[bytes]:
+    """A study as the SQL that makes it: as a file of SQLite nearly all damage is to its pages."""
+    from tools.sweeping.study import Study
+
+    (folder / "sweep.yaml").write_text(
+        f"recipe: {ROOT / 'configs' / 'quickstart.yaml'}\nmetric: top1\ntrials: 9\nspace:\n"
+        "  batch.global: {choices: [32, 64]}\n  optimizer.momentum: {low: 0.1, high: 0.9}\n"
+    )
+    study = Study(folder / "whole.db", read_definition(folder / "sweep.yaml"))
+    for state in ("complete", "failed", "complete"):
+        number = study.begin()
+        study.report(number, 0, 0.25)
+        study.end(number, state, 0.5 if state == "complete" else None, 1.0, 2.0, None if state == "complete" else "why")
+    study.begin()
+    study.close()
+    with contextlib.closing(sqlite3.connect(folder / "whole.db")) as connection:
+        return ["\n".join(connection.iterdump()).encode(), (folder / "whole.db").read_bytes()]
+
+
+def read_study(data: bytes, folder: Path) -> None:
+    """Opened, ranked, and gone on with for a trial."""
+    from tools.sweeping.study import StorageError, Study
+
+    path = folder / "damaged.db"
+    path.unlink(missing_ok=True)
+    if data.startswith(b"SQLite"):
+        path.write_bytes(data)
+    else:
+        _executed(path, data.decode(errors="replace"))
+    sweep = read_definition(folder / "sweep.yaml")
+    study = None
+    try:
+        study = Study(path, sweep)
+        records = study.records()
+        leaderboard.write(folder / "leaderboard.csv", records, sweep.definition)
+        leaderboard.table(records, sweep.definition)
+        for number in study.cut_off():
+            study.end(number, "failed", reason="cut off")
+        number = study.begin()
+        study.report(number, 0, 0.5)
+        study.end(number, "complete", 0.5)
+    except StorageError as error:  # said by tools.sweep in one line
+        raise DataError(str(error)) from None
+    finally:
+        if study is not None:
+            study.close()
+
+
+def _executed(path: Path, sql: str) -> None:
+    """A database of those statements that SQLite takes."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous=off")
+        statement = ""
+        for line in sql.splitlines(keepends=True):
+            statement += line
+            with contextlib.suppress(sqlite3.Error, ValueError, UnicodeError):
+                if sqlite3.complete_statement(statement):
+                    now, statement = statement, ""
+                    connection.execute(now)
