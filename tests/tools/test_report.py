@@ -155,6 +155,30 @@ def test_files_that_are_missing_or_damaged_are_said(tmp_path, command):
     assert "no events were passed over: 6." in text and "no environment.json" in text
 
 
+ODD = ["x", [], {}, True, -1, 1e308, 10**400, float("nan"), float("inf"), "\ud800", {"a": [1]}]
+
+
+def test_values_of_any_type_make_a_page(tmp_path, command):
+    """Each number of each kind of event, and what is known of a start, with something else in its place."""
+    names = {name for event in FINISHED for name in event} - {"event"}
+    events = [{**event, name: odd} for event in FINISHED for name in sorted(names & set(event)) for odd in ODD]
+    starts = [start(**{name: odd}) for name in (*start(), "step", "replicas") for odd in ODD]
+    folder = written(tmp_path / "run", [*FINISHED, *events], starts=starts)
+    for newest in ("devices", "cpus", "started", "revision"):
+        for odd in ODD:
+            (folder / "environment.json").write_text(json.dumps({"starts": [*starts, start(**{newest: odd})]}))
+        code, _, errors = command(folder, "--images", "0", "--json")
+        assert (code, errors) == (0, [])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "config.yaml"])
+def test_files_that_are_nested_without_end_make_a_page(tmp_path, command, name):
+    folder = written(tmp_path / "run", FINISHED)
+    (folder / name).write_text("[" * 200_000 + "\n")
+    code, _, errors = command(folder, "--images", "0")
+    assert (code, errors) == (0, [])
+
+
 def test_a_run_that_was_resumed_a_hundred_times_stays_readable(tmp_path, command):
     starts = [start(f"2026-01-02T03:{n // 60:02d}:{n % 60:02d}+00:00", step=6 * n) for n in range(100)]
     folder = written(tmp_path / "run", [train_event(6 * n) for n in range(1, 101)], starts=starts)

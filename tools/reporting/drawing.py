@@ -155,7 +155,7 @@ def axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = F
     elif log:
         vertical["tickformat"] = "~g"  # else the digits between powers of ten stand alone: 2, 5, 10
         found = [value for trace in data for value in trace["y"] if value is not None and value > 0]
-        decades = math.log10(max(found) / min(found)) if found else 0
+        decades = math.log10(max(found)) - math.log10(min(found)) if found else 0
         if decades > 2.2:
             vertical["nticks"] = min(7, math.ceil(decades) + 1)  # whole powers of ten
         elif decades > 0.62:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Union
@@ -10,8 +9,8 @@ from typing import Dict, List, NamedTuple, Optional, Union
 from recipe.bounded import parse_json
 
 _MISSING = float("nan")
-_LARGEST = sys.float_info.max
-_STEPS_MOST = 10**12
+_LARGEST = 3.5e38  # of float32: no run computes with more
+STEPS_MOST = 10**12
 # What is computed with; other numbers of an event are shown only.
 _NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "images", "images_per_second", "data_wait")
 
@@ -106,11 +105,10 @@ def event_in(line: Union[bytes, str]) -> Optional[dict]:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    if type(event.get("step")) is not int or not 0 <= event["step"] < _STEPS_MOST:
+    if type(event.get("step")) is not int or not 0 <= event["step"] < STEPS_MOST:
         return None
     return event if all(_is_number(event.get(name)) for name in _NUMBERS) else None
 
 
 def _is_number(value: object) -> bool:
-    # As a float: JSON's whole numbers may have a thousand digits.
     return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)

@@ -57,7 +57,8 @@ def render(title: str, head: Html, sections: Sequence[Section], unit: str) -> st
         tag("script", Html(_file("report.js"))),
         Html("\n</body>\n</html>\n"),
     )
-    return joined(parts)
+    # Texts of JSON may have halves of letters, which no file can.
+    return joined(parts).encode("utf-8", "backslashreplace").decode()
 
 
 def plot(figure: Figure, alone: bool = False) -> Html:

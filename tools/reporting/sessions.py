@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
 from recipe.bounded import read_json
-from tools.reporting.metrics import Metrics
+from tools.reporting.metrics import STEPS_MOST, Metrics
 
 
 class Start(NamedTuple):
@@ -27,7 +27,7 @@ class Start(NamedTuple):
 
     def _count(self, name: str, least: int) -> Optional[int]:
         value = self.environment.get(name)
-        return value if type(value) is int and value >= least else None
+        return value if type(value) is int and least <= value < STEPS_MOST else None
 
 
 class Spent(NamedTuple):
