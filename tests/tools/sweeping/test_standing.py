@@ -56,7 +56,7 @@ def test_the_last_evaluation_of_a_run_is_known_as_such(write, length, final):
 def test_a_run_that_is_not_there_or_is_being_written_is_no_fault(write, tmp_path):
     recipe = load(QUICKSTART)
     assert standing(tmp_path / "nowhere", "top1", recipe) == ([], False, False, None, None)
-    cut = json.dumps({"event": "end", "seconds": 3.5})
+    cut = json.dumps({"event": "end", "step": 9, "seconds": 3.5})
     reached = standing(write(EVENTS, cut[:20]), "top1", recipe)
     assert (reached.ended, reached.epochs, reached.seconds) == (False, 3.0, None)
     reached = standing(write(EVENTS, cut + "\n"), "top1", recipe)
