@@ -137,6 +137,7 @@ def cut_back(folder, other, step):
     for path in (other / "checkpoints").glob("step-*.pt"):
         if int(path.stem.split("-")[1]) > step:
             path.unlink()
+            path.with_suffix(".json").unlink()
     saved = torch.load(CheckpointFolder(other / "checkpoints", 11, True).path(step), weights_only=True)
     with open(other / "metrics.jsonl", "r+b") as file:
         file.truncate(saved["progression"]["metrics_bytes"])
