@@ -89,14 +89,15 @@ def _text(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
 def _retype(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
     """Another value in the place of one, of another type or beyond its range."""
     found = list(_VALUE.finditer(data))
-    if found:
-        place = draws.choice(found)
-        data[place.start(1) : place.end(1)] = draws.choice(_OTHERS)
+    if not found:
+        return _flip(data, seeds, draws)
+    place = draws.choice(found)
+    data[place.start(1) : place.end(1)] = draws.choice(_OTHERS)
 
 
 def _run(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
     """A pickle in the place of all, or of all behind a first line, which may be a name."""
-    data[data.find(b"\n") + 1 if draws.random() < 0.8 else 0 :] = draws.choice(canary.PICKLES)
+    data[data.find(b"\n") + 1 if draws.random() < 0.8 else 0 :] = draws.choice(canary.PICKLES) + draws.randbytes(2)
 
 
 def _splice(data: bytearray, seeds: List[bytes], draws: random.Random) -> None:
