@@ -6,9 +6,11 @@ The runs it is used on, and what came out, are lars_forms.py's.
 from __future__ import annotations
 
 from typing import List, Optional, Sequence, Tuple
+from unittest import mock
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from optim.half_weights import WeightState
 
 
 class StepRatio:
@@ -45,46 +47,49 @@ class StepRatio:
 
 
 class Recorder:
-    """Watches the trusted tensors of the one optimizer that steps while it is entered."""
+    """Watches the trusted tensors of the one WeightState that is updated by LARS while it is entered."""
 
     def __init__(self) -> None:
         self._ratio: Optional[StepRatio] = None
-        self._before: List[torch.Tensor] = []
         self.rates: List[float] = []
         self.scheduled: List[torch.Tensor] = []
         self.steady: List[torch.Tensor] = []
         self.updates: List[float] = []
 
     def __enter__(self) -> Recorder:
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        )
+        own = WeightState.update
+
+        def update(state: WeightState, step: int, lr: float, divisor: torch.Tensor, measure: bool) -> tuple:
+            before = self._before_update(state, lr, divisor)
+            result = own(state, step, lr, divisor, measure)
+            differences = torch._foreach_sub(_trusted(state)["params"], before)
+            self.updates.append(torch.stack(torch._foreach_norm(differences)).norm().item())
+            return result
+
+        self._patch = mock.patch.object(WeightState, "update", torch.no_grad()(update))
+        self._patch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._patch.stop()
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        group = _trusted(optimizer)
+    def _before_update(self, state: WeightState, lr: float, divisor: torch.Tensor) -> List[torch.Tensor]:
+        """Measures the steps of both forms; returns a copy of the weights."""
+        group = _trusted(state)
+        weights = group["params"]
         if self._ratio is None:
             self._ratio = StepRatio(group["momentum"], group["weight_decay"])
-        weights = group["params"]
-        scheduled, steady = self._ratio.step(weights, [weight.grad for weight in weights], group["lr"])
-        self.rates.append(group["lr"])
+        gradient_of = {id(weight): view for (_, weight), view in zip(state.places(), state.gradients.views)}
+        gradients = torch._foreach_div([gradient_of[id(weight)] for weight in weights], divisor)
+        scheduled, steady = self._ratio.step(weights, gradients, lr)
+        self.rates.append(lr)
         self.scheduled.append(scheduled)
         self.steady.append(steady)
-        self._before = [weight.clone() for weight in weights]
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        differences = torch._foreach_sub(_trusted(optimizer)["params"], self._before)
-        self.updates.append(torch.stack(torch._foreach_norm(differences)).norm().item())
+        return [weight.clone() for weight in weights]
 
     def summary(self) -> dict:
         """Lists over the steps with a learning rate above 0, and K of each tensor, averaged with the rate as weight."""
+        assert self.rates, "no WeightState was updated"
         steps = [number for number, rate in enumerate(self.rates) if rate > 0]
         rates = torch.tensor([self.rates[step] for step in steps])
         found = {"step": steps, "lr": rates.tolist(), "update": [self.updates[step] for step in steps]}
@@ -96,7 +101,7 @@ class Recorder:
         return found
 
 
-def _trusted(optimizer: torch.optim.Optimizer) -> dict:
-    group, *others = [group for group in optimizer.param_groups if group["adapt"]]
+def _trusted(state: WeightState) -> dict:
+    group, *others = [group for group in state.optimizer.param_groups if group["adapt"]]
     assert not others
     return group

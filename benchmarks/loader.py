@@ -110,7 +110,7 @@ def sides() -> List[Side]:
 def in_turn(all_sides: List[Side]) -> Dict[Key, List[float]]:
     """Seconds an image, turn by turn. The first turn, which does not count, starts what must be started."""
     times: Dict[Key, List[float]] = {(side.part, side.name): [] for side in all_sides}
-    number = 1 + claims.less(TURNS, 2)
+    number = 1 + _turns()
     for turn in claims.progress(range(number), "turn"):
         first = turn * len(all_sides) // number
         for side in [*all_sides[first:], *all_sides[:first]]:
@@ -118,6 +118,10 @@ def in_turn(all_sides: List[Side]) -> Dict[Key, List[float]]:
             if turn:
                 times[side.part, side.name].append(seconds)
     return times
+
+
+def _turns() -> int:
+    return claims.less(TURNS, 2)
 
 
 def _seconds_an_image(side: Side, turn: int) -> float:
@@ -196,7 +200,7 @@ def bytes_per_value() -> List[float]:
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="10 minutes", quick="2 minutes").json
+    as_json = claims.begin(__doc__, takes="10 minutes", quick="3 minutes").json
     paths = photographs()
     size = statistics.mean(path.stat().st_size for path in paths)
     at_scale = claims_at_scale()
@@ -213,5 +217,5 @@ def main() -> None:
         claims.claim("bytes_per_channel_value", bytes_per_value(), "bytes", "<= 1"),
         *at_scale,
     ]
-    print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; {TURNS} turns of {MICRO} images")
+    print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; {_turns()} turns of {MICRO} images")
     claims.report("loader", rows, made, as_json)

@@ -37,6 +37,7 @@ from data.shard_index import Manifest, Shard, encode_manifest, index_name, read_
 from data.sources import open_source
 from parallel.mortal import mortal
 from recipe.config import Data
+from training.command import Parser
 
 SHARDS = Path(__file__).resolve().parent / "cache" / "photographs_shards"
 IMAGES_PER_SHARD = 1000
@@ -148,6 +149,9 @@ def _proportional() -> int:
 
 
 def main() -> None:
-    measured = {"folder": _folder, "shards": _shards, "epochs": _epochs}[sys.argv[1]]
+    measured = {"folder": _folder, "shards": _shards, "epochs": _epochs}
+    parser = Parser(description="a part of benchmarks.loader, which has --quick and --json")
+    parser.add_argument("what", choices=measured)
+    what = parser.parse_args().what
     with tempfile.TemporaryDirectory() as root:
-        print(json.dumps(measured(Path(root))))
+        print(json.dumps(measured[what](Path(root))))

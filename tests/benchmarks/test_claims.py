@@ -48,6 +48,15 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
     assert whole.startswith("takes about ") and "; --quick: " in whole
 
 
+@pytest.mark.parametrize("name", _PARTS)
+def test_what_a_benchmark_starts_refuses_the_options_of_a_benchmark_in_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main()
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_there_are_benchmarks():
     assert {"benchmarks.step", "benchmarks.fuzz.__main__", "benchmarks.exchange"} <= set(BENCHMARKS)
     assert len(BENCHMARKS) > 15

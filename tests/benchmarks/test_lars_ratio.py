@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from benchmarks import lars_forms
 from benchmarks.lars_ratio import Recorder, StepRatio
+from optim.half_weights import WeightState
 from optim.lars import LARS
 
 MOMENTUM = 0.885
@@ -43,14 +45,18 @@ def test_it_is_the_ratio_of_the_steps_that_lars_makes(trust):
     """Along a run of either form, the other form steps on the same gradients from the same weights."""
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(shape, generator=generator) for shape in ((16, 8, 3, 3), (10, 40))]
-    run, other = (lars(start, form) for form in (trust, {"gradient": "momentum", "momentum": "gradient"}[trust]))
+    run, other = state_of(start, trust), lars(start, {"gradient": "momentum", "momentum": "gradient"}[trust])
     recorder, expected = Recorder(), []
     for step in range(12):
         gradients = [torch.randn(weight.shape, generator=generator) for weight in start]
-        before = [weight.detach().clone() for weight in run.param_groups[0]["params"]]
+        before = [weight.detach().clone() for _, weight in run.places()][: len(start)]
         lengths = {other.trust: stepped(other, before, gradients, 0.5 * step)}
+        for view, gradient in zip(run.gradients.views, gradients):
+            view.copy_(8 * gradient)
         with recorder:
-            lengths[trust] = stepped(run, before, gradients, 0.5 * step)
+            run.update(step, 0.5 * step, torch.tensor(8.0), False)
+        lengths[trust] = distances([weight for _, weight in run.places()], before)
+        assert recorder.updates[-1] == pytest.approx(lengths[trust].norm().item())
         expected.append(lengths["gradient"] / lengths["momentum"])
     expected = torch.stack(expected[1:])
     summary = recorder.summary()
@@ -61,12 +67,35 @@ def test_it_is_the_ratio_of_the_steps_that_lars_makes(trust):
     assert summary["scheduled_tensors"] == pytest.approx(average.tolist(), rel=1e-3)
 
 
+def test_a_run_is_recorded(tmp_path, monkeypatch):
+    """Five steps, the first at a rate of 0. The next has nothing in its momentum, and so is as long in both forms."""
+    monkeypatch.setattr(lars_forms, "RUNS", tmp_path)
+    record = lars_forms.made(lars_forms.Run(lars_forms.Setting("digits", 256, 128, 2, 1), seed=0))
+    assert record["step"] == [1, 2, 3, 4]
+    assert record["scheduled"][0] == pytest.approx([1.0] * 3, rel=1e-3)
+    assert all(length > 0 for length in record["update"])
+
+
+def state_of(weights, trust):
+    """As an engine has it. Besides the weights it has a parameter without trust ratio, which must be left out."""
+    tensors = [*weights, torch.ones(3)]
+    parameters = {str(number): torch.nn.Parameter(tensor.clone()) for number, tensor in enumerate(tensors)}
+    return WeightState(
+        parameters.items(),
+        lambda named: grouped(list(named.values()), trust),
+        dtype=torch.float32,
+        rounding="nearest",
+        seed=0,
+    )
+
+
 def lars(weights, trust):
-    """Besides the weights it has a parameter without trust ratio, which must be left out."""
-    copies = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    bias = torch.nn.Parameter(torch.ones(3))
-    bias.grad = torch.ones(3)
-    groups = [{"params": copies, "weight_decay": 0.01}, {"params": [bias], "adapt": False}]
+    return grouped([torch.nn.Parameter(tensor.clone()) for tensor in [*weights, torch.ones(3)]], trust)
+
+
+def grouped(parameters, trust):
+    """The last parameter has no trust ratio."""
+    groups = [{"params": parameters[:-1], "weight_decay": 0.01}, {"params": parameters[-1:], "adapt": False}]
     return LARS(groups, lr=0.0, momentum=MOMENTUM, trust=trust)
 
 
@@ -78,4 +107,8 @@ def stepped(optimizer, weights, gradients, lr):
         parameter.data.copy_(weight)
         parameter.grad = gradient
     optimizer.step()
-    return torch.stack([(new.detach() - old).norm() for new, old in zip(group["params"], weights)])
+    return distances(group["params"], weights)
+
+
+def distances(new, old):
+    return torch.stack([(after.detach() - before).norm() for after, before in zip(new, old)])
