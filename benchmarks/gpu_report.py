@@ -105,6 +105,7 @@ def result(rows: Sequence[Row], machine: dict) -> dict:
     return {
         "benchmark": "gpu_suite",
         "machine": machine,
+        "quick": claims.quick(),
         "rows": [row.columns() for row in rows],
         "claims": made_claims(rows),
     }

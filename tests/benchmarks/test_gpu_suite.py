@@ -304,6 +304,7 @@ def test_files_are_named_after_the_device_and_hold_what_is_printed(tmp_path):
     assert [file.name for file in files] == ["nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3.md"]
     content = json.loads(files[0].read_text())
     assert content == json.loads(json.dumps(gpu_report.result(ROWS, machine)))
+    assert content["quick"] is False
     assert {"date", "device", "memory_gib", "torch", "cuda", "cudnn", "triton", "revision"} <= content["machine"].keys()
     page = files[1].read_text()
     tables = [table for table in page.split("\n\n") if table.startswith("|")]
