@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import os
 import sqlite3
 from pathlib import Path
 from typing import List
+from unittest import mock
 
 from benchmarks.experiments import ROOT
 from recipe import loading
 from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import curves, report
+from tools.reporting import page
 from tools.sweeping import leaderboard
 from tools.sweeping.definition import read as read_definition
 
@@ -50,14 +54,15 @@ def runs(folder: Path) -> List[bytes]:
 
 
 def read_run(data: bytes, folder: Path) -> None:
-    """As a report, and what a sweep makes of its metrics."""
+    """As a report without its megabytes of JavaScript, and what a sweep makes of its metrics."""
     name, _, content = data.partition(b"\n")
     path = folder / "run" / {b"config.yaml": "config.yaml", b"environment.json": "environment.json"}.get(name, _METRICS)
     whole = path.read_bytes()
     path.write_bytes(content)
     silent = io.StringIO()
     try:
-        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        quiet = contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent)
+        with quiet[0], quiet[1], mock.patch.object(page, "_plotly", return_value=""):
             code = report.main([str(folder / "run"), "--images", "0"])
         if code == WRONG_INPUT:
             raise DataError(silent.getvalue())
@@ -88,6 +93,8 @@ def studies(folder: Path) -> List[bytes]:
 
 def read_study(data: bytes, folder: Path) -> None:
     """Opened, ranked, and gone on with for a trial."""
+    from alembic.script import ScriptDirectory
+
     from tools.sweeping.study import StorageError, Study
 
     path = folder / "damaged.db"
@@ -99,7 +106,8 @@ def read_study(data: bytes, folder: Path) -> None:
     sweep = read_definition(folder / "sweep.yaml")
     study = None
     try:
-        study = Study(path, sweep)
+        with mock.patch.object(ScriptDirectory, "from_config", return_value=_migrations()):
+            study = Study(path, sweep)
         records = study.records()
         leaderboard.write(folder / "leaderboard.csv", records, sweep.definition)
         leaderboard.table(records, sweep.definition)
@@ -113,6 +121,15 @@ def read_study(data: bytes, folder: Path) -> None:
     finally:
         if study is not None:
             study.close()
+
+
+@functools.lru_cache(maxsize=None)
+def _migrations():
+    """Those of Optuna's tables, of which it would import the ten modules anew for each study, in most of the time."""
+    from alembic.script import ScriptDirectory
+    from optuna.storages import _rdb
+
+    return ScriptDirectory(os.path.join(os.path.dirname(_rdb.__file__), "alembic"))
 
 
 def _executed(path: Path, sql: str) -> None:

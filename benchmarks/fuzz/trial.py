@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -27,6 +26,8 @@ EXECUTED = "executed"  # kind of a fault
 _HANGS = 20.0  # seconds that one input may take
 _START = 60.0  # seconds that a process may take to begin with its first
 _SAMPLE = 100  # inputs between two looks at the memory
+_MEMORY = "/dev/shm"  # for the files, so that nothing waits for a disk
+_ARENA_MAX = -8  # option of mallopt, in glibc's malloc.h
 
 
 class Fault(NamedTuple):
@@ -95,6 +96,7 @@ def _awaited(process, reader, place) -> Optional[tuple]:
 
 def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None:
     die_with_parent()
+    ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)  # heaps of further threads grow by megabytes at times, and down again
     gc.freeze()  # what is inherited need not be looked through again at each look at the memory
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -102,7 +104,7 @@ def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None
     target, taken, refused, longest = TARGETS[name], 0, 0, 0.0
     faults: List[Fault] = []
     memory: List[float] = []
-    with tempfile.TemporaryDirectory() as place_to_work:
+    with tempfile.TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as place_to_work:
         folder = Path(place_to_work)
         seeds = target.seeds(folder)
         for number in range(first, inputs):
@@ -121,19 +123,21 @@ def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None
                 canary.songs.clear()
             longest = max(longest, time.monotonic() - place[1])
             if number % _SAMPLE == 0:
-                memory.append(_resident())
+                memory.append(_held())
     writer.send((taken, refused, longest, faults, memory))
     writer.close()
     os._exit(0)
 
 
-def _resident() -> float:
-    """Of this process, in kB, after all has been given back that is free: what is left is held by somebody."""
+def _held() -> float:
+    """Memory of this process, in kB, after all has been given back that is free: what is left is held by somebody.
+
+    Pages of files on disk do not count: rare damage runs parts of libraries that nothing before has run.
+    """
     gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(float(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
 
 
 def _growth(sizes: List[List[float]]) -> float:

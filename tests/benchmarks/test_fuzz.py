@@ -1,12 +1,15 @@
 """Damaged input in small, and that the harness notices what neither takes nor refuses it."""
 
+import mmap
 import os
 import pickle
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.fuzz import trial
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_input_is_taken_or_refused(name):
-    inputs = {"run folders": 40, "studies": 15}.get(name, 200)  # these take a tenth of a second each
+    inputs = {"run folders": 40, "studies": 40}.get(name, 200)  # these take a tenth of a second each
     found = trial.run(name, seed=5, inputs=inputs)
     assert found.faults == []
     assert found.inputs == found.taken + found.refused == inputs
@@ -89,3 +92,15 @@ def test_memory_that_is_kept_is_seen(monkeypatch):
     )
     growth = trial.run("leaks", seed=0, inputs=3000).growth
     assert growth == pytest.approx(32 * 1000, rel=0.15)
+
+
+def test_pages_of_libraries_are_no_memory_that_is_kept(monkeypatch):
+    """Each input reads 32 kB of one that nothing has read before."""
+    library = max((Path(torch.__file__).parent / "lib").glob("*.so*"), key=lambda path: path.stat().st_size)
+    with open(library, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        places = iter(range(0, len(mapped), 32768))
+        monkeypatch.setitem(
+            trial.TARGETS, "maps", Target(lambda folder: [b"seed"], lambda data, folder: mapped[next(places)])
+        )
+        found = trial.run("maps", seed=0, inputs=2000)
+    assert found.taken == 2000 and found.growth < 512
