@@ -1,7 +1,7 @@
 """Runs an experiment, or what is left of it, and writes its page: docs/results/NAME.{md,csv,png}.
 
     python -m benchmarks.evidence NAME      two runs at a time on two cores; cut off, it goes on where it was
-    python -m benchmarks.evidence NAME --quick   its first run only
+    python -m benchmarks.evidence NAME --quick   its first run only, and that much shorter
     python -m benchmarks.evidence --list    which experiments there are, and how far they are
 
 Finished runs are kept under benchmarks/cache/evidence/, each an ordinary run folder; without that folder everything
@@ -25,13 +25,13 @@ from typing import Dict, Sequence
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.ablations import Ablations
-from benchmarks.evidence.experiment import Experiment
+from benchmarks.evidence.experiment import Experiment, changed
 from benchmarks.evidence.half_weights import HalfWeights
 from benchmarks.evidence.ladder import Ladder, LadderOnGpu
 from benchmarks.evidence.micro import MicroBatches
 from benchmarks.evidence.norms import Norms
 from benchmarks.evidence.resolution import Resolution
-from benchmarks.evidence.runs import Lost, outcome, train_all
+from benchmarks.evidence.runs import Lost, Run, outcome, train_all
 from recipe.errors import FAILED, STOPPED, WRONG_INPUT, UserError
 
 EXPERIMENTS: Dict[str, Experiment] = {
@@ -41,12 +41,17 @@ EXPERIMENTS: Dict[str, Experiment] = {
     )
 }  # fmt: skip
 
+# With --quick.
+_SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")
+
 
 def main() -> int:
     parser = claims.parser(__doc__, with_json=False)
     parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
     parser.add_argument("--list", action="store_true", help="the experiments")
-    options = claims.begin(parser, takes="one to two hours, less what is kept of runs before", quick="2 minutes")
+    options = claims.begin(
+        parser, takes="one to two hours an experiment, less what is kept of runs before", quick="2 minutes"
+    )
     if options.list:
         _list()
         return 0
@@ -55,7 +60,7 @@ def main() -> int:
     experiment = EXPERIMENTS[options.name]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        wanted = claims.less(experiment.wanted, lambda: experiment.wanted()[:1])
+        wanted = claims.less(experiment.wanted, lambda: [shortened(experiment.wanted()[0])])
         train_all(wanted, experiment.at_once(), lambda text: print(text, flush=True))
     except (Lost, UserError) as error:
         print(error, file=sys.stderr)
@@ -64,10 +69,16 @@ def main() -> int:
         print("stopped; the same command goes on", file=sys.stderr)
         return STOPPED
     if claims.quick():
-        print("quick: the first run only, so no page is written")
+        print("quick: one short run only, so no page is written")
     else:
         _write(experiment)
     return 0
+
+
+def shortened(run: Run) -> Run:
+    """A few updates of it; named by what it is, so never taken for the whole one."""
+    kept = [text for text in run.overrides if not text.startswith(("run.epochs=", "schedule.warmup_"))]
+    return run._replace(overrides=changed(kept, _SHORT))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -48,6 +48,16 @@ def test_a_run_is_named_by_what_it_is(kept):
     assert len({each.folder for each in [run, *others]}) == 5
 
 
+@pytest.mark.parametrize("name", command.EXPERIMENTS)
+def test_a_quick_run_is_a_few_updates_and_not_taken_for_the_whole_one(name):
+    first = command.EXPERIMENTS[name].wanted()[0]
+    short = command.shortened(first)
+    recipe = short.recipe()
+    assert (recipe.run.steps, recipe.run.epochs, recipe.data.train_images) == (8, None, 6144)
+    assert short.folder != first.folder
+    assert recipe.model == first.recipe().model
+
+
 def alone(function, kept):
     """Calls function(folder) in a process in which nothing was computed before: torch's autograd does not live on in
     what is forked from one in which it was."""
