@@ -252,7 +252,7 @@ def print_published(times: Dict[int, Dict[str, List[float]]]) -> None:
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="7 minutes", quick="2 minutes").json
+    as_json = claims.begin(__doc__, takes="7 minutes", quick="3 minutes").json
     torch.set_num_threads(1)  # as in the ranks, which are forked from here
     rows, times = [], {}
     for ranks, rate in claims.progress(list(RATES.items()), "number of ranks"):
