@@ -107,6 +107,8 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
             f"goal {each['goal']}: {verdict}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
+    if quick():
+        print("quick: all figures are indicative only")
     if as_json:
         result = {
             "benchmark": benchmark,

@@ -92,6 +92,7 @@ def test_a_quick_benchmark_marks_its_claims(name):
     *lines, last = ended.stdout.splitlines()
     result = json.loads(last)
     assert result["quick"] is True
+    assert lines[-1] == "quick: all figures are indicative only"
     marked = [line for line in lines if "goal " in line]
     assert len(marked) == len(result["claims"]) > 0
     assert all(line.endswith("(quick: indicative only)") for line in marked)
