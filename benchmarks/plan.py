@@ -23,7 +23,7 @@ from tools.planning.published import Comparison, Series
 
 def main() -> None:
     """Compares, and prints rows and claims."""
-    as_json = begin(__doc__, takes="a second", quick="a second").json
+    as_json = begin(__doc__, takes="5 seconds", quick="5 seconds").json
     pods, gpus = (_compared(series) for series in (published.PODS, published.A100))
     rows = [
         {
