@@ -36,11 +36,12 @@ from benchmarks.processes import kilobytes, tree
 from parallel.mortal import mortal
 
 STEPS = 10_000
+_LOGGED = 50  # updates between two lines of the run's log
 # 102 updates an epoch, at the end of which the run is scored and saved.
 RECIPE = (
     "run.device=cpu", "model.width=0.25", "model.depth=0.1", "model.image_size=12",
-    "batch.global=14", "batch.micro=7", "batch.evaluation=360", "schedule.warmup_steps=100", "log.every_steps=50",
-    "average.step_decay=0.99",
+    "batch.global=14", "batch.micro=7", "batch.evaluation=360", "schedule.warmup_steps=100",
+    f"log.every_steps={_LOGGED}", "average.step_decay=0.99",
 )  # fmt: skip
 RUNS: Dict[str, Sequence[str]] = {
     "one process, one worker": ("data.workers=1",),
@@ -67,7 +68,7 @@ class Sample(NamedTuple):
 
 def steps() -> int:
     """Updates of a run."""
-    return claims.less(STEPS, 1_000)
+    return claims.less(STEPS, 500)
 
 
 def measure(options: Sequence[str], folder: Path) -> List[Sample]:
@@ -79,10 +80,14 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
         *(*RECIPE, *overrides, *QUIET, f"run.steps={steps()}", f"run.output={folder}"),
     ]
     samples: List[Sample] = []
+    shown, seen = claims.progress(range(steps() // _LOGGED), f"{_LOGGED} updates,"), 0
     environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(mortal(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             step = _step(folder)
+            while seen < step:
+                next(shown, None)
+                seen += _LOGGED
             if step:
                 samples.append(sample(process.pid, step))
             time.sleep(_SAMPLE_SECONDS)
@@ -94,7 +99,7 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
 def _step(folder: Path) -> int:
     """That the run has told of."""
     with contextlib.suppress(OSError):
-        return 50 * (folder / "metrics.jsonl").read_bytes().count(b'"event": "train"')
+        return _LOGGED * (folder / "metrics.jsonl").read_bytes().count(b'"event": "train"')
     return 0
 
 
