@@ -370,7 +370,7 @@ weights, cutmix, stochastic depth, B4's width and 73,000 steps were not tried.
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="an hour, less what is kept of runs before", quick="2 minutes").json
+    as_json = claims.begin(__doc__, takes="an hour, less what is kept of runs before", quick="1 minute").json
     torch.set_num_threads(1)  # so that a run is the same on every machine with these kernels
     if claims.quick():
         short = Setting("digits", 64, 64, 2, 3)

@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
     parser.add_argument("--list", action="store_true", help="the experiments")
     options = claims.begin(
-        parser, takes="one to two hours an experiment, less what is kept of runs before", quick="2 minutes"
+        parser, takes="one to two hours an experiment, less what is kept of runs before", quick="1 minute"
     )
     if options.list:
         _list()
