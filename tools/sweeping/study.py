@@ -127,12 +127,13 @@ class Study:
         trials = self._trials()
         optuna.create_study(direction=self._definition.direction).add_trials(trials)  # which looks at each
         for number, record in enumerate(map(self._record, trials)):
-            numbers = [each for each in (record.value, record.epochs, record.seconds) if each is not None]
+            lengths = [each for each in (record.epochs, record.seconds) if each is not None]
             whole = (
                 record.number == number
                 and record.state in STATES
                 and set(record.parameters) == set(self._distributions)
-                and all(type(each) in (int, float) for each in numbers)
+                and all(type(each) in (int, float) and math.isfinite(each) for each in lengths)
+                and type(record.value) in (int, float, type(None))
                 and (record.state != COMPLETE or (record.value is not None and math.isfinite(record.value)))
                 and isinstance(record.reason, (str, type(None)))
             )
