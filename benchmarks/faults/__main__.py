@@ -66,9 +66,10 @@ def _all(names: List[str], seed: int) -> List[Trial]:
             trial = bench.trial(name, topology, random.Random(f"{seed} {name} {topology} {number}"))
             trials.append(trial)
             word = f"NOT SURVIVED: {trial.wrong}" if trial.wrong else "survived"
+            noticed = f", noticed by another after {trial.noticed:.2f} s" if trial.noticed else ""
             print(
                 f"{len(trials)} of {len(planned)}, {time.monotonic() - began:.0f} s: {name}, {topology}, at step "
-                f"{trial.step}, code {trial.code} after {trial.detection:.1f} s: {word}",
+                f"{trial.step}, code {trial.code} after {trial.detection:.1f} s{noticed}: {word}",
                 flush=True,
             )
     return trials
