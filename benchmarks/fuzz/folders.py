@@ -94,6 +94,7 @@ def studies(folder: Path) -> List[bytes]:
 def read_study(data: bytes, folder: Path) -> None:
     """Opened, ranked, and gone on with for a trial."""
     from alembic.script import ScriptDirectory
+    from optuna.storages._rdb.models import BaseModel
 
     from tools.sweeping.study import StorageError, Study
 
@@ -121,6 +122,8 @@ def read_study(data: bytes, folder: Path) -> None:
     finally:
         if study is not None:
             study.close()
+        for mapper in BaseModel.registry.mappers:  # keep the statements of up to 150 studies, 12 MB and more
+            mapper._compiled_cache.clear()
 
 
 @functools.lru_cache(maxsize=None)
