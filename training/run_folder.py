@@ -6,6 +6,7 @@ import datetime
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import subprocess
@@ -77,13 +78,15 @@ class RunFolder:
         try:
             last = self.metrics.read_text().rstrip("\n").rpartition("\n")[2]
             event = parse_json(last)
-        except (OSError, ValueError):
+            whole = event["event"] == "end" and 0 <= event["top1"] <= 1 and 0 <= event["seconds"] < math.inf
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return event if event.get("event") == "end" else None
+        return event if whole else None
 
     def first_threads(self) -> Optional[int]:
         """Threads that the main process computed with when the run began; None where that was not noted."""
-        return next((start.get("threads") for start in _starts(self.path)), None)
+        threads = next((start.get("threads") for start in _starts(self.path)), None)
+        return threads if isinstance(threads, int) else None
 
     def check(self) -> None:
         """Raises OSError once the folder's path no longer leads to the folder that was opened."""
@@ -155,7 +158,7 @@ def note_session(folder: Path, **facts: int) -> None:
 def _starts(folder: Path) -> List[dict]:
     """None where there are none, or none that can be read."""
     try:
-        return list(read_json(folder / _ENVIRONMENT)["starts"])
+        return [start for start in read_json(folder / _ENVIRONMENT)["starts"] if isinstance(start, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

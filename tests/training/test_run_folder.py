@@ -228,10 +228,32 @@ def test_a_run_is_finished_once_its_last_event_is_the_end(opened):
     assert folder.finished() is None
     folder.metrics.write_text('{"event": "train", "step": 8}\n')
     assert folder.finished() is None
-    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "top1": 0.5}\n')
-    assert folder.finished() == {"event": "end", "top1": 0.5}
+    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "top1": 0.5, "seconds": 9}\n')
+    assert folder.finished() == {"event": "end", "top1": 0.5, "seconds": 9}
     folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "to')
     assert folder.finished() is None
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "[1]", "7", '{"event": "end"}', '{"event": "end", "top1": "all", "seconds": 9}',
+        '{"event": "end", "top1": NaN, "seconds": 9}', '{"event": "end", "top1": 0.5, "seconds": 1e999}',
+    ],
+)  # fmt: skip
+def test_a_last_event_that_is_damaged_is_no_end(opened, last):
+    folder = opened()
+    folder.metrics.write_text('{"event": "train", "step": 8}\n' + last + "\n")
+    assert folder.finished() is None
+
+
+@pytest.mark.parametrize(
+    ("starts", "threads"), [("[1]", None), ('[7, {"threads": "2"}]', None), ('[{"threads": 3}]', 3)]
+)
+def test_notes_of_starts_that_are_damaged_are_left_out(opened, starts, threads):
+    folder = opened()
+    (folder.path / "environment.json").write_text(f'{{"starts": {starts}}}')
+    assert folder.first_threads() == threads
 
 
 def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
