@@ -8,7 +8,7 @@ share in libraries' pages changes with every other program that has them loaded,
 for it as well as for the training process: each page of that becomes two once either writes to it, so that distinct
 pages, which are shown beside it, grow for long while nobody keeps more. glibc's allocator is told to give back what is
 free, so that what grows is held by somebody. What is claimed are slopes: least squares over the updates, without the
-first tenth, in which caches fill. Takes some ten minutes on two cores.
+first tenth (with --quick the first half), in which caches fill. Takes some ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ RUNS: Dict[str, Sequence[str]] = {
 # Of glibc: as it is by default, a heap steps up by megabytes at times, and down again, as pieces happen to lie.
 _GIVING_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _SAMPLE_SECONDS = 1.0
-_WARM_UP = 0.1  # of the updates
 
 
 class Sample(NamedTuple):
@@ -69,6 +68,11 @@ class Sample(NamedTuple):
 def steps() -> int:
     """Updates of a run."""
     return claims.less(STEPS, 500)
+
+
+def warm_up() -> float:
+    """Updates that do not count; more than two epochs, by whose ends all that a run needs has been started."""
+    return steps() * claims.less(0.1, 0.5)
 
 
 def measure(options: Sequence[str], folder: Path) -> List[Sample]:
@@ -118,7 +122,7 @@ def sample(root: int, step: int) -> Sample:
 
 def slope(samples: Sequence[Sample], name: str) -> float:
     """Growth per 1,000 updates."""
-    late = [each for each in samples if each.step >= _WARM_UP * steps()]
+    late = [each for each in samples if each.step >= warm_up()]
     fitted = statistics.linear_regression([each.step for each in late], [getattr(each, name) for each in late])
     return 1000 * fitted.slope
 
