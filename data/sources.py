@@ -172,7 +172,7 @@ class _Aside:
             )
         if self.loops:
             found.append(
-                f"{folder}: left out {len(self.loops):,} links that lead back to a folder around them; "
+                f"{folder}: left out links that lead back to a folder around them: {len(self.loops):,}; "
                 f"{_first(self.loops)}"
             )
         return tuple(printable(note) for note in found)

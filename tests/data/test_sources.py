@@ -288,7 +288,7 @@ def test_links_that_lead_back_are_left_out_and_named(root):
     assert found == ["cat/a.jpg", "cat/b.png", "dog/away/f.jpg", "dog/c.JPEG"]
     assert source.classes == ("cat", "dog")
     (note,) = source.notes
-    assert note.startswith(f"{root}/train: left out 5 links that lead back to a folder around them; the first: ")
+    assert note.startswith(f"{root}/train: left out links that lead back to a folder around them: 5; the first: ")
 
 
 def test_other_kinds_of_images_are_counted_in_a_line(root):
