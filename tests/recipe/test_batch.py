@@ -238,7 +238,7 @@ def test_schedules_need_micro_batches_enough(schedule, stages, accumulation, mes
 def test_the_plan_says_what_the_recipe_determines():
     plan = batch.describe(recipe(replicas=64, data={"train_images": IMAGENET}))
     assert [line.split()[0] for line in plan.splitlines()] == [
-        "run", "model", "batch", "parallel", "precision", "optimizer", "data", "length",
+        "run", "model", "batch", "parallel", "precision", "optimizer", "data", "images", "length",
     ]  # fmt: skip
     for words in (
         "run -> runs/run",
