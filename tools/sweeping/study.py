@@ -124,6 +124,9 @@ class Study:
         """Raises nearly everything for trials that no sweep of this definition has."""
         if [each.name.lower() for each in self._study.directions] != [self._definition.direction]:
             raise ValueError("it has another direction")
+        with self._storage.engine.connect() as connection:
+            if connection.exec_driver_sql("PRAGMA foreign_key_check").first():  # SQLite itself lets them be
+                raise ValueError("it has values of trials that are not there")
         trials = self._trials()
         optuna.create_study(direction=self._definition.direction).add_trials(trials)  # which looks at each
         for number, record in enumerate(map(self._record, trials)):

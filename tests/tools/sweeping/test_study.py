@@ -178,6 +178,8 @@ _EDITS = (
     "DELETE FROM trial_params",
     "UPDATE trial_params SET param_name = 'model.depth' WHERE param_name = 'optimizer.momentum'",
     "DELETE FROM studies",
+    "DELETE FROM trials",
+    "DROP TABLE trials",
 )
 
 
