@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import optuna
+from optuna import distributions as spaces
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
@@ -129,6 +130,8 @@ class Study:
                 raise ValueError("it has values of trials that are not there")
         trials = self._trials()
         optuna.create_study(direction=self._definition.direction).add_trials(trials)  # which looks at each
+        for name, distribution in (pair for trial in trials for pair in trial.distributions.items()):
+            spaces.check_distribution_compatibility(distribution, self._distributions[name])
         for number, record in enumerate(map(self._record, trials)):
             lengths = [each for each in (record.epochs, record.seconds) if each is not None]
             whole = (

@@ -168,6 +168,7 @@ _EDITS = (
     "UPDATE trial_user_attributes SET value_json = '" + "[" * 5000 + "'",
     'UPDATE trial_params SET distribution_json = \'{"name": "FloatDistribution"}\'',
     "UPDATE trial_params SET distribution_json = 'null'",
+    "UPDATE trial_params SET distribution_json = replace(distribution_json, 'false', 'true')",
     "UPDATE trial_params SET param_value = 9e99",
     "UPDATE trials SET state = 'SPLENDID'",
     "UPDATE trials SET number = 7",
