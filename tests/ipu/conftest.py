@@ -16,6 +16,15 @@ def _forget():
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def _no_process_stays():
+    """The double's data loaders end with their test, so that tests which count processes find their own only."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
+
+
 @pytest.fixture
 def double(monkeypatch):
     """The double's poptorch; popdist and horovod.torch can be imported beside it. All three are gone afterwards."""

@@ -468,7 +468,8 @@ def _bytearray_in_archive(length):
 )
 def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch, make, size):
     """torch would open both in archives: shown first, with the little that is enough to tell."""
-    if make is not _bytearray:  # an old file goes on behind its first pickle
+    refused_by_old_torch = make is _bytearray_in_archive and not hasattr(torch.serialization, "add_safe_globals")
+    if make is not _bytearray and not refused_by_old_torch:  # an old file goes on behind its first pickle
         assert len(torch.load(io.BytesIO(make([1, 2] if make is _deflated else 2)), weights_only=True)) == 2
     path = tmp_path / "small.pt"
     path.write_bytes(make(torch.zeros(size, dtype=torch.uint8) if make is _deflated else size))
