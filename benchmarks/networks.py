@@ -136,14 +136,14 @@ def run(network: Network, function: Callable, *args: Any, connect: bool = True) 
         RuntimeError: a rank failed or died; the others are killed before.
     """
     context = multiprocessing.get_context("fork")
-    meeting = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
+    barrier = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
     processes, waiting = [], {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(network.hosts):
                 reader, writer = context.Pipe(duplex=False)
                 store = f"{folder}/store" if connect else None
-                given = (network, rank, store, writer, function, (meeting.wait, *args))
+                given = (network, rank, store, writer, function, (barrier.wait, *args))
                 process = context.Process(target=_rank, args=given, daemon=True)
                 process.start()
                 writer.close()

@@ -20,8 +20,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from parallel.hosts import Hosts, interface_towards
-from parallel.meeting import MasterLost, Meeting, Others, Outcome, Stopped
 from parallel.mortal import mortal
+from parallel.rendezvous import MasterLost, Others, Outcome, Rendezvous, Stopped
 from parallel.signals import Signals, kill
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
@@ -79,7 +79,7 @@ def _once(others: Others, attempt: int, local: int, command: List[str], signals:
         local_world_size=local,
         entrypoint=python,
         args=tuple(part.replace("$", "$$") for part in arguments),  # which torch's agent reads as templates
-        rdzv_handler=Meeting(others, attempt),
+        rdzv_handler=Rendezvous(others, attempt),
         max_restarts=0,
         monitor_interval=0.05,
     )

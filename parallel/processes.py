@@ -22,7 +22,7 @@ from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe.errors import ConfigError
 
-_MEETING_SECONDS = 50.0  # for all ranks to find the master
+_RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 _WORD_SECONDS = 5.0  # between two words of a rank that lives
@@ -57,7 +57,7 @@ class Processes(Agreement):
             return
         from torch.distributed.device_mesh import init_device_mesh  # newer than what a process alone can do with
 
-        _meet(topology, device)
+        _join(topology, device)
         names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
         host = init_device_mesh("cpu", shape, mesh_dim_names=names)
         mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -194,7 +194,7 @@ class _Watch:
 
     def __init__(self, topology: Topology, silence: float):
         """Args: silence: seconds without a word after which a rank counts as lost."""
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_MEETING_SECONDS))
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._name, self._silence = describe(topology), silence
@@ -273,7 +273,7 @@ def leave(message: str, code: int = 1) -> None:
     os._exit(code)
 
 
-def _meet(topology: Topology, device: torch.device) -> None:
+def _join(topology: Topology, device: torch.device) -> None:
     """torch.distributed's initialisation, with the time-outs and the words of this program."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
@@ -282,7 +282,7 @@ def _meet(topology: Topology, device: torch.device) -> None:
             "start by ./run_pod.sh, or set them"
         )
     serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = datetime.timedelta(seconds=_MEETING_SECONDS)
+    timeout = datetime.timedelta(seconds=_RENDEZVOUS_SECONDS)
     try:
         if not serves:
             _await(host, int(port))
@@ -293,7 +293,7 @@ def _meet(topology: Topology, device: torch.device) -> None:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{describe(topology)} did not meet all {topology.world} ranks at {host}:{port} within "
-            f"{_MEETING_SECONDS:.0f} s ({first}); check that all were started and that the address is right"
+            f"{_RENDEZVOUS_SECONDS:.0f} s ({first}); check that all were started and that the address is right"
         ) from None
     other = next((rank for rank in range(topology.world) if stages[rank] != stages[0]), None)
     if other is not None:  # they would form other groups, and wait for each other
@@ -309,7 +309,7 @@ def _meet(topology: Topology, device: torch.device) -> None:
 
 def _await(host: str, port: int) -> None:
     """Until the master listens: torch's store would tell of each vain attempt at length. Raises RuntimeError."""
-    end = time.monotonic() + _MEETING_SECONDS
+    end = time.monotonic() + _RENDEZVOUS_SECONDS
     while True:
         try:
             socket.create_connection((host, port), timeout=1.0).close()

@@ -64,11 +64,11 @@ FOUR = ("--replicas", "4")
 
 DRIVE = """
 import os, sys
-from parallel import meeting
+from parallel import rendezvous
 from tools import launch
 from parallel import hosts as places
 if "IMPATIENT" in os.environ:
-    places.REACH_SECONDS, meeting._SILENT_SECONDS, meeting._TOGETHER_SECONDS = 1.0, 0.5, 2.0
+    places.REACH_SECONDS, rendezvous._SILENT_SECONDS, rendezvous._TOGETHER_SECONDS = 1.0, 0.5, 2.0
 sys.exit(launch.main(sys.argv[2:], program=sys.argv[1]))
 """
 

@@ -44,7 +44,7 @@ class MasterLost(Exception):
     """The master's launcher, or the way to it, is gone; says which."""
 
 
-class Meeting(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """The static rendezvous, once per attempt: a new store for the ranks, which keep nothing of the attempt before."""
 
     def __init__(self, others: Others, attempt: int):
@@ -121,9 +121,9 @@ class Others:
         if self.hosts.number == 1:
             return port
         self._board.write(attempt, shape=self._shape, **({"port": port} if port else {}))
-        self._meet_master(attempt)
+        self._join_master(attempt)
         self._attempt = attempt
-        self._meet_all()
+        self._await_hosts()
         shapes = [self._entry(host, "shape") for host in range(self.hosts.number)]
         other = next((host for host, shape in enumerate(shapes) if shape != shapes[0]), None)
         if other is not None:
@@ -134,7 +134,7 @@ class Others:
             )
         return self._entry(0, "port")
 
-    def _meet_master(self, attempt: int) -> None:
+    def _join_master(self, attempt: int) -> None:
         """Waits until this host's entries are on the board."""
         end, hosts = time.monotonic() + places.REACH_SECONDS, self.hosts
         while hosts.this not in self._board.read(attempt):
@@ -150,7 +150,7 @@ class Others:
         if self._board.read(attempt)[hosts.this].get("who") != self._board.who:
             raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
 
-    def _meet_all(self) -> None:
+    def _await_hosts(self) -> None:
         hosts, start, said = self.hosts, time.monotonic(), False
         while True:
             self._give_up()
