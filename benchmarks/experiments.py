@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Dict, List, Mapping, Protocol, Sequence
 
 from benchmarks import claims
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from tools.curves import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ def _train(run: Run) -> None:
     if (run.folder / "metrics.jsonl").exists() and "end" in read_events(run.folder):
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(mortal(run.command), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(bound_to_parent(run.command), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def ends(folders: Sequence[Path]) -> dict:

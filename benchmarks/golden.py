@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import claims
 from benchmarks.experiments import ROOT
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from recipe.errors import UserError
 
 _TINY = (
@@ -80,7 +80,7 @@ def digest(checkout: Path, case: Case) -> str:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if case.ipu:
             environment["PYTHONPATH"] = str(checkout / "tests" / "ipu" / "double")
-        command = mortal([sys.executable, *start, *recipe])
+        command = bound_to_parent([sys.executable, *start, *recipe])
         ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         if ended.returncode:
             raise UserError(f"{checkout}: {' '.join(case.overrides)}: {ended.stdout}{ended.stderr}")

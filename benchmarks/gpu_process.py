@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu_measure import Clock, DeviceLost, Plan, Row, Session, free, is_lost, reason, shown
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 
 _PATIENCE = 120.0  # seconds for a process to begin: it loads libraries and the device
 

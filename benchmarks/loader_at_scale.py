@@ -35,7 +35,7 @@ from data.loader import training_batches
 from data.local import LocalFolder
 from data.shard_index import Manifest, Shard, encode_manifest, index_name, read_manifest
 from data.sources import open_source
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from recipe.config import Data
 from training.command import Parser
 
@@ -49,7 +49,7 @@ MICRO, SIZE = 64, 224
 def measure(what: str) -> Dict:
     """What this file prints, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.loader_at_scale", what]
-    return json.loads(subprocess.run(mortal(command), check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(subprocess.run(bound_to_parent(command), check=True, stdout=subprocess.PIPE).stdout)
 
 
 def packed() -> Path:
@@ -60,7 +60,7 @@ def packed() -> Path:
         shutil.rmtree(SHARDS, ignore_errors=True)
         command = [sys.executable, "-m", "tools.shards", "pack", str(paths[0].parent.parent), str(SHARDS)]
         command += ["--images-per-shard", str(IMAGES_PER_SHARD)]
-        subprocess.run(mortal(command), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(bound_to_parent(command), check=True, stdout=subprocess.DEVNULL)
     return SHARDS
 
 

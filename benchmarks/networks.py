@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from benchmarks import ranks
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 from recipe.errors import ConfigError
 
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it

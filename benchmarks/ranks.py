@@ -15,7 +15,7 @@ import torch
 from benchmarks import claims
 from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 from parallel.processes import Processes
 from recipe.batch import divide
 from recipe.config import Recipe

@@ -33,7 +33,7 @@ from typing import Dict, List, NamedTuple, Sequence
 from benchmarks import claims
 from benchmarks.experiments import QUIET, ROOT
 from benchmarks.processes import kilobytes, tree
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 
 STEPS = 10_000
 _LOGGED = 50  # updates between two lines of the run's log
@@ -86,7 +86,7 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
     samples: List[Sample] = []
     shown, seen = claims.progress(range(steps() // _LOGGED), f"{_LOGGED} updates,"), 0
     environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(mortal(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             step = _step(folder)
             while seen < step:

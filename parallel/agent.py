@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from parallel.hosts import Hosts, interface_towards
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Outcome, Rendezvous, Stopped
 from parallel.signals import Signals, kill
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
@@ -73,7 +73,7 @@ def run(
 
 
 def _once(others: Others, attempt: int, local: int, command: List[str], signals: Signals) -> Outcome:
-    python, *arguments = mortal([sys.executable, "-u", *command], ignores_interrupts=True)
+    python, *arguments = bound_to_parent([sys.executable, "-u", *command], ignores_interrupts=True)
     spec = WorkerSpec(
         role="rank",
         local_world_size=local,

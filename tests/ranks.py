@@ -18,7 +18,7 @@ from typing import List, NamedTuple
 
 import torch
 
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 from tests.conftest import QUICKSTART
 from tests.world import _PRELOAD, _free_port
 

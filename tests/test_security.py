@@ -17,7 +17,7 @@ import pytest
 from benchmarks.processes import tree
 from data.base import UnreadableImage
 from data.decode import decode
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from tests.conftest import ROOT, TINY
 
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
@@ -28,7 +28,7 @@ def launch(*arguments, **options):
     command = [sys.executable, "-m", "tools.launch", "--config", "configs/quickstart.yaml", *TINY, "run.device=cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        mortal([*command, *arguments]),
+        bound_to_parent([*command, *arguments]),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from PIL import Image
 
 import train
 from engines.torch_engine import TorchEngine
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from recipe import loading
 from recipe.errors import CheckpointError
 from tests.conftest import QUICKSTART, ROOT, TINY
@@ -438,7 +438,7 @@ def start(*arguments, **streams):
     """train.py as users start it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "train.py", "--config", QUICKSTART, *SHORT, *arguments]
-    return subprocess.Popen(mortal(command), cwd=ROOT, env=environment, text=True, **streams)
+    return subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, text=True, **streams)
 
 
 def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_path):

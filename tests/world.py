@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 
 # Where one of ours cannot be imported the server would die without a word: ranks import those themselves.
 _PRELOAD = ("numpy", "PIL.Image", "pytest", "timm", "torch", "torch.distributed", "yaml")

@@ -31,7 +31,7 @@ from data.shard_index import (
     encode_manifest,
     index_name,
 )  # fmt: skip
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.randomness import bits32, key
 from tools.shard_tar import Writer

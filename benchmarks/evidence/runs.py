@@ -24,7 +24,7 @@ import torch
 from benchmarks.experiments import CACHE, QUIET, ROOT
 from data.glyphs import GlyphsSource
 from data.sources import open_source
-from parallel.mortal import die_with_parent, mortal
+from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
@@ -204,7 +204,7 @@ def _outcome_of(run: Run) -> int:
     try:
         if run.processes > 1:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.run(mortal(run.command()), env=environment, check=False).returncode
+            return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
         train(run.recipe())
     except Stopped:
         return STOPPED

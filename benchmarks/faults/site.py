@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.experiments import ROOT
 from benchmarks.processes import children
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder
 from training.monitor import TIMING_FIELDS
 
@@ -125,7 +125,12 @@ class Session:
         self._log = site.folder / f"session-{time.monotonic_ns()}.log"
         with open(self._log, "wb") as stream:
             self.process = subprocess.Popen(
-                mortal(command), cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+                bound_to_parent(command),
+                cwd=ROOT,
+                env=environment,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
             )
 
     def reach(self, step: int, delay: float) -> bool:

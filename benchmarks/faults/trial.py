@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.faults.kinds import KINDS, Kind, small_disk
 from benchmarks.faults.site import ROOT, Result, Site, Topology
 from data.sources import DigitsSource
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 
 _SESSIONS = 3  # in which a run that nothing more happens to must end
 _TOO_LATE = 4  # times that a run may end before the fault strikes
@@ -158,7 +158,7 @@ def _packed(folder: Path) -> Path:
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(place / f"{index:05d}.png")
         pack = ["pack", folder / "digits" / name, folder / "shards" / name, "--images-per-shard", "200"]
-        command = mortal([sys.executable, "-m", "tools.shards", *pack])
+        command = bound_to_parent([sys.executable, "-m", "tools.shards", *pack])
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return folder / "shards"
 

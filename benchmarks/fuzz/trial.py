@@ -20,7 +20,7 @@ import torch
 from benchmarks.fuzz import canary
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.targets import TARGETS
-from parallel.mortal import die_with_parent
+from parallel.parent_death import die_with_parent
 
 EXECUTED = "executed"  # kind of a fault
 _HANGS = 20.0  # seconds that one input may take

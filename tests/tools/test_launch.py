@@ -17,7 +17,7 @@ import pytest
 
 from parallel import hosts
 from parallel.board import Board
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from tests.conftest import QUICKSTART, ROOT
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
@@ -84,7 +84,7 @@ class Launcher:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP", "GLOO"))}
         command = [sys.executable, "-c", DRIVE, str(self.folder / "rank.py"), "--config", str(QUICKSTART)]
         process = subprocess.Popen(
-            mortal([*command, "batch.global=768", "run.device=cpu", f"run.name={behaviour}", *arguments]),
+            bound_to_parent([*command, "batch.global=768", "run.device=cpu", f"run.name={behaviour}", *arguments]),
             cwd=ROOT,
             env={**clean, "POD_TOKEN": "of these tests", **environment},
             stdout=subprocess.PIPE,

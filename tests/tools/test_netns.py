@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.training.test_resume import Outcome, lines_of
@@ -83,7 +83,7 @@ def started(commands):
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            command, pipe = mortal(["/usr/bin/env", *command]), subprocess.PIPE
+            command, pipe = bound_to_parent(["/usr/bin/env", *command]), subprocess.PIPE
             process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=environment)
             stack.callback(process.communicate)
             stack.callback(process.kill)

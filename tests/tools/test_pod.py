@@ -18,7 +18,7 @@ from PIL import Image
 
 from data.base import permutation
 from data.sources import FolderSource
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.tools.test_launch import alive
@@ -61,7 +61,7 @@ class Pod:
             program.write_text(PROGRAM.format(root=str(ROOT), sabotage=sabotage))
             command = [sys.executable, "-c", DRIVE, program]
         process = subprocess.Popen(
-            mortal([*command, "--config", QUICKSTART, *arguments, f"run.output={self.folder}"]),
+            bound_to_parent([*command, "--config", QUICKSTART, *arguments, f"run.output={self.folder}"]),
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_OF_POD": self._mark},
             stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tools.sweeping import double
@@ -65,7 +65,7 @@ class Sweep:
     def start(self, *more, **environment):
         """The command in a process of its own."""
         return subprocess.Popen(
-            mortal([sys.executable, "-c", DRIVE, DOUBLE, *self.arguments(*more)]),
+            bound_to_parent([sys.executable, "-c", DRIVE, DOUBLE, *self.arguments(*more)]),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,

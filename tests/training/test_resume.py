@@ -21,7 +21,7 @@ import torch
 
 import train
 from engines.torch_engine import TorchEngine
-from parallel.mortal import die_with_parent, mortal
+from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tensors import flat
@@ -308,7 +308,7 @@ def test_the_command_with_workers_survives_a_long_series_of_kills(tmp_path):
 
     def start(folder):
         command = [sys.executable, "train.py", "--config", QUICKSTART, *recipe, f"run.output={folder}"]
-        return subprocess.Popen(mortal(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
     assert start(tmp_path / "undisturbed").wait() == 0
     folder = tmp_path / "run"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from parallel.costs import Link
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _REPETITIONS = 5
@@ -28,7 +28,9 @@ def measure() -> Optional[List[Link]]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": _loopback()}
         processes = [
             subprocess.Popen(
-                mortal([sys.executable, "-m", "tools.diagnosis.loopback", os.path.join(folder, "store"), str(rank)]),
+                bound_to_parent(
+                    [sys.executable, "-m", "tools.diagnosis.loopback", os.path.join(folder, "store"), str(rank)]
+                ),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

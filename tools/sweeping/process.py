@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Optional, Sequence
 
-from parallel.mortal import mortal
+from parallel.parent_death import bound_to_parent
 from recipe import credentials
 
 _TAIL = 64 * 1024  # bytes of a log in which its last line is looked for
@@ -35,7 +35,7 @@ class TrialProcess:
             self._since = stream.tell()
             stream.flush()
             self._process = subprocess.Popen(
-                mortal(command),
+                bound_to_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from parallel.mortal import die_with_parent, mortal
+from parallel.parent_death import bound_to_parent, die_with_parent
 from tests.conftest import ROOT
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
 def test_the_program_is_what_runs():
-    command = mortal([sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "$c"])
+    command = bound_to_parent([sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "$c"])
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (7, "['a b', '$c']\n")
 
@@ -25,8 +25,8 @@ def test_the_program_is_what_runs():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 def test_a_child_dies_with_a_parent_that_is_killed():
     code = (
-        "import subprocess, sys, time\nfrom parallel.mortal import mortal\n"
-        f"child = subprocess.Popen(mortal({SLEEP!r}))\nprint(child.pid, flush=True)\ntime.sleep(60)\n"
+        "import subprocess, sys, time\nfrom parallel.parent_death import bound_to_parent\n"
+        f"child = subprocess.Popen(bound_to_parent({SLEEP!r}))\nprint(child.pid, flush=True)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
@@ -81,7 +81,9 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, num
     marks = tmp_path / "marks"
     marks.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARKS": str(marks)}
-    with subprocess.Popen(mortal([sys.executable, str(tmp_path / "starts.py")]), cwd=ROOT, env=environment) as parent:
+    with subprocess.Popen(
+        bound_to_parent([sys.executable, str(tmp_path / "starts.py")]), cwd=ROOT, env=environment
+    ) as parent:
         deadline = time.monotonic() + 120
         while len(list(marks.iterdir())) < (2 if starter == "benchmarks.ranks" else 1):
             assert time.monotonic() < deadline and parent.poll() is None
@@ -103,7 +105,7 @@ def test_whatever_starts_processes_binds_them_to_itself():
     for room in ("benchmarks", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training"):
         for path in sorted((ROOT / room).rglob("*.py")):
             text = path.read_text()
-            if starts.search(text) and "parallel.mortal import" not in text:
+            if starts.search(text) and "parallel.parent_death import" not in text:
                 found.add(str(path.relative_to(ROOT)))
     assert found - moments - torch_watches == set()
 
@@ -113,14 +115,14 @@ def test_interrupts_are_left_to_the_parent_if_asked(ignores):
     code = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may let it be ignored
     try:
-        done = subprocess.run(mortal([sys.executable, "-c", code], ignores), capture_output=True, text=True)
+        done = subprocess.run(bound_to_parent([sys.executable, "-c", code], ignores), capture_output=True, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     assert done.stdout == f"{ignores}\n"
 
 
 def test_a_parent_that_is_gone_already_leaves_no_child():
-    command = mortal(SLEEP)
+    command = bound_to_parent(SLEEP)
     assert command.count(str(os.getpid())) == 1
     command[command.index(str(os.getpid()))] = "1"
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1

@@ -1,4 +1,4 @@
-"""Processes that die with the one that started them, whatever kills it. Needs no torch."""
+"""Processes that die with the one that started them (parent-death signal), whatever kills it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.execv(command[0], command)
 """
 
 
-def mortal(command: Sequence[str], ignores_interrupts: bool = False) -> List[str]:
+def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) -> List[str]:
     """The command line that starts `command`, which begins with a program's full path, as a child of this process.
 
     Linux kills the child once the thread that started it has ended.
@@ -39,7 +39,7 @@ def mortal(command: Sequence[str], ignores_interrupts: bool = False) -> List[str
 def die_with_parent() -> None:
     """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
 
-    As with `mortal`, Linux kills it once the thread that started it has ended. Where that is a fork server, or the
+    As with `bound_to_parent`, Linux kills it once the thread that started it has ended. Where that is a fork server, or the
     system another, a thread waits for the end of the process that asked for this one.
     """
     parent = multiprocessing.parent_process()
