@@ -39,8 +39,8 @@ def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) ->
 def die_with_parent() -> None:
     """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
 
-    As with `bound_to_parent`, Linux kills it once the thread that started it has ended. Where that is a fork server, or the
-    system another, a thread waits for the end of the process that asked for this one.
+    Linux kills it once the thread that started it has ended. Where that is a fork server, or on another system, a
+    thread waits for the end of the process that asked for this one.
     """
     parent = multiprocessing.parent_process()
     if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):

@@ -56,10 +56,10 @@ STARTERS = {
 PROGRAM = """
 import multiprocessing, sys, time
 from pathlib import Path
-from tests.parallel.test_mortal import begin, rest
+from tests.parallel.test_parent_death import begin, rest
 class Run:
     folder = Path("none")
-    command = [sys.executable, "-c", "from tests.parallel.test_mortal import rest; rest(0)"]
+    command = [sys.executable, "-c", "from tests.parallel.test_parent_death import rest; rest(0)"]
 if __name__ == "__main__":
     {start}
     time.sleep(300)
