@@ -1,17 +1,53 @@
-"""torch.compile for a stage's blocks, so that no step compiles them again."""
+"""torch.compile for a stage's blocks: before the first step, so that no step is slow, and never again."""
 
 from __future__ import annotations
 
+import time
 import types
-from typing import Callable, Dict, List, Sequence
+from typing import TYPE_CHECKING, Callable, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from models.stochastic import RANDOM_LAYERS
+from parallel.work import Boundary
+from recipe.errors import first_line
+
+if TYPE_CHECKING:
+    from engines.stage import Stage
 
 # Programs that one block may have: for each size of images, with a backward pass to come and without.
 _PROGRAMS = 64
+
+
+def compile_stages(
+    stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device
+) -> Tuple[str, ...]:
+    """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none.
+
+    Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
+
+    Args:
+        stages: those of this process, by number.
+        entering: for each size of images, what enters each of the model's stages.
+
+    Returns:
+        Lines for the user.
+    """
+    started = time.perf_counter()
+    for stage in stages.values():
+        stage.compile()
+    if not entering:
+        return ()
+    try:
+        for inputs in entering:
+            for number, stage in stages.items():
+                stage.dry_pass(torch.zeros(tuple(inputs[number].shape), dtype=inputs[number].dtype, device=device))
+    except Exception as error:  # a compiler may be missing, half installed or wrong: there is no list of its errors
+        for stage in stages.values():
+            stage.interpret()
+        return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
+    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
 
 
 def compiled(segments: Sequence[nn.Sequential], backend: str) -> List[Callable[[torch.Tensor], torch.Tensor]]:

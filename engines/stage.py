@@ -66,7 +66,7 @@ class Stage(nn.Module):
         """Takes `compile` back."""
         self._compiled = ()
 
-    def rehearse(self, x: torch.Tensor) -> None:
+    def dry_pass(self, x: torch.Tensor) -> None:
         """A training micro batch forward and backward, for what happens at the first one only, such as compiling.
 
         It leaves no trace in gradients, running statistics and draws.

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, rehearsal, replication, state, tuning
+from engines import cuts, feed, replication, state, tuning
 from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
+from engines.compilation import compile_stages
 from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
 from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries
@@ -27,7 +28,7 @@ from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
 from optim.norms import Norms
 from parallel.processes import Processes
-from parallel.work import Alone, Boundary
+from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_sizes
 from recipe.config import Optimizer, Recipe
 from recipe.division import Batch
@@ -72,7 +73,7 @@ class TorchEngine(Engine):
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
             entering = [self._boundaries(self._images(size)) for size in sizes]
-            self.notes += rehearsal.prepare(self._stages, entering, self.device)
+            self.notes += compile_stages(self._stages, entering, self.device)
 
     def _build(self) -> None:
         """The model, this process's part of it, and its weights."""
@@ -207,7 +208,7 @@ class TorchEngine(Engine):
 
     def _schedule(self, size: int):
         if self.topology.stages == 1:
-            return Alone(self._stages[0], self.batch.accumulation)
+            return SingleProcess(self._stages[0], self.batch.accumulation)
         if size not in self._pipelines:
             from parallel.pipeline import Pipeline
 

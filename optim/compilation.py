@@ -14,11 +14,11 @@ from optim.rows import Run, in_parts
 from recipe.errors import first_line
 
 
-def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
+def compiled(dry_pass: Callable[[Run], None]) -> Tuple[Run, str]:
     """What runs passes compiled, after it has run them once; or as they are, where this machine cannot compile.
 
     Args:
-        rehearse: calls all passes by what it is given, with tensors as they will come.
+        dry_pass: calls all passes by what it is given, with tensors as they will come.
 
     Returns:
         What runs them, and a line to tell.
@@ -27,7 +27,7 @@ def compiled(rehearse: Callable[[Run], None]) -> Tuple[Run, str]:
     # It tells of CUDA, for which a CPU's compiler has no use.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        rehearse(_compiled)
+        dry_pass(_compiled)
     except Exception as error:  # a compiler may be missing or half installed, a disk full: there is no list of them
         return in_parts, f"engine.compile: the update runs uncompiled: {first_line(error)}"
     return _compiled, f"the update was compiled in {time.perf_counter() - start:.0f} s"

@@ -96,7 +96,7 @@ class WeightState:
 
     @torch.no_grad()
     def _compile(self) -> None:
-        self._update.run, note = compiled(self._update.rehearse)
+        self._update.run, note = compiled(self._update.dry_pass)
         self.notes = (note,)
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ class LarsUpdate:
         trust = self._model.ratios({name: ratio[place] for place, name in self._adapted})
         return finite, Norms(gradient_norm, norm(weight), norm(subtracted), trust)
 
-    def rehearse(self, run: Run) -> None:
+    def dry_pass(self, run: Run) -> None:
         """Makes both passes over zeros."""
         one = torch.ones((), device=self._layout.device)
         ratios = torch.ones(len(self._layout.names), device=self._layout.device)

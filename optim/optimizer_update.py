@@ -76,7 +76,7 @@ class OptimizerUpdate:
             self._buffers.refresh()
         return finite, norms
 
-    def rehearse(self, run: Run) -> None:
+    def dry_pass(self, run: Run) -> None:
         """Rounds zeros."""
         if self._bits is not None:
             zeros, out = self._layout.zeros(torch.float32), self._layout.zeros(torch.float16)

@@ -25,7 +25,7 @@ _AHEAD = 4
 class Pipeline:
     """The stages of one process in its replica's pipeline, for images of one size.
 
-    Gradients are bit for bit those of `Alone`: the same micro batches are added up in the same order.
+    Gradients are bit for bit those of `SingleProcess`: the same micro batches are added up in the same order.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Work(ABC):
         """Around what is to show in the timeline."""
 
 
-class Alone:
+class SingleProcess:
     """One process that computes every stage: micro batch by micro batch, forward and backward."""
 
     def __init__(self, model: nn.Module, micro_batches: int):

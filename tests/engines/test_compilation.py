@@ -9,7 +9,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
 
-from engines import rehearsal
+from engines.compilation import compile_stages
 from engines.stage import Stage
 from models.efficientnet import build
 from models.stochastic import RANDOM_LAYERS
@@ -67,12 +67,12 @@ def assert_same(found, expected):
         *(("all", "batch", "eager"), (("blocks.2.0",), "group", "eager")),
     ],
 )
-def test_no_step_compiles_anything_after_the_rehearsal(recompute, norm, backend):
+def test_no_step_compiles_anything_after_the_dry_pass(recompute, norm, backend):
     """Though step and micro batch move on, which random layers draw by. Bitwise: the same kernels in the same order."""
     expected = three_steps(*stage_of(recompute, norm=norm))
     model, stage = stage_of(recompute, norm=norm)
     stage.compile(backend)
-    stage.rehearse(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
+    stage.dry_pass(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
     programs = counters["stats"]["unique_graphs"]
     assert programs > 0 and not counters["graph_break"]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -82,13 +82,13 @@ def test_no_step_compiles_anything_after_the_rehearsal(recompute, norm, backend)
     assert all(layer.mask is None for layer in model.modules() if isinstance(layer, RANDOM_LAYERS))
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_a_dry_pass_leaves_no_trace():
     model, stage = stage_of("all", norm="batch")
     model.draws.step, model.draws.micro_batch = 5, 2
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: pytest.fail("a hook ran"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    stage.rehearse(torch.full(IMAGES.shape, 200, dtype=torch.uint8))
+    stage.dry_pass(torch.full(IMAGES.shape, 200, dtype=torch.uint8))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert (model.draws.step, model.draws.micro_batch) == (5, 2)
@@ -98,7 +98,7 @@ def test_blocks_that_look_alike_share_a_program():
     """Whatever their rates of stochastic depth are."""
     model, stage = stage_of(depth=0.6)
     stage.compile("eager")
-    stage.rehearse(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
+    stage.dry_pass(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
     blocks = [repr(model.block(name)) for name in model.names[1:]]
     assert counters["stats"]["unique_graphs"] == len(set(blocks)) < len(blocks)
 
@@ -118,7 +118,7 @@ def test_all_sizes_of_images_are_compiled_before_the_first_step(monkeypatch):
     compiled = stage.compile
     monkeypatch.setattr(stage, "compile", lambda: compiled("eager"))
     sizes = [[IMAGES], [IMAGES._replace(shape=(4, 3, 24, 24))]]
-    (note,) = rehearsal.prepare({0: stage}, sizes, torch.device("cpu"))
+    (note,) = compile_stages({0: stage}, sizes, torch.device("cpu"))
     assert note.startswith("engine.compile: the model compiled in ")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for size in (16, 24):
@@ -127,8 +127,8 @@ def test_all_sizes_of_images_are_compiled_before_the_first_step(monkeypatch):
 
 def test_an_engine_that_does_not_train_compiles_nothing_yet(monkeypatch):
     _, stage = stage_of()
-    monkeypatch.setattr(stage, "rehearse", lambda x: pytest.fail("rehearsed"))
-    assert rehearsal.prepare({0: stage}, (), torch.device("cpu")) == ()
+    monkeypatch.setattr(stage, "dry_pass", lambda x: pytest.fail("passed"))
+    assert compile_stages({0: stage}, (), torch.device("cpu")) == ()
 
 
 def test_where_there_is_no_compiler_the_model_stays_as_it_is(monkeypatch):
@@ -139,19 +139,19 @@ def test_where_there_is_no_compiler_the_model_stays_as_it_is(monkeypatch):
     model, stage = stage_of()
     compiled = stage.compile
     monkeypatch.setattr(stage, "compile", lambda: compiled(missing))
-    (note,) = rehearsal.prepare({0: stage}, [[IMAGES]], torch.device("cpu"))
+    (note,) = compile_stages({0: stage}, [[IMAGES]], torch.device("cpu"))
     assert note.startswith("engine.compile: the model stays uncompiled: ") and "no working compiler found" in note
     assert "\n" not in note
     assert_same(three_steps(model, stage), expected)
 
 
-def test_a_stage_behind_another_is_rehearsed_by_what_enters_it():
+def test_a_stage_behind_another_is_compiled_for_what_enters_it():
     model = build(Model(**{**SMALL, **RANDOM}), seed=0)
     names = model.names[3:]
     stage = Stage(model.part(names), model.draws, frozenset())
     x = torch.randn(4, *_channels_and_pixels(model, model.names[:3]))
     stage.compile("eager")
-    stage.rehearse(torch.zeros_like(x))
+    stage.dry_pass(torch.zeros_like(x))
     with torch._dynamo.config.patch(error_on_recompile=True):
         x.requires_grad_()
         stage(x).sum().backward()
