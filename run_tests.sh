@@ -1,10 +1,25 @@
 #!/usr/bin/env bash
-# Proves the repository: lint, import directions, the fast tests (some twenty minutes on two cores).
+# Checks the repository: lint, import rules, the fast tests (about eight minutes on two cores).
 #   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (under two hours)
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
 . "$(dirname "$0")/tools/environment.sh"
 cd "$ROOT"
+
+# Most tests run side by side, one process a core. Those that measure time or start several ranks run afterwards, alone.
+ALONE="clock or multiprocess or netns"
+
+# run_selected MARKERS PYTEST_ARGUMENTS...: both turns; fails if one of them does. A turn may have no tests, not both.
+run_selected() {
+  local markers=$1 worst=0 empty=0 status
+  shift
+  "$PYTHON" -m pytest -n logical --dist loadfile -m "($markers) and not ($ALONE)" "$@" || worst=$?
+  [ "$worst" != 5 ] || { worst=0; empty=1; }
+  status=0
+  "$PYTHON" -m pytest -m "($markers) and ($ALONE)" "$@" || status=$?
+  [ "$status" != 5 ] || status=$((empty * 5))
+  return $((worst > status ? worst : status))
+}
 
 if [ "${1:-}" = --ipu-environment ]; then
   shift
@@ -14,17 +29,18 @@ if [ "${1:-}" = --ipu-environment ]; then
   fi
   make_ipu_environment
   # The rooms that the IPU path imports; engines/ and parallel/ hold newer code besides.
-  exec "$PYTHON" -m pytest -p tests.ipu_environment -m "not slow and not multiprocess and not gpu" "$@" \
+  run_selected "not slow and not multiprocess and not gpu" -p tests.ipu_environment "$@" \
     tests/ipu tests/recipe tests/models tests/optim tests/data tests/training tests/parallel/test_topology.py \
     tests/engines/test_ipu_model.py tests/engines/test_ipu_input.py tests/test_train.py tests/test_evaluate.py
+  exit
 fi
 
 make_environment
-selection=(-m "not slow")
+selection="not slow"
 if [ "${1:-}" = --full ]; then
-  selection=()
+  selection="slow or not slow"
   shift
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
-exec "$PYTHON" -m pytest "${selection[@]}" "$@"
+run_selected "$selection" "$@"

@@ -9,6 +9,9 @@ import torch
 
 from recipe import loading
 
+# Programs that tests start compute on one thread too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton reads this where a kernel is defined. Without a GPU its interpreter runs kernels on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
