@@ -17,8 +17,8 @@ import json
 from pathlib import Path
 
 from recipe.errors import DONE, DataError, printable
+from recipe.files import writing
 from training.command import Parser, one_line
-from training.files import writing
 
 _WORST = 10  # classes that the terminal shows; the file has all
 

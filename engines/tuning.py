@@ -26,6 +26,7 @@ from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError, first_line
+from recipe.files import replacing
 from recipe.hardware import EngineSection
 
 if TYPE_CHECKING:
@@ -288,11 +289,10 @@ def _read(key: dict, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate
 def _write(key: dict, found: Dict[Candidate, Outcome]) -> None:
     """Whole or not at all. A candidate that failed may not the next time: with its null, `_read` takes none of it."""
     file = _cache_file(key)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     seconds = {str(candidate): outcome.seconds for candidate, outcome in found.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"key": key, "seconds": seconds}, indent=1) + "\n")
-        os.replace(temporary, file)
+        with replacing(file, shared=True) as temporary:
+            temporary.write_text(json.dumps({"key": key, "seconds": seconds}, indent=1) + "\n")
     except OSError:
         return  # the next run measures again

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Dict, List, Optional
 
 from recipe.errors import DONE, UserError
+from recipe.files import writing
 from tools.reporting.metrics import event_in
 from training.command import Parser, one_line
-from training.files import writing
 
 _PANELS = (
     ("loss", "loss", "log"),

@@ -30,8 +30,8 @@ from typing import Optional, Sequence
 from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, UserError
+from recipe.files import writing
 from training.command import Parser, fail, naming, one_line
-from training.files import writing
 
 _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
 

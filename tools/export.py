@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from recipe.errors import DONE, FAILED, ConfigError, DataError
+from recipe.files import write
 from tools import output
 from training.command import Parser, fail, one_line
 
@@ -214,12 +215,9 @@ def _place(stored: StoredWeights, recipe: Recipe, suffix: str) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     """Raises NotWritten where there is no room, say."""
-    from training.checkpoint import replacing
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as stream:
-            stream.write(content)
+        write(path, content, durable=True)
     except OSError as error:
         raise NotWritten(
             f"{path}: not written: {error.strerror or error}; make room, or name another file by --output"

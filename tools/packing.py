@@ -33,9 +33,9 @@ from data.shard_index import (
 )  # fmt: skip
 from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
+from recipe.files import replacing, write
 from recipe.randomness import bits32, key
 from tools.shard_tar import Writer
-from training.checkpoint import replacing
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
@@ -99,8 +99,7 @@ def pack(
 
 def write_whole(path: str, content: bytes) -> None:
     """Write a file, which is there with all of its content or not at all."""
-    with replacing(Path(path)) as file:
-        file.write(content)
+    write(Path(path), content, durable=True)
 
 
 class _Task(NamedTuple):
@@ -194,7 +193,7 @@ def _pack_shard(task: _Task, name: str, number: int) -> _Made:
     """Its index, and why images were left out."""
     reasons = []
     path = os.path.join(task.folder, name)
-    with replacing(Path(path)) as file:
+    with replacing(Path(path), durable=True) as temporary, open(temporary, "wb") as file:
         writer, written = Writer(file), 0
         for image in task.images(number):
             called = task.source.name(image)

@@ -25,10 +25,10 @@ from typing import Optional, Sequence
 from recipe import batch, ipu_plan, loading
 from recipe.config import Recipe
 from recipe.errors import DONE
+from recipe.files import writing
 from tools.planning import machine, summary, text
 from tools.planning.summary import Summary
 from training.command import Parser, naming, one_line
-from training.files import writing
 
 # Device of a recipe -> the machine it is planned for unless another is named; auto is taken for a CPU.
 _MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores", "auto": "two_cores"}

@@ -18,15 +18,14 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
 from recipe.errors import DONE, UserError
+from recipe.files import write_text
 from tools import output as outputs
 from training.command import Parser, one_line
-from training.files import writing
 
 _NAME = "report.html"
 _IMAGES = 32
@@ -39,7 +38,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_args(arguments)
     output = options.output or (options.folders[0] / _NAME if len(options.folders) == 1 else Path(_NAME))
     page, told = _report(options, output)
-    _write(output, page)
+    write_text(output, page)
     print(f"{output}: {told.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
     if options.json:
         print(json.dumps({"files": [str(output)], **told}, allow_nan=False))
@@ -123,16 +122,3 @@ def _check_output(output: Path) -> None:
     if not output.parent.exists():
         raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
     outputs.check(output)
-
-
-def _write(output: Path, page: str) -> None:
-    """Puts the page in its place whole or not at all."""
-    unfinished = output.with_name(f"{output.name}.tmp")
-    try:
-        with writing(output):
-            unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # of folders' names
-            os.replace(unfinished, output)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise

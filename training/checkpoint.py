@@ -22,7 +22,7 @@ from typing import IO, Callable, Iterable, List, Optional, Set, Tuple
 import torch
 
 from recipe.errors import CheckpointError
-from training.files import stored_plainly, writing
+from recipe.files import stored_plainly, write
 from training.manifest import File, Manifest, parsed, written
 
 FORMAT = 1
@@ -68,8 +68,8 @@ class CheckpointFolder:
                 del state  # or it would stay in memory while the next one is made
             whole = _write(path, {"format": FORMAT, **content})
             made.append(path)
-            with replacing(self._manifest_path(step)) as stream:
-                stream.write(written(Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))))
+            manifest = Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))
+            write(self._manifest_path(step), written(manifest), durable=True)
         except BaseException:
             for each in made:
                 each.unlink()  # it would count for nothing, and on a full disk its room is needed
@@ -270,31 +270,8 @@ def _write(path: Path, content: dict) -> File:
     """Puts `content` in the place of `path`, as torch.save packs it."""
     buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
     torch.save(content, buffer)
-    with replacing(path) as stream:
-        stream.write(buffer.getbuffer())
+    write(path, buffer.getbuffer(), durable=True)
     return File(buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest())
-
-
-@contextlib.contextmanager
-def replacing(path: Path):
-    """A binary stream whose content takes the place of `path` once it is complete and on the disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with writing(path):
-            with open(temporary, "wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(stream) -> Tuple[str, int]:

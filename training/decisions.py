@@ -11,7 +11,7 @@ from typing import Any, Callable, List, Mapping
 
 from recipe.bounded import read_json
 from recipe.errors import CheckpointError
-from training.files import write_text
+from recipe.files import write_text
 
 _FILE = "decisions.json"
 _KEYS = {"subject", "place", "taken"}

@@ -19,7 +19,7 @@ from recipe import batch as arithmetic
 from recipe.bounded import parse_json, read_json
 from recipe.config import Log, Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, first_line
-from training.files import write_text, writing
+from recipe.files import write_text, writing
 from training.run_folder import first_difference
 
 FILE = "loggers.json"  # in the run folder: what the services call the run, and how far they were told of it

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Callable, Sequence, Tuple, Union
 
 from recipe.errors import DONE
-from training.files import check_same, writing
+from recipe.files import check_same, writing
 from training.loggers import Logger
 
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.

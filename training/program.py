@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Set
 import torch
 
 from recipe.bounded import parse_json
-from training.files import stored_plainly
+from recipe.files import stored_plainly
 
 _SCHEMA = 8  # of torch's archives, since torch 2.5
 _PREFIX = "torch.ops.aten."

@@ -19,9 +19,9 @@ from recipe.batch import output_folder
 from recipe.bounded import parse_json, read_json
 from recipe.config import Log, Recipe
 from recipe.errors import CheckpointError, ConfigError
+from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
 from training import decisions
-from training.files import check_same, write_text
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {

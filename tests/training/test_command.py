@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from recipe.errors import ConfigError
+from recipe.files import writing
 from tests.conftest import ROOT
 from training.command import one_line
-from training.files import writing
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _BEGINNING = re.compile(r"^    run\(__file__\)$", re.MULTILINE)

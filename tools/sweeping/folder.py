@@ -15,8 +15,8 @@ from recipe import loading
 from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, ConfigError
+from recipe.files import write_text
 from tools.sweeping.candidates import Candidates
-from training.files import write_text
 
 _LOCK, _DEFINITION, _RECIPE = "lock", "sweep.json", "recipe.yaml"
 # What may change between the sessions of one sweep. The recipe is compared by what it says, with its overrides.

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from recipe.files import replacing
 from tools.sweeping.candidates import as_text
 from tools.sweeping.definition import Axis, Definition
 from tools.sweeping.leaderboard import best
@@ -41,9 +42,8 @@ def draw(
         _parameter(next(axes), key, axis, complete, winner, definition.metric)
     for empty in axes:
         empty.set_axis_off()
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
 
 
 def _history(panel: Any, records: Sequence[Record], definition: Definition) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -21,6 +20,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from recipe.errors import ConfigError, first_line
+from recipe.files import replacing
 from recipe.randomness import MASK32, key
 from tools.sweeping.candidates import Parameters, grid
 from tools.sweeping.definition import Axis, Definition, SweepFile, Value
@@ -205,13 +205,12 @@ class Study:
 
 def _create(path: Path, sweep: SweepFile) -> None:
     """Makes an empty study, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    storage = _storage(temporary)
-    optuna.create_study(storage=storage, study_name=sweep.name, direction=sweep.definition.direction)
-    storage.remove_session()
-    storage.engine.dispose()
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        storage = _storage(temporary)
+        optuna.create_study(storage=storage, study_name=sweep.name, direction=sweep.definition.direction)
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 def _storage(path: Path) -> optuna.storages.RDBStorage:

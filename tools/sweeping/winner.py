@@ -10,12 +10,12 @@ from typing import Dict, List, Sequence
 
 from recipe import schema
 from recipe.config import Recipe
+from recipe.files import write_text
 from tools.sweeping.candidates import Candidates, as_text, sections
 from tools.sweeping.definition import Definition
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.leaderboard import counts
 from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
-from training.files import write_text
 
 
 def write(folder: SweepFolder, found: Candidates, records: Sequence[Record], winner: Record) -> None:
