@@ -18,7 +18,7 @@ from engines.devices import compute_dtype, device_of, name_of, set_determinism
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models.costs import multiply_adds
 from models.efficientnet import build
-from models.kernels import adoption
+from models.kernels import patching
 from models.stages import BlockList
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # engine.kernels -> layers that get our own.
-_KERNELS = {"torch": (), "group_norm": ("group_norm",), "group_conv": ("group_conv",), "triton": adoption.KERNELS}
+_KERNELS = {"torch": (), "group_norm": ("group_norm",), "group_conv": ("group_conv",), "triton": patching.KERNELS}
 _PLAIN = {"memory_format": "contiguous", "kernels": "torch"}  # what `auto` is where nothing is measured
 _WARM_UP, _TIMED = 3, 7  # micro batches; in the first ones cuDNN searches, and Triton compiles
 
@@ -76,7 +76,7 @@ def check(section: EngineSection, device: torch.device) -> None:
         raise ConfigError(
             f"engine.kernels {section.kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto"
         )
-    if not adoption.available():
+    if not patching.available():
         raise ConfigError(f"engine.kernels {section.kernels}: Triton is not installed; use engine.kernels=auto")
 
 
@@ -89,8 +89,8 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     """
     if device.type != "cuda":
         return torch.contiguous_format
-    if adoption.available():
-        adoption.adopt(model, _KERNELS.get(section.kernels, ()))
+    if patching.available():
+        patching.patch(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)
     model.block("preprocess").memory_format = memory_format
     return memory_format
@@ -159,7 +159,7 @@ def _candidates(section: EngineSection) -> List[Candidate]:
     formats = list(_FORMATS) if section.memory_format == "auto" else [section.memory_format]
     kernels = [section.kernels]
     if section.kernels == "auto":
-        kernels = list(_KERNELS) if adoption.available() else ["torch"]
+        kernels = list(_KERNELS) if patching.available() else ["torch"]
     return [Candidate(*pair) for pair in itertools.product(formats, kernels)]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from engines import devices, factory, tuning
 from engines.tuning import Candidate, Outcome
-from models.kernels import adoption
+from models.kernels import patching
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
@@ -36,14 +36,14 @@ def pretend(times=TIMES, measured=None, triton=True):
 
     tuning._has_choice = lambda device: True
     tuning._seconds = seconds
-    adoption.available = lambda: triton
+    patching.available = lambda: triton
 
 
 @pytest.fixture
 def resolved(tiny, monkeypatch, tmp_path):
     """resolved(*overrides, times=..., begun=...): the section that auto becomes, what is said, what was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module, name in ((tuning, "_has_choice"), (tuning, "_seconds"), (adoption, "available")):
+    for module, name in ((tuning, "_has_choice"), (tuning, "_seconds"), (patching, "available")):
         monkeypatch.setattr(module, name, getattr(module, name))
 
     def resolve(*overrides, times=TIMES, begun=None, triton=True):
@@ -259,14 +259,14 @@ def test_models_on_gpus_get_what_the_section_says(tiny, monkeypatch, memory_form
     from models.efficientnet import build
 
     recipe = tiny(f"engine.memory_format={memory_format}", f"engine.kernels={kernels}")
-    adopted = []
-    monkeypatch.setattr(adoption, "available", lambda: True)
-    monkeypatch.setattr(adoption, "adopt", lambda *arguments: adopted.append(arguments))
+    patched = []
+    monkeypatch.setattr(patching, "available", lambda: True)
+    monkeypatch.setattr(patching, "patch", lambda *arguments: patched.append(arguments))
     model = build(recipe.model, 0)
     expected = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     assert tuning.apply(model, recipe.engine, GPU) == expected
     assert model.block("preprocess").memory_format == expected
-    assert adopted == [(model, layers)]
+    assert patched == [(model, layers)]
     model = build(recipe.model, 0)
     assert tuning.apply(model, recipe.engine, CPU) == torch.contiguous_format
     assert model.block("preprocess").memory_format == torch.contiguous_format
@@ -289,7 +289,7 @@ def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, override, l
 def test_triton_that_is_missing_is_said_before_training(tiny, monkeypatch):
     section = tiny("engine.kernels=triton").engine
     tuning.check(section, GPU)
-    monkeypatch.setattr(adoption, "available", lambda: False)
+    monkeypatch.setattr(patching, "available", lambda: False)
     with pytest.raises(ConfigError, match=r"^engine.kernels triton: Triton is not installed; use engine.kernels=auto$"):
         tuning.check(section, GPU)
 

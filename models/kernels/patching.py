@@ -22,7 +22,7 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def adopt(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
+def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
     """Puts fused layers in the place of those that the kernels replace, in `model` itself; returns the layers' names.
 
     Parameters are the same objects under the same names, so nothing that holds them or their names need know.

@@ -6,8 +6,8 @@ from torch import nn
 
 from models import costs
 from models.efficientnet import build
-from models.kernels import adoption
-from models.kernels.adoption import adopt
+from models.kernels import patching
+from models.kernels.patching import patch
 from models.normalization import GroupNormAct, norm_parameters
 from recipe.config import Model
 
@@ -32,14 +32,14 @@ def share(kind, module):
 def stand_ins(monkeypatch):
     """Without Triton; their arithmetic is that of what they replace."""
     kernels = {
-        "group_norm": adoption.Kernel(
+        "group_norm": patching.Kernel(
             lambda module: type(module) is GroupNormAct, lambda module: share(FusedNorm, module)
         ),
-        "group_conv": adoption.Kernel(
+        "group_conv": patching.Kernel(
             lambda module: type(module) is nn.Conv2d and module.groups > 1, lambda module: share(FusedConv, module)
         ),
     }
-    monkeypatch.setattr(adoption, "_load", kernels.__getitem__)
+    monkeypatch.setattr(patching, "_load", kernels.__getitem__)
 
 
 def model_of(**keys):
@@ -53,12 +53,12 @@ def kinds(model, kind):
 def test_layers_are_replaced_by_name_of_kernel_and_said(stand_ins):
     model = model_of()
     norms = kinds(model, GroupNormAct)
-    assert adopt(model, ["group_norm"]) == norms
+    assert patch(model, ["group_norm"]) == norms
     assert kinds(model, FusedNorm) == norms and not kinds(model, FusedConv)
     assert model.block("stem").bn1 is model.get_submodule("stem.bn1")
-    convolutions = adopt(model)
+    convolutions = patch(model)
     assert convolutions and kinds(model, FusedConv) == convolutions
-    assert adopt(model) == []
+    assert patch(model) == []
 
 
 def test_parameters_are_the_same_objects_under_the_same_names(stand_ins):
@@ -67,7 +67,7 @@ def test_parameters_are_the_same_objects_under_the_same_names(stand_ins):
     norms, work = norm_parameters(model), costs.multiply_adds(model, 16)
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     expected = model(images)
-    assert adopt(model)
+    assert patch(model)
     after = dict(model.named_parameters())
     assert list(before) == list(after)
     assert all(after[name] is parameter for name, parameter in before.items())
@@ -80,16 +80,16 @@ def test_parameters_are_the_same_objects_under_the_same_names(stand_ins):
 def test_a_model_without_such_layers_is_left_alone(stand_ins):
     model = model_of(norm="batch", group_size=1, padding="same")
     before = dict(model.named_modules())
-    replaced = adopt(model, ["group_norm"])
+    replaced = patch(model, ["group_norm"])
     assert replaced == [] and dict(model.named_modules()) == before
 
 
-def test_our_kernels_are_adopted_likewise():
+def test_our_kernels_are_patched_in_likewise():
     """With the real ones, all normalisations and the group convolutions; float32 sums in another order."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, plain = model_of().to(device), model_of().to(device)
-    names = set(adopt(model))
+    names = set(patch(model))
     grouped = [name for name, module in plain.named_modules() if getattr(module, "groups", 1) > 1]
     assert names == {*kinds(plain, GroupNormAct), *(name for name in grouped if "conv_dw" in name)} - {
         "blocks.0.0.conv_dw"  # of 8 channels, in a single group of 8
@@ -103,4 +103,4 @@ def test_our_kernels_are_adopted_likewise():
 
 def test_a_lone_layer_is_no_model(stand_ins):
     with pytest.raises(AssertionError, match="has no place"):
-        adopt(GroupNormAct(8, 4, 1e-3))
+        patch(GroupNormAct(8, 4, 1e-3))
