@@ -94,6 +94,11 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
     }
 
 
+def judged(made: dict) -> str:
+    """`holds` or `does not hold`."""
+    return "holds" if made["holds"] else "does not hold"
+
+
 def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json: bool) -> None:
     """Prints `rows` (all with the same keys, the columns), what is claimed, and where it was measured."""
     about = machine()
@@ -101,10 +106,9 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
     print()
     for each in claims:
         low, high = each["spread"]
-        verdict = "holds" if each["holds"] else "does not hold"
         print(
             f"{each['name']}: {each['value']:.4g} {each['unit']} ({low:.4g} to {high:.4g}); "
-            f"goal {each['goal']}: {verdict}{less('', ' (quick: indicative only)')}"
+            f"goal {each['goal']}: {judged(each)}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     if quick():

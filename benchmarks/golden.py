@@ -26,8 +26,7 @@ from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from benchmarks import claims
-from benchmarks.experiments import ROOT
+from benchmarks import ROOT, claims
 from parallel.parent_death import bound_to_parent
 from recipe.errors import UserError
 

@@ -30,8 +30,7 @@ import time
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Sequence
 
-from benchmarks import claims
-from benchmarks.experiments import QUIET, ROOT
+from benchmarks import QUIET, ROOT, claims
 from benchmarks.processes import kilobytes, tree
 from parallel.parent_death import bound_to_parent
 

@@ -1,4 +1,4 @@
-"""What an experiment is: the runs that it wants, the table that they make, and what it says of them."""
+"""Experiments: the runs of one, its table, and its verdict."""
 
 from __future__ import annotations
 
@@ -8,42 +8,63 @@ import statistics
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from benchmarks.evidence.runs import Outcome, Run, outcome
+from benchmarks.evidence.runs import RECIPE, Outcome, Run, outcome
 
 SEEDS = (0, 1, 2)
 Label = Union[str, int, float]
 _LEARNED = 0.05  # of the loss, below that of guessing: less is chance
+_SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")  # with --quick
 _FARTHEST = 6  # exponents from the first guess that a search goes
 
 
 class Series(NamedTuple):
     """Runs that differ in the seed only.
 
-    labels: column -> what tells it from other series. overrides: of configs/evidence.yaml.
+    labels: column -> value that distinguishes it from other series. The other fields are those of Run.
     """
 
     labels: Mapping[str, Label]
     overrides: Tuple[str, ...]
     seeds: Tuple[int, ...] = SEEDS
+    stages: int = 1
+    replicas: int = 1
+    base: str = RECIPE
+    measured: bool = False
 
     @property
     def runs(self) -> List[Run]:
-        return [Run(self.overrides, seed) for seed in self.seeds]
+        return [Run(self.overrides, seed, *self[3:]) for seed in self.seeds]
+
+    def shortened(self, *by: str, seeds: int = 1) -> Series:
+        """The series with so many seeds and the length that `by` gives; its runs have folders of their own."""
+        length = ("run.epochs=", "schedule.warmup_")
+        overrides = [text for text in self.overrides if not text.startswith(length)]
+        return self._replace(overrides=changed(overrides, by), seeds=self.seeds[:seeds])
 
 
 class Experiment(abc.ABC):
     """One question, the runs that answer it, and the answer.
 
     Attributes:
-        name: of the command line and of the files of docs/results. question: the page's title. about: what was run,
-            as Markdown. published: what others say, with its source. findings: what else the figures show.
+        name: of the command line and of the files of docs/results. question: the page's title. about: setup of the
+            runs, as Markdown. published: results of others, with source. findings: further conclusions.
+        takes, quick_takes: times of the command, whole and with --quick.
+        base: the recipe. columns: of the page's table: key of a row, heading, digits, factor.
     """
 
     name: str
     question: str
     about: str
-    published: str
+    published: str = ""
     findings: str = ""
+    takes, quick_takes = "one to two hours an experiment, less for cached runs", "1 minute"
+    base = RECIPE
+    columns: Sequence[Tuple[str, str, int, float]] = (
+        ("top1", "top-1 (%)", 1, 1),
+        ("loss", "validation loss", 3, 1),
+        ("train_loss", "training loss", 3, 1),
+        ("behind", "behind float32", 4, 1),
+    )
 
     @abc.abstractmethod
     def series(self) -> List[Series]:
@@ -51,23 +72,35 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        """The figure, once all runs have come to their end."""
+        """Write the figure; all runs are finished."""
 
     @abc.abstractmethod
     def verdict(self, rows: Sequence[dict]) -> str:
         """One sentence that follows from the figures."""
 
     def at_once(self) -> int:
-        """How many runs of one thread this machine trains side by side. Raises UserError where it can train none."""
+        """Number of single-threaded runs trained side by side. Raises UserError where none can be trained."""
         return len(os.sched_getaffinity(0))
 
     def trials(self) -> Iterable[Run]:
-        """Runs on whose outcome it depends which series there are; all that are known by now."""
+        """Runs whose outcome decides which series there are; all that are known by now."""
         return ()
+
+    def quick(self) -> List[Series]:
+        """The series of --quick: a few updates of the first run."""
+        return [self._series_of(self.wanted()[0]).shortened(*_SHORT)]
+
+    @staticmethod
+    def _series_of(run: Run) -> Series:
+        return Series({"run": "the first, shortened"}, run.overrides, (run.seed,), *run[2:])
 
     def more(self, rows: Sequence[dict]) -> str:
         """Further tables, as Markdown."""
         return ""
+
+    def claims(self) -> List[dict]:
+        """Claims about the figures, as `benchmarks.claims.claim` makes them."""
+        return []
 
     def wanted(self) -> List[Run]:
         """All runs that are known by now to belong to the experiment."""
@@ -75,13 +108,49 @@ class Experiment(abc.ABC):
 
     def rows(self) -> List[dict]:
         """A row per series."""
-        return [row(series) for series in self.series()]
+        return self.rows_of(self.series())
+
+    def rows_of(self, series: Sequence[Series]) -> List[dict]:
+        """The rows of some series, finished."""
+        return [row(each) for each in series]
+
+    def table(self, rows: Sequence[dict]) -> str:
+        """Markdown: labels, mean ± standard deviation over the seeds of the columns, how many runs diverged."""
+        measured = [each for each in self.columns if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
+        known = {f"{key}_{kind}" for key, *_ in self.columns for kind in ("mean", "sd")} | {"seeds", "diverged"}
+        labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in known]
+        diverged = any(row.get("diverged") for row in rows)
+        head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, *_ in measured)]
+        lines = []
+        for row in rows:
+            line = [shown(row.get(label)) for label in labels]
+            line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], *form) for key, _, *form in measured]
+            lines.append(line + ([f"{row['diverged']} of {row['seeds']}"] if diverged else []))
+        return markdown(head + ["diverged"] * diverged, lines)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int, factor: float = 1) -> str:
+    """`mean ± deviation`, both times `factor`; empty without a mean."""
+    values = [f"{factor * value:.{digits}f}" for value in (mean, deviation) if value is not None]
+    return " ± ".join(values) if mean is not None else ""
+
+
+def shown(value: object) -> str:
+    """A label or a value of the table."""
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def row(series: Series) -> dict:
     """Labels; mean and standard deviation over the seeds of top-1 in percent and of both losses; how many diverged.
 
-    A run that diverged counts with the accuracy of guessing, and in no loss.
+    A run that diverged counts as guessing in top-1, and in no loss.
     """
     found = [outcome(run) for run in series.runs]
     ended = [each for each in found if not each.diverged]
@@ -101,10 +170,10 @@ def losses(series: Series) -> List[float]:
     return [outcome(run).loss for run in series.runs]
 
 
-def two(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
-    """Mean and standard deviation, rounded as they are written: a rerun is compared with what was written."""
-    mean = round(statistics.mean(values), 4) if values else None
-    return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), 4) if len(values) > 1 else None}
+def two(name: str, values: Sequence[float], digits: int = 4) -> Dict[str, Optional[float]]:
+    """Mean and standard deviation, rounded as in the CSV: a rerun is compared with that."""
+    mean = round(statistics.mean(values), digits) if values else None
+    return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), digits) if len(values) > 1 else None}
 
 
 def _averages(found: Sequence[Outcome]) -> Dict[str, List[float]]:

@@ -11,10 +11,10 @@ from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 
+from benchmarks import ROOT
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import SEEDS, Climb, Experiment, Series, standard_errors
 from benchmarks.evidence.runs import RECIPE, Run, curve
-from benchmarks.experiments import ROOT
 from recipe import loading
 from recipe.batch import steps_per_epoch
 from recipe.config import Recipe

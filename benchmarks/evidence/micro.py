@@ -31,15 +31,6 @@ REFERENCE = Way(384)
 WAYS = (REFERENCE, Way(384, stages=2), Way(384, replicas=2), Way(192), Way(96), Way(96, stages=2), Way(48), Way(12))
 
 
-class _Placed(Series):
-    """Runs in as many processes as their way has."""
-
-    @property
-    def runs(self) -> List[Run]:
-        stages, replicas = self.labels["stages"], self.labels["replicas"]
-        return [Run(self.overrides, seed, stages, replicas) for seed in self.seeds]
-
-
 class MicroBatches(Experiment):
     """Mixing and stochastic depth are off: they draw by micro batch."""
 
@@ -113,7 +104,12 @@ class _Distance(NamedTuple):
 
 def _series(updates: int) -> List[Series]:
     length = (*BASE, f"run.steps={updates}", f"schedule.warmup_steps={WARM_UP[updates]}")
-    return [_Placed(way._asdict(), (*length, f"batch.micro={way.micro}", *_split(way))) for way in WAYS]
+    return [
+        Series(
+            way._asdict(), (*length, f"batch.micro={way.micro}", *_split(way)), stages=way.stages, replicas=way.replicas
+        )
+        for way in WAYS
+    ]
 
 
 def _split(way: Way) -> Tuple[str, ...]:

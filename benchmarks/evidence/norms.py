@@ -6,11 +6,11 @@ import itertools
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
+from benchmarks import ROOT
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series, changed, standard_errors
 from benchmarks.evidence.ladder import CLEAR
 from benchmarks.evidence.runs import RECIPE
-from benchmarks.experiments import ROOT
 from models.shapes import blocks
 from recipe import loading
 

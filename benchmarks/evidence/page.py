@@ -1,24 +1,16 @@
-"""What an experiment leaves behind: a CSV file, a figure, and a page that ends with a verdict."""
+"""Results of an experiment: a CSV file, a figure, and a page that ends with a verdict."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import statistics
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from benchmarks import claims
-from benchmarks.evidence.experiment import Experiment
-from benchmarks.evidence.runs import RECIPE
-from benchmarks.experiments import RESULTS
-
-# Column of the table: (key of a row, heading, digits). A mean's standard deviation stands beside it.
-_MEASURED = (
-    ("top1", "top-1 (%)", 1),
-    ("loss", "validation loss", 3),
-    ("train_loss", "training loss", 3),
-    ("behind", "behind float32", 4),
-)
+from benchmarks import RESULTS, claims
+from benchmarks.evidence.experiment import Experiment, shown
+from benchmarks.evidence.runs import Run, curve
 
 
 def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> None:
@@ -35,49 +27,22 @@ def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) 
 
 def _page(experiment: Experiment, rows: Sequence[dict]) -> str:
     about = claims.machine()
-    example = experiment.wanted()[-1]
+    example, base = experiment.wanted()[-1], experiment.base
+    command = ["python", *example.program, "--config", base, *example.arguments]
     parts = [
         f"# {experiment.question}",
         f"Measured on {about['date']}, {about['cpu']}, torch {about['torch']}, by `python -m benchmarks.evidence "
-        f"{experiment.name}`; recipe [`{RECIPE}`](../../{RECIPE}), one thread a run.",
+        f"{experiment.name}`; recipe [`{base}`](../../{base}), one thread a run.",
         experiment.about.strip(),
-        f"**Published elsewhere**: {experiment.published.strip()}",
-        table(rows),
+        f"**Published elsewhere**: {experiment.published.strip()}" if experiment.published else "",
+        experiment.table(rows),
         f"![the same as a figure]({experiment.name}.png)",
         experiment.more(rows).strip(),
         experiment.findings.strip(),
-        f"The last row's last run by itself: `python train.py --config {RECIPE} {' '.join(example.arguments)}`",
+        f"The last row's last run by itself: `{' '.join(command)}`",
         f"**Verdict.** {experiment.verdict(rows)}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def table(rows: Sequence[dict]) -> str:
-    """Markdown: labels, mean ± standard deviation over the seeds of what was measured, how many runs diverged."""
-    measured = [each for each in _MEASURED if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
-    known = {f"{key}_{kind}" for key, _, _ in _MEASURED for kind in ("mean", "sd")} | {"seeds", "diverged"}
-    labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in known]
-    diverged = any(row["diverged"] for row in rows)
-    head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, _ in measured)]
-    head += ["diverged"] if diverged else []
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        line = [_label(row.get(label)) for label in labels]
-        line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], digits) for key, _, digits in measured]
-        lines.append(line + ([f"{row['diverged']} of {row['seeds']}"] if diverged else []))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int) -> str:
-    if mean is None:
-        return ""
-    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
-
-
-def _label(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def read(path: Path) -> List[dict]:
@@ -96,7 +61,7 @@ def _value(text: str) -> Union[int, float, str, None]:
 
 
 class Agreement(NamedTuple):
-    """Of a run of the experiment with the figures that were there before: rows compared, and those that differ."""
+    """Comparison with the figures that were there before: how many rows were compared, and those that differ."""
 
     compared: int
     differing: List[str]
@@ -121,12 +86,13 @@ def agreement(experiment: Experiment, rows: Sequence[dict], folder: Path = RESUL
         compared += 1
         mean = found["top1_mean"]
         if abs(row["top1_mean"] - mean) > max(row["top1_sd"] or 0, found["top1_sd"] or 0):
-            differing.append(f"{_named(row, labels)}: top-1 {row['top1_mean']:.2f} %, before {mean:.2f} %")
+            now, then = (f"{experiment.columns[0][-1] * each:.2f} %" for each in (row["top1_mean"], mean))
+            differing.append(f"{_named(row, labels)}: top-1 {now}, before {then}")
     return Agreement(compared, differing)
 
 
 def _named(row: dict, labels: Sequence[str]) -> str:
-    return ", ".join(f"{label} {_label(row[label])}" for label in labels)
+    return ", ".join(f"{label} {shown(row[label])}" for label in labels)
 
 
 Points = Sequence[Tuple[float, float, Optional[float]]]  # x, mean, standard deviation
@@ -141,12 +107,12 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     figure = Figure(figsize=(max(5.0, 4.2 * columns), 3.6 * height + 0.6), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    shown: Dict[str, object] = {}
+    legend: Dict[str, object] = {}
     for axis, (title, lines) in zip(axes.flat, panels.items()):
         for name, points in lines.items():
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
-            shown[name] = axis.errorbar(
+            legend[name] = axis.errorbar(
                 places, means, errors, color=f"C{names.index(name)}", marker="o", ms=4, lw=1.3, capsize=3
             )
         axis.set(title=title, xlabel=x, ylabel=y)
@@ -159,5 +125,33 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     if len(names) > 1:
-        figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3)
+        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def draw_curves(panels: Mapping[str, Mapping[str, Sequence[Run]]], path: Path) -> None:
+    """Training loss and validation accuracy over epochs, the mean over seeds bold and each seed thin.
+
+    Args:
+        panels: title -> name of a line -> its runs.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(min(5.5 * len(panels), 24), 7), layout="constrained")
+    axes = figure.subplots(2, len(panels), squeeze=False)
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))  # a colour each in all panels
+    legend: Dict[str, object] = {}
+    for column, (title, lines) in enumerate(panels.items()):
+        top, bottom = axes[0][column], axes[1][column]
+        top.set(title=title, xlabel="epoch", ylabel="training loss", yscale="log")
+        bottom.set(title=title, xlabel="epoch", ylabel="validation top-1")
+        for axis, kind, key in ((top, "train", "loss"), (bottom, "eval", "top1")):
+            for name, runs in lines.items():
+                colour, curves = f"C{names.index(name)}", [curve(run, kind, key) for run in runs]
+                for epochs, values in curves:
+                    axis.plot(epochs, values, color=colour, lw=0.5, alpha=0.5)
+                means = [statistics.mean(values) for values in zip(*(values for _, values in curves))]
+                (legend[name],) = axis.plot(curves[0][0][: len(means)], means, color=colour)
+            axis.grid(alpha=0.3)
+    figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)

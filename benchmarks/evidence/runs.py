@@ -1,6 +1,6 @@
-"""Training runs that are evidence: which recipe, overrides and seed; trained side by side, kept, resumed, read back.
+"""Training runs of experiments: trained side by side, cached, resumed, read back.
 
-A run's folder is named by what it is: experiments that need the same run share it, and a changed one is another.
+A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import traceback
@@ -21,7 +22,8 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from benchmarks.experiments import CACHE, QUIET, ROOT
+from benchmarks import CACHE, QUIET, ROOT
+from benchmarks.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent, die_with_parent
@@ -41,23 +43,31 @@ _DIVERGED = "diverged.txt"  # in the folder of a run that did not come to its en
 class Run(NamedTuple):
     """One training run.
 
-    overrides: of configs/evidence.yaml, without seed and folder. stages, replicas: more than one process, if their
-    product is.
+    overrides: of the recipe, without seed and folder. stages, replicas: more than one process, if their product is.
+    measured: whether the lengths of LARS's steps are recorded; such a run is not resumed but starts over.
     """
 
     overrides: Tuple[str, ...]
     seed: int
     stages: int = 1
     replicas: int = 1
+    base: str = RECIPE
+    measured: bool = False
 
     @property
     def folder(self) -> Path:
-        what = json.dumps([_base(), sorted(self.overrides), *self[1:]])
-        return RUNS / hashlib.sha256(what.encode()).hexdigest()[:12]
+        content = [_base(self.base), sorted(self.overrides), self.seed, self.stages, self.replicas]
+        content += ["measured"] * self.measured
+        return RUNS / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+    @property
+    def record(self) -> Path:
+        """The recorded step lengths (JSON) of a run that is measured."""
+        return self.folder / "step_ratio.json"
 
     @property
     def log(self) -> Path:
-        """What the run prints."""
+        """File of the run's output."""
         return self.folder.with_suffix(".log")
 
     @property
@@ -67,26 +77,38 @@ class Run(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """How many train it together."""
+        """Number of processes that train it together."""
         return self.stages * self.replicas
 
+    @property
+    def program(self) -> List[str]:
+        """The program that trains it, as arguments of Python."""
+        if self.processes == 1:
+            return ["train.py"]
+        return ["-m", "tools.launch", "--stages", str(self.stages), "--replicas", str(self.replicas)]
+
     def recipe(self) -> Recipe:
-        """What is trained."""
-        return loading.load(ROOT / RECIPE, [*self.arguments, *QUIET, f"run.output={self.folder}"])
+        """The resolved recipe."""
+        return loading.load(ROOT / self.base, [*self.arguments, *QUIET, f"run.output={self.folder}"])
 
     def command(self) -> List[str]:
-        """What trains it by itself."""
-        start = ["train.py"]
-        if self.processes > 1:
-            start = ["-m", "tools.launch", "--stages", str(self.stages), "--replicas", str(self.replicas)]
-        return [sys.executable, *start, "--config", RECIPE, *self.arguments, *QUIET, f"run.output={self.folder}"]
+        """Command line that trains this run alone."""
+        return [
+            sys.executable,
+            *self.program,
+            "--config",
+            self.base,
+            *self.arguments,
+            *QUIET,
+            f"run.output={self.folder}",
+        ]
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """Final figures of a run.
 
-    top1: of the validation images; averages: likewise of the averages of weights. loss: of the validation images,
-    train_loss: the last that was logged; both infinite where the run diverged. diverged: what it said then.
+    top1, loss: of the validation images; train_loss: the last that was logged; averages: top-1 of the averaged weights.
+    A run that diverged has infinite losses, and its error message in `diverged`.
     """
 
     top1: float
@@ -101,13 +123,13 @@ class Lost(RuntimeError):
 
 
 def outcome(run: Run) -> Optional[Outcome]:
-    """None as long as the run has not come to its end."""
+    """None as long as the run is not finished."""
     folder = run.folder
     if (folder / _DIVERGED).exists():
         chance = 1 / run.recipe().model.classes
         why = (folder / _DIVERGED).read_text().strip()
         return Outcome(chance, float("inf"), float("inf"), {}, why)
-    if not (folder / "metrics.jsonl").exists():
+    if not (run.record if run.measured else folder / "metrics.jsonl").exists():
         return None
     events = read_events(folder)
     if "end" not in events:
@@ -151,7 +173,7 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
                 run = running.pop(process)
                 _check(process, run)
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
-                say(f"{' '.join(run.arguments)}: {_told(outcome(run))}; {len(pending)} more known to come")
+                say(f"{' '.join(run.arguments)}: {_described(outcome(run))}; {len(pending)} more known to come")
     finally:
         for process in running:
             process.terminate()  # saves and ends: the next start goes on there
@@ -174,7 +196,7 @@ def _check(process: multiprocessing.Process, run: Run) -> None:
         raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.log}")
 
 
-def _told(found: Outcome) -> str:
+def _described(found: Outcome) -> str:
     return f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
 
 
@@ -205,12 +227,23 @@ def _outcome_of(run: Run) -> int:
         if run.processes > 1:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
-        train(run.recipe())
+        if run.measured:
+            _train_measured(run)
+        else:
+            train(run.recipe())
     except Stopped:
         return STOPPED
     except TrainingError as error:
         (run.folder / _DIVERGED).write_text(f"{error}\n")
     return 0
+
+
+def _train_measured(run: Run) -> None:
+    """Trains from the start: the record needs every step."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    with Recorder() as recorder:
+        train(run.recipe())
+    run.record.write_text(json.dumps(recorder.summary()))
 
 
 def _draw_glyphs(recipe: Recipe) -> None:
@@ -222,6 +255,6 @@ def _draw_glyphs(recipe: Recipe) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _base() -> str:
-    """What the recipe's file says, however it is written."""
-    return json.dumps(loading.parse_yaml((ROOT / RECIPE).read_text(), RECIPE), sort_keys=True)
+def _base(recipe: str) -> str:
+    """Content of the recipe's file, independent of its layout."""
+    return json.dumps(loading.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)

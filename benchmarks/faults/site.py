@@ -17,7 +17,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from benchmarks.experiments import ROOT
+from benchmarks import ROOT
 from benchmarks.processes import children
 from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import List
 from unittest import mock
 
-from benchmarks.experiments import ROOT
+from benchmarks import ROOT
 from recipe import loading
 from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import curves, report

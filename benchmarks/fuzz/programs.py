@@ -12,7 +12,7 @@ from typing import Dict, List, Tuple
 
 import torch
 
-from benchmarks.experiments import ROOT
+from benchmarks import ROOT
 from data.batches import MicroBatch
 from recipe import loading
 from tools import imagenet

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.experiments import ROOT
+from benchmarks import ROOT
 from benchmarks.fuzz import folders, programs
 from benchmarks.fuzz.target import Target
 from data.base import Box

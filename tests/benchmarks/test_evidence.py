@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from benchmarks import RESULTS
 from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import experiment, page, runs
 from benchmarks.evidence.ablations import Ablations
@@ -17,7 +18,6 @@ from benchmarks.evidence.micro import WAYS, MicroBatches, _Distance
 from benchmarks.evidence.norms import GROUPS, MICRO, NORMS, SIZE, Norms, parameters
 from benchmarks.evidence.resolution import HALF_ONLY, LENGTHS, NATIVELY, TUNED, Resolution
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
-from benchmarks.experiments import RESULTS
 from recipe.errors import UserError
 from tests import ranks
 from training import weights
@@ -49,28 +49,31 @@ def test_a_run_is_named_by_what_it_is(kept):
 
 
 @pytest.mark.parametrize("name", command.EXPERIMENTS)
-def test_a_quick_run_is_a_few_updates_and_not_taken_for_the_whole_one(name):
-    first = command.EXPERIMENTS[name].wanted()[0]
-    short = command.shortened(first)
-    recipe = short.recipe()
-    assert (recipe.run.steps, recipe.run.epochs, recipe.data.train_images) == (8, None, 6144)
-    assert short.folder != first.folder
-    assert recipe.model == first.recipe().model
+def test_quick_runs_are_short_and_not_taken_for_whole_ones(name):
+    found = command.EXPERIMENTS[name]
+    whole = {run.folder for run in found.wanted()}
+    for run in (run for series in found.quick() for run in series.runs):
+        length = run.recipe().run
+        assert (length.steps, length.epochs) in ((8, None), (None, 1), (None, 3))
+        assert run.folder not in whole
 
 
-def alone(function, kept):
-    """Calls function(folder) in a process in which nothing was computed before: torch's autograd does not live on in
-    what is forked from one in which it was."""
-    (ended,) = ranks.run(1, _within, function, kept, timeout=120)
+@pytest.mark.multiprocess
+def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept):
+    """In a fresh process: torch's autograd does not survive a fork of a process in which it was used."""
+    (ended,) = ranks.run(1, _train, kept, timeout=240)
     assert ended.code == 0, "\n".join(ended.errors)
 
 
-def _within(rank, size, function, kept):
-    runs.RUNS = kept
-    function(kept)
+def _train(rank, size, folder):
+    runs.RUNS = folder
+    trained_once(folder)
+    launched()
+    diverged()
+    failed()
 
 
-def trained_once(kept):
+def trained_once(folder):
     """Another run is wanted once the first has ended; the command that a page names gives the same bits."""
     first, second, third = (Run(SHORT, seed) for seed in range(3))
     said = []
@@ -85,60 +88,43 @@ def trained_once(kept):
     train_all(wanted, 2, again.append)
     assert again == []
 
-    elsewhere = kept.parent / "elsewhere"
-    command = [*first.command()[:-1], f"run.output={elsewhere}"]
+    elsewhere = folder.parent / "elsewhere"
+    line = [*first.command()[:-1], f"run.output={elsewhere}"]
     environment = {**runs.os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
+    subprocess.run(line, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
     ours, theirs = (weights.read(str(folder)).tensors for folder in (first.folder, elsewhere))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def diverged(kept):
-    run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
-    said = []
-    train_all(lambda: [run], 1, said.append)
-    found = outcome(run)
-    assert found.diverged and found.top1 == 1 / 50 and found.loss == float("inf")
-    assert "diverged" in said[0]
-    train_all(lambda: [run], 1, said.append)
-    assert len(said) == 1
-
-
-def failed(kept):
-    def fail(recipe):
-        raise RuntimeError("no such thing")
-
-    runs.train = fail
-    run = Run(SHORT, 0)
-    with pytest.raises(Lost, match=f"train.py .*run.seed=0.* see {run.log}"):
-        train_all(lambda: [run], 1, print)
-    assert "no such thing" in run.log.read_text()
-
-
-def launched(kept):
+def launched():
+    """By several processes."""
     run = Run((*SHORT, "parallel.replicas=2"), 0, replicas=2)
     train_all(lambda: [run], 2, print)
     assert outcome(run).top1 >= 0
 
 
-@pytest.mark.multiprocess
-def test_what_is_wanted_is_trained_once_side_by_side_and_as_by_its_own_command(kept):
-    alone(trained_once, kept)
+def diverged():
+    """An outcome, and not trained again."""
+    run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
+    said = []
+    train_all(lambda: [run], 1, said.append)
+    found = outcome(run)
+    assert found.diverged and found.top1 == 1 / 50 and found.loss == float("inf")
+    train_all(lambda: [run], 1, said.append)
+    assert len(said) == 1 and "diverged" in said[0]
 
 
-@pytest.mark.multiprocess
-def test_a_run_that_diverges_is_an_outcome(kept):
-    alone(diverged, kept)
+def failed():
+    """No outcome; the error names the command."""
 
+    def fail(recipe):
+        raise RuntimeError("no such thing")
 
-@pytest.mark.multiprocess
-def test_a_run_that_fails_is_said_with_its_command(kept):
-    alone(failed, kept)
-
-
-@pytest.mark.multiprocess
-def test_runs_of_several_processes_are_launched(kept):
-    alone(launched, kept)
+    runs.train = fail
+    run = Run(SHORT, 9)
+    with pytest.raises(Lost, match=f"train.py .*run.seed=9.* see {run.log}"):
+        train_all(lambda: [run], 1, print)
+    assert "no such thing" in run.log.read_text()
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
@@ -249,7 +235,7 @@ def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
     row = experiment.row(Series({"kind": "one"}, ()))
     assert (row["diverged"], row["loss_mean"], row["loss_sd"]) == (2, 1.5, None)
     assert row["top1_mean"] == pytest.approx((50 + 2 + 2) / 3, abs=1e-4)
-    assert "2 of 3" in page.table([row])
+    assert "2 of 3" in Two().table([row])
 
 
 # The experiments --------------------------------------------------------------------------------------------------
@@ -260,14 +246,22 @@ def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, 
     """With losses that are least at a peak that is none of the first guesses."""
     monkeypatch.setattr("benchmarks.evidence.ladder.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
     monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: _Distance(0.0, 3))
+    lengths = {"step": range(1, 11), "lr": [1.0] * 10, "update": [1.0] * 10, "losses": [2.0, 1.0], "top1": 0.5}
+    ratios = {f"{kind}{each}": value for kind in ("scheduled", "steady")
+              for each, value in (("", [[1.0, 2.0, 3.0]] * 10), ("_tensors", [1.0, 2.0, 3.0]))}  # fmt: skip
+    monkeypatch.setattr(
+        "benchmarks.evidence.lars_forms.record", lambda run: experiment.outcome(run) and {**lengths, **ratios}
+    )
     made = command.EXPERIMENTS[name]
     losses(lambda peak: abs(peak - 0.3))(made.wanted)
-    for run in made.wanted():
+    wanted = made.wanted()
+    monkeypatch.setattr("benchmarks.evidence.exchange_convergence.outcome", experiment.outcome)
+    for run in wanted:
         run.recipe()
-    assert len({run.folder for run in made.wanted()}) == len(set(made.wanted()))
+    assert len({run.folder for run in wanted}) == len(set(wanted))
     rows = made.rows()
     assert len(rows) == len(made.series()) > 1
-    assert all(row["seeds"] >= 3 for row in rows)
+    assert all(row["seeds"] >= (1 if name == "lars_forms" else 3) for row in rows)
     assert made.verdict(rows).endswith(".")
     json.dumps(rows)
 
@@ -388,7 +382,7 @@ def test_the_pages_of_the_repository_say_what_their_figures_say(name):
     rows = page.read(RESULTS / f"{name}.csv")
     written = (RESULTS / f"{name}.md").read_text()
     assert written.startswith(f"# {found.question}\n")
-    assert page.table(rows) in written
+    assert found.table(rows) in written
     assert written.endswith(f"**Verdict.** {found.verdict(rows)}\n")
 
 

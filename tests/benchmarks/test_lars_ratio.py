@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import lars_forms
+from benchmarks.evidence import runs
+from benchmarks.evidence.experiment import changed
+from benchmarks.evidence.lars_forms import LarsForms, record
 from benchmarks.lars_ratio import Recorder, StepRatio
 from optim.half_weights import WeightState
 from optim.lars import LARS
@@ -69,11 +71,16 @@ def test_it_is_the_ratio_of_the_steps_that_lars_makes(trust):
 
 def test_a_run_is_recorded(tmp_path, monkeypatch):
     """Five steps, the first at a rate of 0. The next has nothing in its momentum, and so is as long in both forms."""
-    monkeypatch.setattr(lars_forms, "RUNS", tmp_path)
-    record = lars_forms.made(lars_forms.Run(lars_forms.Setting("digits", 256, 128, 2, 1), seed=0))
-    assert record["step"] == [1, 2, 3, 4]
-    assert record["scheduled"][0] == pytest.approx([1.0] * 3, rel=1e-3)
-    assert all(length > 0 for length in record["update"])
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    ((run,),) = [each.runs for each in LarsForms().quick()]
+    length = ("run.epochs=1", "batch.global=256", "batch.micro=128", "schedule.warmup_epochs=0.2")
+    run = run._replace(overrides=changed(run.overrides, length))
+    assert record(run) is None
+    runs._train_measured(run)
+    found = record(run)
+    assert found["step"] == [1, 2, 3, 4]
+    assert found["scheduled"][0] == pytest.approx([1.0] * 3, rel=1e-3)
+    assert all(length > 0 for length in found["update"])
 
 
 def state_of(weights, trust):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.staleness import largest_stable_rate
+from benchmarks.evidence.staleness import largest_stable_rate
 
 
 @pytest.mark.parametrize("delay", [1, 2, 4, 16])

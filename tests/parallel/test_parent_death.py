@@ -51,15 +51,15 @@ STARTERS = {
     },
     "benchmarks.ranks": "from benchmarks import ranks; ranks.run(2, rest)",
     "tests.world": "from tests import world; world.run(1, rest, connect=False)",
-    "benchmarks.experiments": "from benchmarks import experiments; experiments.train_all([Run()], 1)",
+    "benchmarks.evidence": (
+        "from benchmarks.evidence import runs; runs.train = rest; runs.RUNS = Path(__file__).parent / 'runs'; "
+        "runs.train_all(lambda: [runs.Run((), 0, base='configs/quickstart.yaml')], 1, print)"
+    ),
 }
 PROGRAM = """
-import multiprocessing, sys, time
+import multiprocessing, time
 from pathlib import Path
 from tests.parallel.test_parent_death import begin, rest
-class Run:
-    folder = Path("none")
-    command = [sys.executable, "-c", "from tests.parallel.test_parent_death import rest; rest(0)"]
 if __name__ == "__main__":
     {start}
     time.sleep(300)

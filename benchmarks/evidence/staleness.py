@@ -1,0 +1,105 @@
+"""Cost of gradients that are applied some steps late, with momentum and without."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import List, Sequence
+
+import numpy as np
+
+from benchmarks.evidence import page
+from benchmarks.evidence.exchange_convergence import DIGITS, GLYPHS, MODEL, QuickstartExperiment
+from benchmarks.evidence.experiment import Series, markdown
+
+DELAYS = (0, 1, 4, 16)
+MOMENTA = (0.0, 0.5, 0.9)  # of the theory
+WITH, WITHOUT = "digits, LARS, momentum 0.9", "digits, LARS, no momentum"
+# Without momentum the peak is raised by the factor by which momentum lengthens a step: 1 / (1 - 0.9) for SGD; about 2
+# for LARS, which scales each gradient before momentum sums it up (docs/results/lars_forms.md).
+SETTINGS = {
+    WITH: DIGITS,
+    WITHOUT: (*DIGITS, "optimizer.momentum=0", "schedule.peak=4"),
+    "digits, SGD, momentum 0.9": (*DIGITS, "optimizer.name=sgd", "schedule.peak=0.01"),
+    "glyphs, LARS, momentum 0.9": GLYPHS,
+}
+
+
+class Staleness(QuickstartExperiment):
+    """In one process: the delay does not depend on the number of replicas."""
+
+    name = "staleness"
+    question = "Late gradients: what they cost, and what momentum makes of it"
+    takes, quick_takes = "an hour, less for cached runs", "2 minutes"
+    about = """Model and data of [exchange_convergence.md](exchange_convergence.md), a batch of 64 in one process. \
+`exchange.delay` applies a gradient so many steps after the one whose weights it was computed with. Three seeds, mean \
+± standard deviation."""
+    findings = """## Findings
+
+- A gradient one step late costs a point without momentum (digits), two (SGD) to eight points (LARS) with momentum 0.9,
+  and nearly half of the accuracy on the harder glyphs. Four steps late, a run with momentum 0.9 hardly learns, or not
+  at all; without momentum it loses 6 points, and sixteen steps late 38. Peak rates are those of runs without delay. A
+  lower rate may recover some of the loss; that was not tried.
+- Theory explains the effect of momentum: without delay it allows higher rates, with delay only lower ones. One step
+  late, the largest stable rate falls to a half without momentum and to a fortieth with 0.9, so a rate in the middle of
+  the stable range is far beyond it. LARS and the decay of the rate keep such a run from diverging; SGD's loss grows.
+- This is why synchronous training won over asynchronous training: with replicas that are many steps apart, momentum
+  and high rates have to be given up, and large batches depend on both.
+- `exchange.delay: 1` is useful where the exchange takes about as long as the computation, with a lower rate or less
+  momentum, both tuned anew. More than 1 hides nothing more; it exists for this experiment."""
+
+    def series(self) -> List[Series]:
+        return [
+            Series(
+                {"setting": setting, "delay": delay},
+                (*MODEL, *overrides, "batch.micro=64", f"exchange.delay={delay}"),
+                base=self.base,
+            )
+            for (setting, overrides), delay in itertools.product(SETTINGS.items(), DELAYS)
+        ]
+
+    def quick(self) -> List[Series]:
+        none, *_, longest = self.series()[: len(DELAYS)]
+        return [each.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=2) for each in (none, longest)]
+
+    def more(self, rows: Sequence[dict]) -> str:
+        theory = [(delay, *(f"{largest_stable_rate(each, delay):.3g}" for each in MOMENTA)) for delay in DELAYS]
+        return f"""Linear theory: the largest learning rate times curvature at which a weight in a quadratic bowl does \
+not diverge, from the roots of its recurrence (`largest_stable_rate`, tested against closed forms and the recurrence).
+
+{markdown(["delay", *(f"momentum {momentum:g}" for momentum in MOMENTA)], theory)}"""
+
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        panels = {setting: {} for setting in SETTINGS}
+        for series in self.series():
+            panels[series.labels["setting"]][f"delay {series.labels['delay']}"] = series.runs
+        page.draw_curves(panels, path)
+
+    def verdict(self, rows: Sequence[dict]) -> str:
+        top1 = {(row["setting"], row["delay"]): 100 * row["top1_mean"] for row in rows}
+        lost = [
+            f"{delay} {'step' if delay == 1 else 'steps'} late "
+            f"{' and '.join(f'{top1[each, 0] - top1[each, delay]:.1f}' for each in (WITHOUT, WITH))}"
+            for delay in DELAYS[1:]
+        ]
+        return f"Points of top-1 lost on the digits by LARS, without momentum and with 0.9: {', '.join(lost)}."
+
+
+def largest_stable_rate(momentum: float, delay: int) -> float:
+    """Learning rate times curvature up to which w' = w + momentum (w - w_before) - rate w_late does not grow.
+
+    The roots of z**(delay+1) - (1 + momentum) z**delay + momentum z**(delay-1) + rate must lie in the unit circle, for
+    delay 0 those of this times z.
+    """
+    low, high = 0.0, 2.0 * (1.0 + momentum)  # the limit without delay
+
+    def stable(rate: float) -> bool:
+        coefficients = np.zeros(delay + 3)
+        coefficients[:3] = 1.0, -1.0 - momentum, momentum
+        coefficients[delay + 1] += rate
+        return bool(np.abs(np.roots(coefficients)).max() <= 1 + 1e-9)
+
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if stable(middle) else (low, middle)
+    return low
