@@ -15,7 +15,7 @@ from data.batches import MicroBatch
 from data.prefetch import Prefetcher
 from data.sources import open_source
 from engines.base import Engine
-from engines.devices import set_determinism
+from engines.devices import set_determinism, synchronize
 from recipe.config import Recipe
 
 FEED, DETERMINISM, MEMORY = "feed", "determinism", "memory"
@@ -89,7 +89,7 @@ def _feeding(
         step()
 
     def end() -> None:
-        engine.synchronize()
+        synchronize(engine.device)
         waits.seconds += waited()
 
     stack.callback(end)
@@ -187,7 +187,7 @@ def _two_steps(session: Session, micro: int, kernels: str, recompute: bool) -> N
         step = stepping(engine, itertools.repeat(on_device(recipe, engine.device)))
         step()
         step()
-        engine.synchronize()
+        synchronize(engine.device)
 
 
 def _largest_micro(session: Session, what: str, kernels: str, recompute: bool) -> Row:

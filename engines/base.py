@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from data.base import Source
 from data.batches import MicroBatch
+from engines.timeline import Recorder
 from optim.norms import Norms
 from parallel.agreement import Agreement
 from parallel.topology import Topology
@@ -66,33 +67,15 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
     return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
 
 
-def totalled(
+def total(
     counts: Sequence[Counts], unreadable: Sequence[str], processes: Agreement, device: torch.device
 ) -> Tuple[Counts, List[str]]:
-    """The sum of what all processes counted, and the messages of all, on every one."""
+    """The sum of the counts of all processes, and the messages of all, on every one."""
     own = [torch.stack([torch.as_tensor(value, device=device).double() for value in each]) for each in counts]
     sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64, device=device)
     images, loss, top1, top5 = processes.sum(sums)
     messages = [message for part in processes.gather(list(unreadable)) for message in part]
     return Counts(int(images), loss, top1.long(), top5.long()), messages
-
-
-class Span(NamedTuple):
-    """What one rank did from `start` to `end`.
-
-    replica, stage, rank: who. kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number
-    within the replica's share of the step; -1 where the span belongs to none. step: number of the update. start,
-    end: seconds on a clock that all ranks have in common.
-    """
-
-    replica: int
-    stage: int
-    rank: int
-    kind: str
-    micro_batch: int
-    step: int
-    start: float
-    end: float
 
 
 class Engine(ABC):
@@ -102,10 +85,13 @@ class Engine(ABC):
     """
 
     batch: Batch
+    processes: Agreement
     topology: Topology
     device: torch.device
-    notes: Tuple[str, ...]  # lines that are worth saying at the start of a run
+    shapes: Dict[str, Tuple[int, ...]]  # of the model's parameters and persistent buffers
+    notes: Tuple[str, ...]  # lines to print at the start of a run
     cut: Sequence[str] = ()  # the blocks that open each stage after the first, where processes have one each
+    recorder: Optional[Recorder] = None  # of the steps that `log.trace` asks for; None on devices that record none
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
@@ -126,10 +112,7 @@ class Engine(ABC):
 
     @abstractmethod
     def data_wait(self) -> float:
-        """Seconds that a device stood still for want of training images since `training_batches`, on every rank.
-
-        That of the rank that waited longest, without the wait for the first images.
-        """
+        """Seconds that this process's device waited for training images since `training_batches`, but for the first."""
 
     @abstractmethod
     def train_step(self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False) -> StepResult:
@@ -147,9 +130,9 @@ class Engine(ABC):
         """
 
     def not_finite(self) -> List[str]:
-        """Names, in running order, of the model's parameters whose gradient of the last step was not finite.
+        """Names of this process's parameters whose gradient of the last step was not finite. Waits for the device.
 
-        Every rank calls, and waits. Empty where that is not known.
+        Empty where that is not known.
         """
         return []
 
@@ -179,19 +162,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
-        """The sum of what all ranks counted, and the messages of all, on every rank."""
-
-    @abstractmethod
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         """Logits of the valid images of `batch`, dropout off: float32 [valid, classes], on the device.
 
         Only in a process that computes all stages.
         """
-
-    @abstractmethod
-    def shapes(self) -> Dict[str, Tuple[int, ...]]:
-        """Shapes of the model's parameters and persistent buffers, by name."""
 
     @abstractmethod
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
@@ -235,20 +210,8 @@ class Engine(ABC):
             raise ValueError(f"{count} replicas have a state of their own there, none has one here")
 
     @abstractmethod
-    def timeline(self) -> List[Span]:
-        """What all ranks did in the steps that `log.trace` asks for, as far as they are done; on the main rank."""
-
-    @abstractmethod
-    def agree(self, value: int) -> int:
-        """The largest `value` of all ranks, the same on each; where there are several, of the call before."""
-
-    @abstractmethod
     def peak_flops(self) -> float:
         """Floating-point operations per second that all devices together reach in large matrix products, measured."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Waits until the device has done all it was given."""
 
     @abstractmethod
     def close(self) -> None:

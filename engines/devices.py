@@ -40,6 +40,12 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """Of activations and working weights."""
     if recipe.precision.compute == "auto":

@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -21,7 +21,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from data.workers import begin_work
 from engines import cuts, state
-from engines.base import AVERAGES, Counts, Diverged, Engine, Span, StepResult, scored, totalled
+from engines.base import AVERAGES, Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
@@ -89,10 +89,10 @@ class IpuEngine(Engine):
     def __init__(self, recipe: Recipe, batch: Batch, processes: Agreement):
         poptorch = _poptorch()
         self.batch, self.topology = batch, processes.topology
-        self._recipe, self._processes = recipe, processes
+        self._recipe, self.processes = recipe, processes
         self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: the rules hold them equal
         training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
-        self._shapes = state.shapes(evaluation)
+        self.shapes = state.shapes(evaluation)
         parts, note = cuts.counted(evaluation, recipe, batch)
         for name in recipe.ipu.keep_activations:
             if name not in evaluation.names:
@@ -191,7 +191,7 @@ class IpuEngine(Engine):
         return self._batches
 
     def data_wait(self) -> float:
-        return max(self._processes.gather(self._batches.waited))
+        return self._batches.waited
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
         place = self.topology
@@ -214,7 +214,7 @@ class IpuEngine(Engine):
         losses, correct = self._training(*arguments)
         # With synthetic data nothing leaves the device: the host keeps the first weights.
         self._weights_are_on_device = self._slots_are_on_device = not self._recipe.ipu.synthetic_data
-        sums = self._processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
+        sums = self.processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
         if self._weights_are_on_device and not sums[0].isfinite():
             raise Diverged(f"the loss is {sums[0].item()}, and the IPUs have made an update of it")
         zero = torch.zeros((), dtype=torch.int64)
@@ -265,14 +265,8 @@ class IpuEngine(Engine):
         parts = [self._inference(part).float() for part in padded(images, self._rows)]
         return torch.cat(parts)[: len(images)]
 
-    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
-        return totalled(counts, unreadable, self._processes, self.device)
-
-    def shapes(self) -> Dict[str, Tuple[int, ...]]:
-        return dict(self._shapes)
-
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        state.check_shapes(weights, self._shapes)
+        state.check_shapes(weights, self.shapes)
         self._fetch_weights()
         self._host.replace(weights)
         self._send_weights()
@@ -302,23 +296,14 @@ class IpuEngine(Engine):
         self._slots_are_on_device, self._slots_to_send = False, True
         self._send_weights()
 
-    def timeline(self) -> List[Span]:
-        return []
-
-    def agree(self, value: int) -> int:
-        return self._processes.agree(value)
-
     def peak_flops(self) -> float:
         """Published, not measured: nothing but the run's own programs can run on the IPUs beside it."""
         return _PEAK_FLOPS[self._dtype] * self.batch.replicas * self._recipe.parallel.stages
 
-    def synchronize(self) -> None:
-        """Every call of a program waits for it."""
-
     def close(self) -> None:
         for program in (self._training, self._inference):
             program.destroy()
-        self._processes.part()
+        self.processes.part()
 
     def _fetch_weights(self) -> None:
         """The device's weights into the host's copy; PopTorch reads them when the module's are looked at."""
@@ -364,7 +349,7 @@ class IpuEngine(Engine):
     def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
         """Each parameter's name, and PopART's for its state tensor."""
         prefix = _SLOT_PREFIXES[self._recipe.optimizer.name][slot]
-        return [(name, f"{prefix}{_INSIDE}{name}") for name in self._shapes]
+        return [(name, f"{prefix}{_INSIDE}{name}") for name in self.shapes]
 
 
 def _poptorch() -> Any:

@@ -1,68 +1,19 @@
-"""One training step as the schedules see it: images in, losses out, gradients added up, and who did what when."""
+"""One training step as the schedules see it: images in, losses out, gradients added up."""
 
 from __future__ import annotations
 
-import contextlib
-import platform
-import time
-from typing import Callable, ContextManager, Iterator, List, Optional
+from typing import Callable, ContextManager, Optional
 
 import torch
 from torch.nn import functional as F
 
-from engines.base import Span, summable
+from engines.base import summable
 from engines.feed import Feed
+from engines.timeline import Recorder
 from models.stochastic import Draws
 from optim.gradients import Gradients
 from optim.loss_scale import LossScale
-from optim.norms import Elsewhere
-from parallel.processes import Processes
-from parallel.topology import Topology
 from parallel.work import Work
-
-
-class Recorder:
-    """Spans of time, while `on`; on CUDA each waits for the device, so that it is the device's time."""
-
-    def __init__(self, topology: Topology, synchronize: Callable[[], None]):
-        self._topology, self._synchronize = topology, synchronize
-        self.on = False
-        self.step = 0
-        self._spans: List[Span] = []
-        self._start = 0.0
-
-    def span(self, kind: str, number: int = -1) -> ContextManager[None]:
-        """Around what is to be recorded. number: of the micro batch within the replica's share."""
-        return self._recorded(kind, number) if self.on else contextlib.nullcontext()
-
-    def set_clock(self, processes: Processes) -> None:
-        """All ranks start their clocks together."""
-        processes.wait_for_all()
-        self._start = time.monotonic()
-
-    def common_clock(self, processes: Processes) -> List[Span]:
-        """What was recorded, in seconds since all clocks were started; it is forgotten here.
-
-        Ranks on one host have one clock, and the main rank's start counts. Those of other hosts differ from it by the
-        time that a barrier takes to end, less than a millisecond in a good network.
-        """
-        starts = processes.gather((platform.node(), self._start))
-        host, start = starts[0]
-        if platform.node() != host:
-            start = self._start
-        spans, self._spans = self._spans, []
-        return [span._replace(start=span.start - start, end=span.end - start) for span in spans]
-
-    @contextlib.contextmanager
-    def _recorded(self, kind: str, number: int) -> Iterator[None]:
-        self._synchronize()
-        start = time.monotonic()
-        yield
-        self._synchronize()
-        place = self._topology
-        self._spans.append(
-            Span(place.replica, place.stage, place.rank, kind, number, self.step, start, time.monotonic())
-        )
 
 
 class TrainingStep(Work):
@@ -118,23 +69,3 @@ class TrainingStep(Work):
 
     def span(self, kind: str, number: int) -> ContextManager[None]:
         return self._recorder.span(kind, number)
-
-
-class AllRanks(Elsewhere):
-    """What the update asks of other stages and replicas; carries the step's sums along with the first question."""
-
-    def __init__(self, processes: Processes):
-        self._processes = processes
-        self.sums = torch.zeros(0)
-
-    def carry(self, loss: torch.Tensor, correct: torch.Tensor) -> None:
-        """What this rank adds to the sums of this step."""
-        self._carried = loss, correct.double()
-
-    def all_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """One message for all: `sums` is then float64 [3], ranks without finite gradients, losses, hits."""
-        self.sums = self._processes.sum(torch.stack([(~finite).double(), *self._carried]))
-        return self.sums[0] == 0
-
-    def sum_over_stages(self, values: torch.Tensor) -> torch.Tensor:
-        return self._processes.sum_over_stages(values)

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, replication, state, tuning
-from engines.base import AVERAGES, Counts, Engine, Span, StepResult, scored, totalled
+from engines.base import AVERAGES, Counts, Engine, StepResult, scored
 from engines.compilation import compile_stages
-from engines.devices import DTYPES, compute_dtype, device_of, set_determinism
+from engines.devices import DTYPES, compute_dtype, device_of, set_determinism, synchronize
 from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries
-from engines.step import AllRanks, Recorder, TrainingStep
+from engines.step import TrainingStep
+from engines.timeline import Recorder
 from models.efficientnet import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory
 from optim.averaging import WeightAverage
 from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
-from optim.norms import Norms
 from parallel.processes import Processes
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_sizes
@@ -42,7 +42,7 @@ class TorchEngine(Engine):
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int] = None):
         """Args: steps_per_epoch: what `exchange.density_warmup` counts in; None for an engine that does not train."""
         self.batch, self.topology = batch, processes.topology
-        self._recipe, self._processes = recipe, processes
+        self._recipe, self.processes = recipe, processes
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
             set_determinism(recipe.run.deterministic)
@@ -58,13 +58,13 @@ class TorchEngine(Engine):
         }
         self._exchange = GradientExchange(self.weights, recipe, batch, processes, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
-        self._recorder = Recorder(self.topology, self.synchronize)
+        self.recorder = Recorder(processes, self.device)
         self._work = TrainingStep(
             self._feed,
             self._model.draws,
             self.weights.gradients,
             self._loss_scale,
-            self._recorder,
+            self.recorder,
             recipe.data.label_smoothing,
             self._exchange.arm if len(self._stages) == 1 else None,
         )
@@ -81,13 +81,13 @@ class TorchEngine(Engine):
         whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
         memory_format = tuning.apply(whole, recipe.engine, self.device)
         norms = norm_parameters(whole)
-        self._shapes = state.shapes(whole)
+        self.shapes = state.shapes(whole)
         self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
         try:
             recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
         except ValueError as error:
             raise ConfigError(f"parallel.recompute: {error}") from None
-        self._parts, note = cuts.parts(whole, recipe, self.batch, self._processes, self.device)
+        self._parts, note = cuts.parts(whole, recipe, self.batch, self.processes, self.device)
         self.cut = [names[0] for names in self._parts[1:]]
         self.notes = (note,) if note else ()
         if self.batch.stages > 1 and self.topology.stages == 1:
@@ -99,7 +99,6 @@ class TorchEngine(Engine):
         self._model = whole.part([name for names in own.values() for name in names])
         self._model.draws = whole.draws
         self._buffers = state.persistent_buffers(self._model)
-        self._elsewhere = AllRanks(self._processes)
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
         self.weights = WeightState(
             self._model.named_parameters(),
@@ -110,7 +109,7 @@ class TorchEngine(Engine):
             clip_norm=recipe.optimizer.clip_norm,
             model=[name for name, _ in whole.named_parameters()],
             tree=(self.batch.accumulation, together) if recipe.exchange.order == "tree" else None,
-            elsewhere=self._elsewhere,
+            sum_over_stages=self.processes.sum_over_stages,
             compile=recipe.engine.compile and self._trains,
         )
         self.notes += self.weights.notes
@@ -132,7 +131,7 @@ class TorchEngine(Engine):
         return self._batches
 
     def data_wait(self) -> float:
-        return max(self._processes.gather(self._batches.waited()))
+        return self._batches.waited()
 
     def evaluation_batches(self, source: Optional[Source], images: int):
         return feed.evaluation_batches(source, self._recipe, self.topology, images, self.device)
@@ -144,12 +143,12 @@ class TorchEngine(Engine):
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         self._compute_gradients(micro_batches, step)
-        with self._recorder.span("exchange"):
+        with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale)
         self._combine_statistics(statistics_before)
-        self._elsewhere.carry(self._work.total, self._work.correct)
-        with self._recorder.span("update"):
-            finite, norms = self._update(step, lr, divisor, measure)
+        with self.recorder.span("update"):
+            finite, loss, correct = self._agreed(divisor)
+            norms = None if divisor is None else self.weights.apply(step, lr, finite, measure)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
@@ -157,7 +156,6 @@ class TorchEngine(Engine):
         self._loss_scale.update(finite)
         self._steps_made += 1
         images, unreadable = self._seen()
-        _, loss, correct = self._elsewhere.sums
         return StepResult(
             (loss / self.batch.micro_batches).float(),
             correct.long(),
@@ -169,13 +167,20 @@ class TorchEngine(Engine):
             tuple(unreadable),
         )
 
-    def _update(
-        self, step: int, lr: float, divisor: Optional[torch.Tensor], measure: bool
-    ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """The update from the buffer's gradient over `divisor`; without one the first gradient is still on its way."""
+    def _agreed(self, divisor: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Prepare the update; return whether all ranks' gradients are finite, bool [], and the sums over all ranks of
+        losses and hits, float64 []: one message.
+
+        Args:
+            divisor: of the gradient in the buffer; None while the first gradient is still on its way.
+        """
         if divisor is None:
-            return self._elsewhere.all_finite(torch.ones((), dtype=torch.bool, device=self.device)), None
-        return self.weights.update(step, lr, divisor, measure)
+            finite = torch.ones((), dtype=torch.bool, device=self.device)
+        else:
+            finite = self.weights.prepare(divisor)
+        own = [(~finite).double(), self._work.total, self._work.correct.double()]
+        unfinished, loss, correct = self.processes.sum(torch.stack(own))
+        return unfinished == 0, loss, correct
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
         """All micro batches of this replica, forward and backward."""
@@ -200,7 +205,7 @@ class TorchEngine(Engine):
         if len(sizes) == 1:
             return sizes.pop()
         message = torch.tensor([size])
-        dist.broadcast(message, group=self._processes.host_stage_group, group_src=0)
+        dist.broadcast(message, group=self.processes.host_stage_group, group_src=0)
         return int(message)
 
     def _images(self, size: int) -> Boundary:
@@ -217,7 +222,7 @@ class TorchEngine(Engine):
                 self._boundaries(self._images(size)),
                 schedule=self._recipe.parallel.schedule,
                 micro_batches=self.batch.accumulation,
-                group=self._processes.stage_group,
+                group=self.processes.stage_group,
                 device=self.device,
             )
         return self._pipelines[size]
@@ -235,7 +240,7 @@ class TorchEngine(Engine):
                 momentum=self._recipe.model.norm_momentum,
                 accumulation=self.batch.accumulation,
                 topology=self.topology,
-                group=self._processes.replica_group,
+                group=self.processes.replica_group,
             )
 
     def _seen(self) -> Tuple[int, List[str]]:
@@ -244,14 +249,13 @@ class TorchEngine(Engine):
             return self._feed.images_seen, self._feed.unreadable
         if self._recipe.data.bad_images != "skip":
             return self.batch.global_, []
-        counts, messages = zip(*self._processes.gather((self._feed.images_seen, self._feed.unreadable)))
+        counts, messages = zip(*self.processes.gather((self._feed.images_seen, self._feed.unreadable)))
         return sum(counts), [message for part in messages for message in part]
 
     def not_finite(self) -> List[str]:
         if self._recipe.exchange.method in SPARSE:
             return []  # of which one element says that something was not finite
-        found = {name for own in self._processes.gather(self.weights.not_finite()) for name in own}
-        return [name for name in self._shapes if name in found]
+        return self.weights.not_finite()
 
     def end_epoch(self) -> None:
         if "epoch_average" in self._averages:
@@ -281,10 +285,6 @@ class TorchEngine(Engine):
         labels = self._feed.evaluation_labels(len(logits))
         return scored(logits[: len(labels)].float(), labels)
 
-    def total(self, counts: Sequence[Counts], unreadable: Sequence[str]) -> Tuple[Counts, List[str]]:
-        self._feed.finish()
-        return totalled(counts, unreadable, self._processes, self.device)
-
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         assert self.topology.stages == 1, "logits lie on the last stage"
         return self._forward(batch)[: batch.valid].float()
@@ -307,16 +307,13 @@ class TorchEngine(Engine):
             self._pipelines["evaluation"] = ForwardPipeline(
                 self._stages,
                 self._boundaries(Boundary(shape, torch.uint8)),
-                group=self._processes.stage_group,
+                group=self.processes.stage_group,
                 device=self.device,
             )
         return self._pipelines["evaluation"]
 
-    def shapes(self) -> Dict[str, Tuple[int, ...]]:
-        return dict(self._shapes)
-
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        state.check_shapes(weights, self._shapes)
+        state.check_shapes(weights, self.shapes)
         self.weights.replace({name: tensor for name, tensor in weights.items() if name not in self._buffers})
         for name, buffer in self._buffers.items():
             if name in weights:
@@ -324,7 +321,7 @@ class TorchEngine(Engine):
 
     def state_dict(self) -> dict:
         own = self._own_state() if self.topology.replica == 0 else {}
-        return state.merged(self._processes.gather_to_main(own, range(self.topology.stages)))
+        return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
     def _own_state(self) -> dict:
         averages = {
@@ -338,7 +335,7 @@ class TorchEngine(Engine):
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
-        elsewhere = self._shapes.keys() - dict(self._model.named_parameters()).keys() - self._buffers.keys()
+        elsewhere = self.shapes.keys() - dict(self._model.named_parameters()).keys() - self._buffers.keys()
         saved = state.without(saved, elsewhere)
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
@@ -356,43 +353,31 @@ class TorchEngine(Engine):
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
         self._exchange.load_replica_states(count, read)
 
-    def timeline(self) -> List[Span]:
-        self._recorder.on = False
-        spans = self._recorder.common_clock(self._processes)
-        return [span for part in self._processes.gather_to_main(spans) for span in part]
-
-    def agree(self, value: int) -> int:
-        return self._processes.agree(value)
-
     def peak_flops(self) -> float:
         size = 8192 if self.device.type == "cuda" else 1024
         left = torch.randn(size, size, device=self.device).to(self._compute)
         times = []
-        self._processes.wait_for_all()  # ranks that share a machine share what it can
+        self.processes.wait_for_all()  # ranks that share a machine share what it can
         for _ in range(4):
             start = time.perf_counter()
             left @ left
-            self.synchronize()
+            synchronize(self.device)
             times.append(time.perf_counter() - start)
         own = torch.tensor(2 * size**3 / statistics.median(times[1:]), dtype=torch.float64, device=self.device)
-        return self._processes.sum(own).item()
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return self.processes.sum(own).item()
 
     def close(self) -> None:
         self._exchange.close()
-        self._processes.part()
+        self.processes.part()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _trace(self, step: int) -> None:
         """Records the steps from a session's second on that the recipe asks for."""
-        self._recorder.step = step
-        self._recorder.on = 0 < self._steps_made <= self._recipe.log.trace
-        if self._steps_made == 1 and self._recorder.on:
-            self._recorder.set_clock(self._processes)
+        self.recorder.step = step
+        self.recorder.on = 0 < self._steps_made <= self._recipe.log.trace
+        if self._steps_made == 1 and self.recorder.on:
+            self.recorder.set_clock()
 
     def _averaged(self) -> list:
         """What averages are taken of: the persistent weights in one, then each buffer."""

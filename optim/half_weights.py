@@ -21,7 +21,7 @@ from optim.gradients import Gradients
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate
 from optim.layout import Buffers, Layout
-from optim.norms import Elsewhere, Norms, WholeModel
+from optim.norms import Norms, WholeModel
 from optim.optimizer_update import OptimizerUpdate
 from optim.rounding import RoundingBits
 from optim.slots import SLOT_NAMES, HasSlots
@@ -41,7 +41,7 @@ class WeightState:
         clip_norm: Optional[float] = None,
         model: Optional[Sequence[str]] = None,
         tree: Optional[Tuple[int, Sequence[Sequence[str]]]] = None,
-        elsewhere: Optional[Elsewhere] = None,
+        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         compile: bool = False,
     ):
         """
@@ -56,7 +56,7 @@ class WeightState:
             model: names of the whole model's parameters, where `parameters` are a part of them.
             tree: adds gradients in tree order; accumulation, and the names that get gradients together
                 (see optim/gradients.py).
-            elsewhere: the other stages and replicas.
+            sum_over_stages: of a float64 tensor, in place, where `parameters` are those of one stage of several.
             compile: compile what of the update can be. CUDA has kernels of its own for LARS, so this is for CPUs.
         """
         self._parameters = dict(parameters)
@@ -83,7 +83,7 @@ class WeightState:
         bits = None
         if dtype == torch.float16 and rounding == "stochastic":
             bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
-        whole = WholeModel(self._layout.names, self._model, elsewhere or Elsewhere(), self._layout.device)
+        whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
         arguments = (self._layout, self._buffers, bits, clip_norm, whole)
         if isinstance(self.optimizer, LARS):
             self._update = _lars_update(self._layout.device)(self.optimizer, self._parameters, *arguments)
@@ -100,23 +100,30 @@ class WeightState:
         self.notes = (note,)
 
     @torch.no_grad()
-    def update(
-        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
-    ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """One optimizer update from the accumulated gradients divided by `divisor`.
+    def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
+        """Prepare an update from the accumulated gradients divided by `divisor`, float32 []: loss scale times
+        accumulation. Return whether all gradients of this process are finite, bool [], without waiting for a device.
+        """
+        return self._update.prepare(divisor)
 
-        If a gradient is not finite nothing changes; no host-device synchronisation either way.
+    @torch.no_grad()
+    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+        """Make the update that was prepared, once; on CUDA without waiting for the device.
 
         Args:
             step: number of the update, from 0: selects the random bits, and is the optimizer's count of steps.
             lr: learning rate.
-            divisor: float32 []: loss scale times accumulation.
-            measure: also return the norms.
-
-        Returns:
-            finite: bool [], whether the update was made; the norms, if measured.
+            finite: bool [], whether all stages and replicas have finite gradients: if not, nothing changes.
+            measure: return the norms.
         """
-        return self._update(step, lr, divisor, measure)
+        return self._update.apply(step, lr, finite, measure)
+
+    def update(
+        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
+    ) -> Tuple[torch.Tensor, Optional[Norms]]:
+        """Prepare and make an update that no other process has a part in; `finite` and the norms, as above."""
+        finite = self.prepare(divisor)
+        return finite, self.apply(step, lr, finite, measure)
 
     def not_finite(self) -> List[str]:
         """Names of the parameters whose gradient of the last step, as it was exchanged, is not finite. Waits."""

@@ -42,13 +42,16 @@ class LarsUpdate:
         self._bits, self._buffers = bits, buffers
         self._decay = layout.spread(self._rules.decay)
 
-    def __call__(
-        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
-    ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """As WeightState.update."""
+    def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
+        """As WeightState.prepare: the first pass."""
         scale = divisor.reciprocal()
         gradient, weight, wrong, *directions = self._sums(scale)
-        finite = self._model.elsewhere.all_finite(self._finite(wrong))
+        self._prepared = scale, gradient, weight, directions
+        return self._finite(wrong)
+
+    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+        """As WeightState.apply: the other passes."""
+        scale, gradient, weight, directions = self._prepared
         gradient_norm = self._model.norm(gradient) if measure or self._clip_norm else None
         if self._clip_norm:
             clip = (self._clip_norm / gradient_norm).clamp(max=1.0)  # infinite for a norm of 0, and so 1
@@ -59,11 +62,11 @@ class LarsUpdate:
         made = not self.asks or bool(finite)
         squares = self._step(step, scale, lr, ratio, None if self.asks else finite) if made else None
         if not measure:
-            return finite, None
+            return None
         subtracted = self._by_parameter(squares) if made else torch.full_like(weight, float("nan"))
         norm = self._model.norm
         trust = self._model.ratios({name: ratio[place] for place, name in self._adapted})
-        return finite, Norms(gradient_norm, norm(weight), norm(subtracted), trust)
+        return Norms(gradient_norm, norm(weight), norm(subtracted), trust)
 
     def dry_pass(self, run: Run) -> None:
         """Makes both passes over zeros."""

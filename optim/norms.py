@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -16,24 +16,23 @@ class Norms(NamedTuple):
     trust: Dict[str, torch.Tensor]
 
 
-class Elsewhere:
-    """What the processes that compute other stages and replicas have to say. This one is of a process that is alone."""
-
-    def all_finite(self, finite: torch.Tensor) -> torch.Tensor:
-        """Whether `finite`, bool [], holds for all stages and replicas."""
-        return finite
-
-    def sum_over_stages(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a float64 tensor over the stages of this replica."""
-        return values
-
-
 class WholeModel:
-    """Gathers what is known by parameter from the stages of a model. All stages must ask alike."""
+    """Gathers values by parameter from the stages of a model. All stages must make the same calls."""
 
-    def __init__(self, own: Sequence[str], model: Sequence[str], elsewhere: Elsewhere, device: torch.device):
-        """Args: own: names of this process's parameters; model: of all; device: of what is gathered."""
-        self._own, self._model, self.elsewhere, self._device = list(own), list(model), elsewhere, device
+    def __init__(
+        self,
+        own: Sequence[str],
+        model: Sequence[str],
+        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
+        device: torch.device,
+    ):
+        """
+        Args:
+            own: names of this process's parameters. model: of all.
+            sum_over_stages: of a float64 tensor, in place; None where this process has all stages.
+            device: of the gathered values.
+        """
+        self._own, self._model, self._sum_over_stages, self._device = list(own), list(model), sum_over_stages, device
         places = {name: place for place, name in enumerate(self._model)}
         self._places: List[int] = [places[name] for name in self._own]
 
@@ -62,4 +61,5 @@ class WholeModel:
             return values
         whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
         whole[self._places] = values
-        return self.elsewhere.sum_over_stages(whole)
+        assert self._sum_over_stages is not None, "other stages have parameters, too"
+        return self._sum_over_stages(whole)

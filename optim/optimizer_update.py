@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Optional
 
 import torch
 from torch import nn
@@ -54,13 +54,15 @@ class OptimizerUpdate:
             for master, view in zip(self._masters.values(), layout.views(buffer)):
                 self.optimizer.state[master][slot] = view
 
-    def __call__(
-        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
-    ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """As WeightState.update."""
-        flat = self._buffers.gradients.div_(divisor)
-        lowest, highest = torch.aminmax(flat)  # NaN is both; a norm takes twenty times as long on a CPU
-        finite = self._model.elsewhere.all_finite(torch.isfinite(lowest) & torch.isfinite(highest))
+    def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
+        """As WeightState.prepare."""
+        # NaN is the lowest and the highest element; a norm takes twenty times as long on a CPU.
+        lowest, highest = torch.aminmax(self._buffers.gradients.div_(divisor))
+        return torch.isfinite(lowest) & torch.isfinite(highest)
+
+    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+        """As WeightState.apply."""
+        flat = self._buffers.gradients
         before = self._buffers.weights.to(torch.float32, copy=True) if measure else None
         # Before the step: some optimizers write into the gradients.
         gradient = self._norm(flat) if measure or self._clip_norm else None
@@ -74,7 +76,7 @@ class OptimizerUpdate:
             for slot, buffer in self._buffers.slots.items():
                 self._store(buffer, self._slots[slot], step, slot, finite)
             self._buffers.refresh()
-        return finite, norms
+        return norms
 
     def dry_pass(self, run: Run) -> None:
         """Rounds zeros."""

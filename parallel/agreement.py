@@ -27,6 +27,22 @@ class Agreement(ABC):
         """The sum of `values` over all processes, on every one."""
 
     @abstractmethod
+    def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+        """`value` of each of `ranks` (of all, if None), in their order, on the main process; elsewhere nothing."""
+
+    @abstractmethod
+    def agree(self, value: int) -> int:
+        """The largest `value` of all processes, the same on each; it may be that of the call before."""
+
+    @abstractmethod
+    def wait_for_all(self) -> None:
+        """Return once every process has called it."""
+
+    @abstractmethod
+    def part(self) -> None:
+        """End a run in which nothing failed: wait for the others, and release what connects them."""
+
+    @abstractmethod
     def _broadcast(self, value: Any) -> Any:
         """The main process's `value`, on every process."""
 

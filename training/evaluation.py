@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Iterable, List, NamedTuple, Optional
 
 from data.batches import MicroBatch
+from engines import base
 from engines.base import Engine
 from recipe.errors import DataError
 
@@ -31,7 +32,7 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
         if batch is not None:
             unreadable.extend(batch.unreadable)
         counts.append(engine.evaluate_step(batch))
-    total, messages = engine.total(counts, unreadable)
+    total, messages = base.total(counts, unreadable, engine.processes, engine.device)
     if not total.images:
         first = f"no validation image can be read; the first: {messages[0]}"
         raise DataError(first if engine.topology.is_main else "")  # all ranks find it, one says it

@@ -179,7 +179,7 @@ class Trainer:
         self._clock.pause(time.monotonic() - start)
         start = time.monotonic()
         scheduled = last or done % self._save_every == 0
-        stop = self._engine.agree(self._signal or 0)
+        stop = self._engine.processes.agree(self._signal or 0)
         if scheduled or stop:
             self._save(window, scheduled)
         self._clock.pause(time.monotonic() - start)
@@ -269,7 +269,7 @@ class Trainer:
         return {
             "images_per_second": rate,
             "mfu": flops / self._peak_flops,
-            "data_wait": self._data_wait.lap(self._engine.data_wait(), length),
+            "data_wait": self._data_wait.lap(max(self._engine.processes.gather(self._engine.data_wait())), length),
             "seconds": self._clock.seconds(),
         }
 
@@ -281,7 +281,7 @@ class Trainer:
         if self._steps_to_trace >= 0 and not last:
             return
         self._steps_to_trace = None
-        spans = self._engine.timeline()
+        spans = self._engine.recorder.collect() if self._engine.recorder else []
         if spans:
             self._monitor.metrics.check()
             text = timeline.write(
@@ -387,7 +387,8 @@ class Trainer:
 
 def _where(engine: Engine) -> str:
     """Which parameters' gradients are not finite. Going backwards, they spoil all those before them."""
-    names = engine.not_finite()
+    found = {name for own in engine.processes.gather(engine.not_finite()) for name in own}
+    names = [name for name in engine.shapes if name in found]
     if not names:
         return ""
     return (

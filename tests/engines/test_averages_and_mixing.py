@@ -225,7 +225,7 @@ def test_loaded_weights_replace_those_of_their_names_only(create):
     train(engine, range(2))
     before, momentum = engine.state_dict()["weights"], engine.state_dict()["momentum_buffer"]
     name, buffer = "stem.conv_stem.weight", "stem.bn1.running_mean"
-    given = {name: torch.randn_like(before[name]), buffer: torch.randn(engine.shapes()[buffer])}
+    given = {name: torch.randn_like(before[name]), buffer: torch.randn(engine.shapes[buffer])}
     engine.load_weights(given)
     state = engine.state_dict()
     assert torch.equal(state["weights"][name], given[name]) and torch.equal(state["buffers"][buffer], given[buffer])
@@ -240,5 +240,5 @@ def test_loaded_weights_replace_those_of_their_names_only(create):
 def test_preprocessing_is_no_weight(create):
     """Its constants belong to the recipe: a file of weights need not have them."""
     engine = create()
-    assert not any("preprocess" in name for name in engine.shapes())
+    assert not any("preprocess" in name for name in engine.shapes)
     assert isinstance(engine._model.block("preprocess"), Preprocess)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data.batches import MicroBatch
-from engines import factory
+from engines import base, factory
 from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -63,7 +63,7 @@ def evaluation(engine, size=16):
             own = torch.tensor(labels[start : start + valid].tolist() + padding)
             batch = MicroBatch(padded, own, own, valid, number, 0, ())
         counts.append(engine.evaluate_step(batch))
-    found, _ = engine.total(counts, [])
+    found, _ = base.total(counts, [], engine.processes, engine.device)
     return found.images, found.loss.item(), found.top1.item(), found.top5.item()
 
 

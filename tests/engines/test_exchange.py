@@ -190,19 +190,23 @@ def test_a_gradient_that_is_not_finite_anywhere_is_kept_nowhere(stages, replicas
 def late(recipe, delay, steps):
     """Weights where gradients are applied so many steps late, by a list instead of the engine's own means."""
     engine = factory.create(recipe, divide(recipe, 1))
-    waiting, compute, update = [], engine._compute_gradients, engine.weights.update
+    waiting, compute, weights = [], engine._compute_gradients, engine.weights
+    prepare, apply = weights.prepare, weights.apply
 
     def computed(batches, step):
         compute(batches, step)
         waiting.append(engine.weights.gradients.flat.clone())
 
-    def updated(step, lr, divisor, measure):
-        if step < delay:
-            return engine._elsewhere.all_finite(torch.tensor(True)), None
-        engine.weights.gradients.flat.copy_(waiting.pop(0))
-        return update(step, lr, divisor, measure)
+    def prepared(divisor):
+        if len(waiting) <= delay:
+            return torch.tensor(True)
+        weights.gradients.flat.copy_(waiting.pop(0))
+        return prepare(divisor)
 
-    engine._compute_gradients, engine.weights.update = computed, updated
+    def applied(step, *arguments):
+        return apply(step, *arguments) if step >= delay else None
+
+    engine._compute_gradients, weights.prepare, weights.apply = computed, prepared, applied
     for step in range(steps):
         engine.train_step(micro_batches(step, engine.batch, 0), step, 2.0)
     return engine.weights.state_dict()

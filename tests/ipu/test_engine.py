@@ -10,7 +10,7 @@ import torch
 
 import evaluate
 from data.sources import open_source
-from engines import factory
+from engines import base, factory
 from optim import schedule
 from parallel.topology import Topology
 from recipe.batch import divide, lengths
@@ -192,7 +192,7 @@ def test_a_run_changes_devices(tiny, tmp_path, first):
 def evaluated(engine, recipe):
     source = open_source(recipe.data, recipe.model.classes, "validation")
     batches = engine.evaluation_batches(source, len(source))
-    total, _ = engine.total([engine.evaluate_step(batch) for batch in batches], ())
+    total, _ = base.total([engine.evaluate_step(batch) for batch in batches], (), engine.processes, engine.device)
     batches.close()
     return total
 

@@ -392,12 +392,12 @@ def with_residuals(rank):
 
     def replica_states(engine):
         for replica in range(engine.topology.replicas):
-            found = engine._processes.gather_to_main(residual)
+            found = engine.processes.gather_to_main(residual)
             yield {"residual": found[replica]} if found else {}
 
     def load_replica_states(engine, count, read):
         for replica in range(count):
-            found = engine._processes.from_main(functools.partial(read, replica))
+            found = engine.processes.from_main(functools.partial(read, replica))
             if replica == rank:
                 residual.copy_(found["residual"])
 

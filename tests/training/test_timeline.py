@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.image import imread
 
-from engines.base import Span
+from engines.timeline import Span
 from training.timeline import efficiency, ideal, write
 
 BLUE, ORANGE, DARK = (0, 114, 178), (240, 163, 10), (77, 77, 77)

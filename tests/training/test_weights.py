@@ -221,7 +221,7 @@ def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
     same = ["model.classes=10", "model.image_size=64", "precision.weights=float32", "run.device=cpu"]
     recipe = loading.load(ROOT / "configs" / "gpu.yaml", [*g1, *same])
     engine = factory.create(recipe, divide(recipe, 1))
-    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes(), new_classifier=False)
+    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes, new_classifier=False)
     engine.load_weights(weights)
     images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))

@@ -8,6 +8,7 @@ import torch
 
 from engines import choice
 from engines.choice import Gradient
+from engines.devices import synchronize
 from engines.exchange import GradientExchange
 from engines.torch_engine import TorchEngine
 from parallel import probe
@@ -135,6 +136,6 @@ def _seconds(
         run(number, scale)
 
     try:
-        return timed(once, processes, engine.synchronize, seconds, lambda: buffer.copy_(gradient))
+        return timed(once, processes, lambda: synchronize(engine.device), seconds, lambda: buffer.copy_(gradient))
     finally:
         run.close()

@@ -7,7 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
 
 if TYPE_CHECKING:
-    from engines.base import Span
+    from engines.timeline import Span
 
 # In the order in which a bar shows them. `rest` is what the others do not explain, and may be negative.
 PARTS = ("compute", "input", "imbalance", "bubble", "exchange", "straggling", "update", "rest")

@@ -11,6 +11,7 @@ import torch
 from data.base import Source
 from data.batches import MicroBatch
 from engines import factory, feed
+from engines.devices import synchronize
 from engines.torch_engine import TorchEngine
 from optim import schedule
 from parallel.processes import Processes
@@ -69,7 +70,7 @@ class _Bench:
         images = iter(self._memory) if batches is None else batches
         start = time.perf_counter()
         self.engine.train_step(images, self._step, self._rate(self._step))
-        self.engine.synchronize()
+        synchronize(self.engine.device)
         self._step += 1
         return time.perf_counter() - start
 
@@ -102,12 +103,14 @@ class _Bench:
         return self._updates(self._update_count)
 
     def _updates(self, count: int) -> float:
-        one = torch.ones((), device=self.engine.device)
+        one, weights = torch.ones((), device=self.engine.device), self.engine.weights
         self.processes.wait_for_all()
         start = time.perf_counter()
         for _ in range(count):
-            self.engine.weights.update(self._step, _LEARNING_RATE, one, False)
-        self.engine.synchronize()
+            finite = weights.prepare(one)
+            self.processes.sum((~finite).double())
+            weights.apply(self._step, _LEARNING_RATE, finite, False)
+        synchronize(self.engine.device)
         return (time.perf_counter() - start) / count
 
 
@@ -194,7 +197,7 @@ def _traced(recipe: Recipe, steps: int) -> Recipe:
 
 def _passes(bench: _Bench) -> Passes:
     """Of the steps that the engine has recorded, which begin with its second."""
-    spans = bench.engine.timeline()
+    spans = bench.engine.recorder.collect()
     return bench.processes.from_main(lambda: splitting.passes(spans, bench.engine.topology.stages))
 
 
@@ -258,10 +261,10 @@ def _as_trained(
     as_trained, waited = [], []
     try:
         bench.steps(burst if complete else 1, batches)
-        before = bench.engine.data_wait()
+        before = max(processes.gather(bench.engine.data_wait()))
         for _ in _rounds(processes, seconds):
             as_trained.append(bench.steps(window, batches))
-            so_far = bench.engine.data_wait()
+            so_far = max(processes.gather(bench.engine.data_wait()))
             waited.append((so_far - before) / window)
             before = so_far
     finally:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from engines.base import Span
+from engines.timeline import Span
 from tools.diagnosis import splitting
 from tools.diagnosis.splitting import PARTS, Passes, Shape, Times
 

@@ -1,0 +1,78 @@
+"""Who did what when: the spans of time of each rank's steps, on one clock."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from typing import ContextManager, Iterator, List, NamedTuple
+
+import torch
+
+from engines.devices import synchronize
+from parallel.agreement import Agreement
+
+
+class Span(NamedTuple):
+    """What one rank did from `start` to `end`.
+
+    replica, stage, rank: who. kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number
+    within the replica's share of the step; -1 where the span belongs to none. step: number of the update. start,
+    end: seconds on a clock that all ranks have in common.
+    """
+
+    replica: int
+    stage: int
+    rank: int
+    kind: str
+    micro_batch: int
+    step: int
+    start: float
+    end: float
+
+
+class Recorder:
+    """Spans of time, while `on`; on CUDA each waits for the device, so that it is the device's time."""
+
+    def __init__(self, processes: Agreement, device: torch.device):
+        self._processes, self._device = processes, device
+        self.on = False
+        self.step = 0
+        self._spans: List[Span] = []
+        self._start = 0.0
+
+    def span(self, kind: str, number: int = -1) -> ContextManager[None]:
+        """Record the time of a block. number: of the micro batch within the replica's share."""
+        return self._recorded(kind, number) if self.on else contextlib.nullcontext()
+
+    def set_clock(self) -> None:
+        """Start the clocks of all ranks together."""
+        self._processes.wait_for_all()
+        self._start = time.monotonic()
+
+    def collect(self) -> List[Span]:
+        """End the recording; return the spans of all ranks on the main rank, elsewhere none. Every rank calls.
+
+        They are in seconds since all clocks were started. Ranks on one host have one clock, and the main rank's start
+        counts. Clocks of other hosts differ from it by the time that a barrier takes to end, less than a millisecond
+        in a good network.
+        """
+        self.on = False
+        starts = self._processes.gather((platform.node(), self._start))
+        host, start = starts[0]
+        if platform.node() != host:
+            start = self._start
+        spans, self._spans = self._spans, []
+        own = [span._replace(start=span.start - start, end=span.end - start) for span in spans]
+        return [span for part in self._processes.gather_to_main(own) for span in part]
+
+    @contextlib.contextmanager
+    def _recorded(self, kind: str, number: int) -> Iterator[None]:
+        synchronize(self._device)
+        start = time.monotonic()
+        yield
+        synchronize(self._device)
+        place = self._processes.topology
+        self._spans.append(
+            Span(place.replica, place.stage, place.rank, kind, number, self.step, start, time.monotonic())
+        )
