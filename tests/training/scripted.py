@@ -25,7 +25,8 @@ class ScriptedEngine(Engine):
 
     device = torch.device("cpu")
     training_batches = evaluation_batches = None  # the loop is given what they would make
-    processes, topology, notes, shapes = Processes(Topology(), device), Topology(), (), {}
+    processes, topology, notes = Processes(Topology(), device), Topology(), ()
+    shapes = dict.fromkeys("abc", ())
     batch = Batch(24, 24, 1, 1, 1)
 
     def __init__(
