@@ -205,7 +205,8 @@ def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
     batch = planned(recipe)
     _check_classes(recipe)
-    model, precision, data = recipe.model, recipe.precision, recipe.data
+    model, precision, data, optimizer = recipe.model, recipe.precision, recipe.data, recipe.optimizer
+    decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
     lines = [
         f"run        {recipe.run.name} -> {output_folder(recipe)}",
         f"model      {model.name}, width {model.width:g}, depth {model.depth:g}, "
@@ -214,8 +215,8 @@ def describe(recipe: Recipe) -> str:
         f"batch      {batch.describe()}",
         *_describe_parallel(recipe),
         f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
-        f"optimizer  {recipe.optimizer.name}, {recipe.schedule.name} schedule, "
-        f"weight decay {recipe.optimizer.weight_decay:g}, peak learning rate {peak_learning_rate(recipe):.6g}",
+        f"optimizer  {optimizer.name}, {recipe.schedule.name} schedule, "
+        f"{decay}peak learning rate {peak_learning_rate(recipe):.6g}",
     ]
     lines.append(f"data       {_describe_data(recipe)}")
     lines += images.describe(data)

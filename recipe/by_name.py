@@ -1,7 +1,4 @@
-"""What a name stands for: the sizes of a model, and the keys of an optimizer or a schedule with their defaults.
-
-A recipe that names `sgd` has SGD's keys and no others; a key of another optimizer is an error, not ignored.
-"""
+"""What the name of a model stands for: its sizes."""
 
 from typing import Any, Dict
 
@@ -17,36 +14,6 @@ COMPOUND_SCALES: Dict[str, Dict[str, Any]] = {
     "efficientnet_b7": {"width": 2.0, "depth": 3.1, "image_size": 600, "dropout": 0.5},
 }
 
-# LARS: the G16 recipe. RMSprop: Tan and Le. LAMB: You et al., 1904.00962. SGD: Goyal et al., 1706.02677.
-OPTIMIZERS: Dict[str, Dict[str, Any]] = {
-    "lars": {
-        "momentum": 0.885,
-        "weight_decay": 2.5e-6,
-        "eps": 0.0,
-        "trust_coefficient": 0.001,
-        "trust": "gradient",
-        "skip_lr_scale": 1.0,
-    },
-    "sgd": {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": False},
-    "rmsprop": {"momentum": 0.9, "weight_decay": 1e-5, "eps": 1e-3, "alpha": 0.9},
-    "lamb": {"weight_decay": 0.01, "eps": 1e-6, "beta1": 0.9, "beta2": 0.999},
-}
-
-SCHEDULES: Dict[str, Dict[str, Any]] = {
-    "polynomial": {"power": 2.0, "final_ratio": 1e-5},
-    "cosine": {"final_ratio": 0.0},
-    "exponential": {"decay_rate": 0.97, "decay_epochs": 2.4},
-    "constant": {},
-}
-
-# Sections whose name decides which of these keys they have.
-FAMILIES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-
-
-def keys_of_family(section: str) -> set:
-    """All keys of a section that only some of its names have; empty for other sections."""
-    return {key for keys in FAMILIES.get(section, {}).values() for key in keys}
-
 
 def fill(values: Any, table: Dict[str, Dict[str, Any]], default: str) -> Any:
     """`values` with the keys of the name in it (`default` if it gives none) where they are missing or null."""
@@ -54,12 +21,3 @@ def fill(values: Any, table: Dict[str, Dict[str, Any]], default: str) -> Any:
     if not isinstance(name, str) or name not in table:
         return values
     return {**values, **{key: value for key, value in table[name].items() if values.get(key) is None}}
-
-
-def refuse_foreign(section: Any, table: Dict[str, Dict[str, Any]]) -> None:
-    """Raises ValueError for a key of `section` that belongs to other names than its own."""
-    for name, keys in table.items():
-        for key in keys:
-            if key not in table[section.name] and getattr(section, key) is not None:
-                own = ", ".join(table[section.name]) or "none of its own"
-                raise ValueError(f"{key} belongs to {name}, not to {section.name} (its keys: {own}); remove {key}")

@@ -4,7 +4,7 @@ How YAML files become a recipe is in loading.py; the batch arithmetic is in batc
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import Any, List, Literal, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -139,6 +139,9 @@ class Model(Section):
         if min(value) <= 0:
             raise ValueError("every value must be positive")
         return value
+
+    def defaults(self) -> Dict[str, Any]:
+        return {**super().defaults(), **COMPOUND_SCALES[self.name]}
 
 
 class BatchSection(Section):

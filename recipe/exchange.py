@@ -149,13 +149,10 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
 def check(recipe: Recipe) -> None:
     """Raises ConfigError where the section's keys do not go with those of others."""
     exchange, optimizer = recipe.exchange, recipe.optimizer
-    plain = optimizer.name == "sgd" and not optimizer.nesterov
-    if exchange.momentum_correction and not plain and (optimizer.name, optimizer.trust) != ("lars", "gradient"):
-        trust = f" with trust {optimizer.trust}" if optimizer.name == "lars" else ""
-        nesterov = " with nesterov" if optimizer.nesterov else ""
+    if exchange.momentum_correction and not optimizer.replica_momentum:
         raise ConfigError(
             "exchange.momentum_correction takes over the momentum of sgd without nesterov or of lars with trust "
-            f"gradient, but the optimizer is {optimizer.name}{trust}{nesterov}; use one of these, or "
+            f"gradient, but the optimizer is {optimizer.form()}; use one of these, or "
             "exchange.momentum_correction=false"
         )
     if exchange.delay and recipe.model.norm == "batch":

@@ -72,19 +72,19 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
     """What is learned, and how."""
     section, data, average = recipe.optimizer, recipe.data, recipe.average
     yield (
-        section.trust == "gradient",
+        getattr(section, "trust", None) == "gradient",
         "optimizer.trust gradient",
         "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
         "use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)",
     )
     yield (
-        section.name == "lars" and section.eps != 0,
-        f"optimizer.eps {section.eps}",
+        section.name == "lars" and getattr(section, "eps", 0) != 0,
+        f"optimizer.eps {getattr(section, 'eps', 0)}",
         "LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon",
         "use optimizer.eps=0",
     )
     yield (
-        bool(section.nesterov),
+        getattr(section, "nesterov", False),
         "optimizer.nesterov",
         "PopART adds the gradient to Nesterov's step without dividing it by accumulation and replicas",
         "use optimizer.nesterov=false",

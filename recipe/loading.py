@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Sequence
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from recipe.by_name import FAMILIES, keys_of_family
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.ipu_rules import stages_of_launcher
+from recipe.kinds import Kind
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
@@ -223,16 +223,11 @@ def _merge(merged: dict, layer: dict, place: str, origin: dict) -> None:
             if given:
                 for name in names:
                     merged[section].pop(name, None)
-        if section in FAMILIES and content.get("name") not in (None, _name(merged, section)):
-            for name in keys_of_family(section):
-                merged[section].pop(name, None)
+        annotation = Recipe.model_fields[section].annotation
+        if issubclass(annotation, Kind) and annotation.changed(merged[section], content):
+            merged[section] = {key: value for key, value in merged[section].items() if key in annotation.model_fields}
         merged[section].update(content)
         origin.update({f"{section}.{name}": place for name in content})
-
-
-def _name(merged: dict, section: str) -> str:
-    """The name that a family's section has so far; the first is the default."""
-    return merged[section].get("name") or next(iter(FAMILIES[section]))
 
 
 def _first_line(error: ValidationError, origin: dict, default: str) -> str:
@@ -258,7 +253,7 @@ def _wording(fault: dict) -> str:
 
 def _suggest(section: str, key: str | None = None) -> str:
     """What to write instead of a section, or of a key of a section: the nearest there is, else any key's name."""
-    keys = {name: _names(field.annotation) for name, field in Recipe.model_fields.items()}
+    keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
     elsewhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
     if key is None:
         outer, _, inner = section.partition(".")
@@ -275,7 +270,3 @@ def _suggest(section: str, key: str | None = None) -> str:
         if matches:
             return f"; did you mean {choices[matches[0]]}?"
     return f"; {otherwise}"
-
-
-def _names(section: type[BaseModel]) -> list:
-    return [field.alias or name for name, field in section.model_fields.items()]

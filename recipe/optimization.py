@@ -1,10 +1,10 @@
 """The sections of a recipe that say how weights change: number formats, optimizer, schedule, averages."""
 
-from typing import Any, List, Literal, Optional
+from typing import List, Literal, Optional
 
 from pydantic import Field, model_validator
 
-from recipe.by_name import OPTIMIZERS, SCHEDULES, fill, refuse_foreign
+from recipe.kinds import Kind
 from recipe.section import Section, exactly_one
 
 
@@ -32,21 +32,10 @@ class Precision(Section):
     )
 
 
-class Optimizer(Section):
-    """The optimizer. Keys that are null belong to other optimizers, or take the named one's default."""
+class Optimizer(Kind):
+    """The optimizer; each has keys and defaults of its own."""
 
-    name: Literal["lars", "sgd", "rmsprop", "lamb"] = Field(
-        "lars", description="rmsprop is TensorFlow's form: epsilon inside the root, rate inside the momentum"
-    )
-    momentum: Optional[float] = Field(
-        None, ge=0, lt=1, description="momentum coefficient (lars: 0.885; sgd, rmsprop: 0.9)"
-    )
-    weight_decay: Optional[float] = Field(
-        None,
-        ge=0,
-        description="weight decay, none for skipped parameters; lars: inside the trust ratio "
-        "(lars: 2.5e-6; sgd: 1e-4; rmsprop: 1e-5; lamb: 0.01)",
-    )
+    name: str = "lars"
     skip: List[Literal["bias", "norm"]] = Field(
         ["bias", "norm"],
         description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
@@ -54,50 +43,92 @@ class Optimizer(Section):
     clip_norm: Optional[float] = Field(
         None, gt=0, description="largest norm of the whole gradient; a longer one is shortened to it; null: none"
     )
-    eps: Optional[float] = Field(
-        None, ge=0, description="added to the divisor of the step (lars: 0; rmsprop: 1e-3; lamb: 1e-6)"
+
+    @property
+    def replica_momentum(self) -> bool:
+        """Whether each replica may apply the momentum itself, before it selects what it sends."""
+        return False
+
+    def form(self) -> str:
+        """The name, with what matters to those that work with some forms of an optimizer only."""
+        return self.name
+
+
+class Lars(Optimizer):
+    """Layer-wise adaptive rates (You et al., 1708.03888), with the defaults of the G16 recipe."""
+
+    name: Literal["lars"] = "lars"
+    momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
+    weight_decay: float = Field(
+        2.5e-6, ge=0, description="weight decay inside the trust ratio; skipped parameters have none"
     )
-    trust_coefficient: Optional[float] = Field(
-        None, gt=0, description="lars: eta, step length relative to the weight norm at rate 1 (0.001)"
+    eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
+    trust_coefficient: float = Field(
+        0.001, gt=0, description="eta: step length relative to the weight norm at learning rate 1"
     )
-    trust: Optional[Literal["gradient", "momentum"]] = Field(
-        None,
-        description="lars: the trust ratio divides by the gradient's norm (rate inside the momentum; the default) "
-        "or by the momentum's",
+    trust: Literal["gradient", "momentum"] = Field(
+        "gradient",
+        description="norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the "
+        "momentum's",
     )
-    skip_lr_scale: Optional[float] = Field(
-        None, gt=0, description="lars: learning rate of the skipped parameters relative to the others' (1)"
-    )
-    nesterov: Optional[bool] = Field(None, description="sgd: Nesterov's momentum (false)")
-    alpha: Optional[float] = Field(
-        None, ge=0, lt=1, description="rmsprop: decay of the average of squared gradients (0.9)"
-    )
-    beta1: Optional[float] = Field(None, ge=0, lt=1, description="lamb: decay of the average of gradients (0.9)")
-    beta2: Optional[float] = Field(
-        None, ge=0, lt=1, description="lamb: decay of the average of squared gradients (0.999)"
+    skip_lr_scale: float = Field(
+        1.0, gt=0, description="learning rate of the skipped parameters relative to the others'"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, values: Any) -> Any:
-        return fill(values, OPTIMIZERS, "lars")
+    @property
+    def replica_momentum(self) -> bool:
+        return self.trust == "gradient"
+
+    def form(self) -> str:
+        return f"lars with trust {self.trust}"
+
+
+class Sgd(Optimizer):
+    """Stochastic gradient descent, with the defaults of Goyal et al., 1706.02677."""
+
+    name: Literal["sgd"] = "sgd"
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
+    weight_decay: float = Field(1e-4, ge=0, description="weight decay; skipped parameters have none")
+    nesterov: bool = Field(False, description="Nesterov's momentum")
 
     @model_validator(mode="after")
-    def _own_keys(self) -> "Optimizer":
-        refuse_foreign(self, OPTIMIZERS)
-        if self.eps == 0 and self.name != "lars":
-            raise ValueError(f"eps must be above 0 for {self.name}: a gradient of exactly 0 would be divided by 0")
+    def _momentum_to_look_ahead(self) -> "Sgd":
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
         return self
 
+    @property
+    def replica_momentum(self) -> bool:
+        return not self.nesterov
 
-class Schedule(Section):
-    """Learning rate as a function of the step. Keys that are null belong to other schedules."""
+    def form(self) -> str:
+        return "sgd with nesterov" if self.nesterov else "sgd"
 
-    name: Literal["polynomial", "cosine", "exponential", "constant"] = Field(
-        "polynomial", description="what follows the linear warm-up from 0"
-    )
+
+class RmsProp(Optimizer):
+    """TensorFlow's RMSprop: epsilon inside the root, rate inside the momentum. Defaults of Tan and Le, 1905.11946."""
+
+    name: Literal["rmsprop"] = "rmsprop"
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
+    weight_decay: float = Field(1e-5, ge=0, description="weight decay; skipped parameters have none")
+    eps: float = Field(1e-3, gt=0, description="added to the average of squared gradients")
+    alpha: float = Field(0.9, ge=0, lt=1, description="decay of the average of squared gradients")
+
+
+class Lamb(Optimizer):
+    """Adam with a trust ratio for each layer (You et al., 1904.00962)."""
+
+    name: Literal["lamb"] = "lamb"
+    weight_decay: float = Field(0.01, ge=0, description="weight decay; skipped parameters have none")
+    eps: float = Field(1e-6, gt=0, description="added to the divisor of the step")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
+
+
+class Schedule(Kind):
+    """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
+
+    name: str = "polynomial"
     peak: Optional[float] = Field(
         None, gt=0, description="learning rate at the end of the warm-up (or give peak_per_image)"
     )
@@ -111,25 +142,9 @@ class Schedule(Section):
     )
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
-    power: Optional[float] = Field(None, gt=0, description="polynomial: exponent of the decay (2)")
-    final_ratio: Optional[float] = Field(
-        None, ge=0, le=1, description="last learning rate relative to the peak (polynomial: 1e-5; cosine: 0)"
-    )
-    decay_rate: Optional[float] = Field(
-        None, gt=0, lt=1, description="exponential: factor on the rate every decay_epochs (0.97)"
-    )
-    decay_epochs: Optional[float] = Field(
-        None, gt=0, description="exponential: epochs between two drops, counted from the start of the run (2.4)"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, values: Any) -> Any:
-        return fill(values, SCHEDULES, "polynomial")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Schedule":
-        refuse_foreign(self, SCHEDULES)
         exactly_one(self, ("peak", "peak_per_image"), required=True)
         exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
         if self.batch_rule == "none":
@@ -140,6 +155,35 @@ class Schedule(Section):
                 f"batch_rule {self.batch_rule} needs peak and reference_batch, the global batch that peak is meant for"
             )
         return self
+
+
+class Polynomial(Schedule):
+    """Decay by a power of what is left of the run."""
+
+    name: Literal["polynomial"] = "polynomial"
+    power: float = Field(2.0, gt=0, description="exponent of the decay")
+    final_ratio: float = Field(1e-5, ge=0, le=1, description="last learning rate relative to the peak")
+
+
+class Cosine(Schedule):
+    """Decay along half a cosine."""
+
+    name: Literal["cosine"] = "cosine"
+    final_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate relative to the peak")
+
+
+class Exponential(Schedule):
+    """Drops by a factor at equal distances."""
+
+    name: Literal["exponential"] = "exponential"
+    decay_rate: float = Field(0.97, gt=0, lt=1, description="factor on the rate every decay_epochs")
+    decay_epochs: float = Field(2.4, gt=0, description="epochs between two drops, counted from the start of the run")
+
+
+class Constant(Schedule):
+    """The peak until the end."""
+
+    name: Literal["constant"] = "constant"
 
 
 class Average(Section):

@@ -1,14 +1,24 @@
 """What all sections of a recipe share: strict types, no unknown keys, no change once made."""
 
-from typing import Tuple
+from typing import Any, Dict, Tuple
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
     """A part of a recipe. Annotations are evaluated at run time and must work on Python 3.8."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def fields(cls) -> Dict[str, FieldInfo]:
+        """The keys in a file, with what the schema says of each."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    def defaults(self) -> Dict[str, Any]:
+        """Value of each key, as in a file, where a recipe with this one's names gives none."""
+        return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
 
 def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> None:

@@ -208,8 +208,8 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
     before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (old, new))
     for section, keys in after.items():
         for key, value in keys.items():
-            if key not in free.get(section, ()) and before[section][key] != value:
-                there, here = ("null" if each is None else each for each in (before[section][key], value))
+            if key not in free.get(section, ()) and before[section].get(key) != value:
+                there, here = ("null" if each is None else each for each in (before[section].get(key), value))
                 return f"{section}.{key} is {there} there, {here} here"
     return ""
 

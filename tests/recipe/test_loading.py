@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipe.by_name import FAMILIES
 from recipe.config import Recipe
 from recipe.errors import ConfigError
 from recipe.loading import dump, load, loads, parse_yaml
@@ -376,12 +375,18 @@ VALUES = (
 @pytest.mark.parametrize("section", Recipe.model_fields)
 def test_every_key_survives_dumping_whatever_its_value(section, write):
     """Each key, by itself, gets each of VALUES that it accepts; every key that has a choice must accept one."""
-    schema = Recipe.model_fields[section].annotation.model_json_schema(by_alias=True)["properties"]
+    annotation = Recipe.model_fields[section].annotation
+    schema = annotation.model_json_schema(by_alias=True)
+    variants = list(schema["$defs"].values()) if "anyOf" in schema else [schema]
+    schema = {
+        key: entry for variant in variants for key, entry in variant["properties"].items() if entry != {"type": "null"}
+    }
+    names = getattr(annotation, "kinds", [None])
     base = {"run": {"steps": 2}, "schedule": {"peak": 2}}
     for key, entry in schema.items():
         options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
         accepted = 0
-        for value, name in itertools.product((*VALUES, *options), FAMILIES.get(section, [None])):
+        for value, name in itertools.product((*VALUES, *options), names):
             named = {**base.get(section, {}), **({"name": name} if name else {})}
             if section == "exchange" and key not in ("method", "order"):
                 named = {"method": "gtopk", "momentum_correction": True}

@@ -6,13 +6,10 @@ import json
 from typing import Any, Dict, List, NamedTuple, Sequence
 
 from recipe.batch import peak_learning_rate
-from recipe.by_name import COMPOUND_SCALES, OPTIMIZERS, SCHEDULES
 from recipe.config import Recipe
 
 # Of several runs they always differ.
 _OF_THE_PLACE = ("run.name", "run.output")
-# What a name stands for is the default of the keys that follow it.
-_BY_NAME = {"model": COMPOUND_SCALES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 
 class Setting(NamedTuple):
@@ -30,15 +27,13 @@ def settings(recipe: Recipe) -> List[Setting]:
     The default of a key that follows a name (of the model, the optimizer or the schedule) is that of the name given.
     """
     found = []
-    given = recipe.model_dump(mode="json", by_alias=True)
-    for section, field in Recipe.model_fields.items():
-        defaults = field.annotation.model_construct().model_dump(mode="json", by_alias=True)
-        defaults.update(_BY_NAME.get(section, {}).get(given[section].get("name"), {}))
-        for name, key in field.annotation.model_fields.items():
-            shown = key.alias or name
-            value, default = given[section][shown], defaults[shown]
-            if value != default:
-                found.append(Setting(f"{section}.{shown}", text(value), text(default), key.description or ""))
+    for section, keys in recipe.model_dump(mode="json", by_alias=True).items():
+        part = getattr(recipe, section)
+        defaults, described = part.defaults(), type(part).fields()
+        for key, value in keys.items():
+            if value != defaults[key]:
+                description = described[key].description or ""
+                found.append(Setting(f"{section}.{key}", text(value), text(defaults[key]), description))
     return found
 
 
@@ -49,9 +44,9 @@ def differences(recipes: Sequence[Recipe]) -> List[tuple]:
     """
     rows = []
     dumped: List[Dict[str, Any]] = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
-    for section, keys in dumped[0].items():
-        for key in keys:
-            values = [text(each[section][key]) for each in dumped]
+    for section in dumped[0]:
+        for key in dict.fromkeys(key for each in dumped for key in each[section]):
+            values = [text(each[section].get(key)) for each in dumped]
             if len(set(values)) > 1 and f"{section}.{key}" not in _OF_THE_PLACE:
                 rows.append((f"{section}.{key}", values))
     peaks = [f"{peak_learning_rate(recipe):.6g}" for recipe in recipes]

@@ -136,9 +136,7 @@ class Definition(Section):
     @model_validator(mode="after")
     def _known_keys(self) -> Definition:
         known = [
-            f"{section}.{field.alias or name}"
-            for section, outer in Recipe.model_fields.items()
-            for name, field in outer.annotation.model_fields.items()
+            f"{section}.{key}" for section, field in Recipe.model_fields.items() for key in field.annotation.fields()
         ]
         unknown = next((key for key in self.space if key not in known), None)
         if unknown is not None:

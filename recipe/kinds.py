@@ -1,0 +1,263 @@
+"""Sections that come in kinds, sections that have parts, and the registry of what implements them.
+
+A section that comes in kinds has a base class with the keys common to all of them, and a class for each kind with its
+own keys, ranges and defaults. Writing the class is all it takes to add one, here or in a file of your own::
+
+    class Adagrad(Optimizer):
+        name: Literal["adagrad"] = "adagrad"
+        eps: float = Field(1e-10, gt=0, description="added to the divisor of the step")
+
+From then on `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`, and
+the JSON Schema, the suggestions for misspelt keys and the errors about another kind's keys know it. The first kind
+that is registered is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
+
+A section that has parts (`Log`) has the keys of every subclass at once: `class Csv(Log): csv: bool = False` adds
+`log.csv`, and `isinstance(recipe.log, Csv)` holds from then on.
+
+The code that does what such a class describes registers itself for the class, in a file of its own::
+
+    OPTIMIZERS = Registry("an optimizer")          # one for each room, beside what asks it
+
+    @OPTIMIZERS.implements(Adagrad)
+    def build(section: Adagrad, ...): ...          # or a class, or any other object
+
+    OPTIMIZERS.of(recipe.optimizer)                # that of the section's class, else of its nearest base class
+    LOGGERS.all_of(recipe.log)                     # all that fit, in the order of registration: for sections with parts
+
+Ask the object that `of` returns for whatever depends on the kind; do not compare names.
+"""
+
+from typing import Any, Callable, ClassVar, Dict, Generic, List, Optional, Tuple, Type, TypeVar, get_args
+
+from pydantic import ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
+
+from recipe.section import Section
+
+T = TypeVar("T")
+
+
+def _is_base(cls: type) -> bool:
+    """Whether it is a section, directly below Kind or Parts, and neither one of its kinds or parts."""
+    return cls.__mro__[2] is Section
+
+
+class Kind(Section):
+    """Base of a section that comes in kinds: its direct subclasses are sections, theirs the kinds.
+
+    A subclass whose `tag` is a Literal is a kind, under each name of the Literal; others only share keys.
+    """
+
+    tag: ClassVar[str] = "name"
+    kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name
+    # Whether a recipe that changes the kind drops the keys that the kind before it had.
+    resets: ClassVar[bool] = True
+
+    def __new__(cls, **values: Any) -> "Kind":
+        return super().__new__(cls._named(values) if _is_base(cls) else cls)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if _is_base(cls):
+            cls.kinds = {}
+            return
+        for name in get_args(cls.model_fields[cls.tag].annotation):
+            if name in cls.kinds:
+                raise TypeError(f"{cls.tag} {name} is taken by {cls.kinds[name].__qualname__}; choose another")
+            cls.kinds[name] = cls
+
+    @classmethod
+    def section(cls) -> Type["Kind"]:
+        """The base class of all kinds of this section."""
+        return next(base for base in cls.__mro__ if _is_base(base))
+
+    @classmethod
+    def own_keys(cls) -> List[str]:
+        """The keys of this kind that are not common to all."""
+        return [name for name in cls.model_fields if name not in cls.section().model_fields]
+
+    @classmethod
+    def fields(cls) -> Dict[str, FieldInfo]:
+        """The keys in a file; of the section as a whole those of all kinds, as the first that has one describes it."""
+        found = super().fields()
+        for kind in cls.kinds.values() if _is_base(cls) else ():
+            found = {**kind.fields(), **found}
+        return found
+
+    def defaults(self) -> Dict[str, Any]:
+        first = next(iter(self.kinds.values()))
+        return {**super().defaults(), self.tag: first.model_fields[self.tag].default}
+
+    @classmethod
+    def foreign(cls, key: str, value: Any) -> Optional[str]:
+        """Why this kind does not take `key`, which another kind has; None: the key is ignored."""
+        owner = next(name for name, kind in cls.kinds.items() if key in kind.model_fields)
+        name, own = cls.model_fields[cls.tag].default, ", ".join(cls.own_keys()) or "none of its own"
+        return f"{key} belongs to {owner}, not to {name} (its keys: {own}); remove {key}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_own_keys(cls, values: Any) -> Any:
+        """Null stands for the default of a kind's own key, and for nothing at another kind's."""
+        if not isinstance(values, dict):
+            return values
+        common = cls.section().model_fields
+        elsewhere = {key for kind in cls.kinds.values() for key in kind.model_fields}.difference(cls.model_fields)
+        kept = {}
+        for key, value in values.items():
+            if key in elsewhere:
+                fault = None if value is None else cls.foreign(key, value)
+                if fault:
+                    raise ValueError(fault)
+            elif value is not None or key in common or key not in cls.model_fields:
+                kept[key] = value
+        return kept
+
+    @classmethod
+    def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
+        """Whether laying the section `after` over `before` drops those of its keys that are not common to all kinds."""
+        default = next(iter(cls.kinds))
+        old, new = before.get(cls.tag) or default, after.get(cls.tag)
+        return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
+
+    @classmethod
+    def _kind(cls, name: Any) -> Optional[Type["Kind"]]:
+        return cls.kinds.get(name) if isinstance(name, str) else None
+
+    @classmethod
+    def _named(cls, values: Dict[str, Any]) -> Type["Kind"]:
+        """The kind that `values` name. Raises ValidationError for a name that there is not."""
+        default = next(iter(cls.kinds.values()))
+        name = values.get(cls.tag, default.model_fields[cls.tag].default)
+        if cls._kind(name):
+            return cls.kinds[name]
+        *names, last = map(repr, cls.kinds)
+        expected = f"{', '.join(names)} or {last}" if names else last
+        fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
+        raise ValidationError.from_exception_data(cls.__name__, [fault])
+
+    @classmethod
+    def _validated(cls, value: Any) -> "Kind":
+        if isinstance(value, cls):
+            return value
+        kind = cls._named(value) if isinstance(value, dict) else next(iter(cls.kinds.values()))
+        return kind.model_validate(value)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        # Kinds are looked up when a recipe is read, so that those defined after `Recipe` count.
+        if _is_base(cls):
+            return core_schema.no_info_plain_validator_function(cls._validated)
+        return handler(source)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
+        if _is_base(cls):
+            kinds = list(dict.fromkeys(cls.kinds.values()))
+            return {"anyOf": [handler(kind.__pydantic_core_schema__) for kind in kinds]}
+        found = handler(schema)
+        node = handler.resolve_ref_schema(found)
+        if cls.kinds:
+            # As the validator above: null for a key of its own, or of another kind.
+            properties = node["properties"]
+            for key in cls.own_keys():
+                _allow_null(properties[key])
+            for key in cls.section().fields():
+                properties.setdefault(key, {"type": "null"})
+        return found
+
+
+def _allow_null(node: Dict[str, Any]) -> None:
+    if not any(option.get("type") == "null" for option in node.get("anyOf", ())):
+        described = {key: node.pop(key) for key in ("title", "default", "description") if key in node}
+        options = node.pop("anyOf") if set(node) == {"anyOf"} else [dict(node)]
+        node.clear()
+        node.update(described, anyOf=[*options, {"type": "null"}])
+
+
+class Parts(Section):
+    """Base of a section that has parts: its direct subclasses are sections, theirs the parts, of unlike keys."""
+
+    parts: ClassVar[List[Type["Parts"]]] = []
+    _whole: ClassVar[Optional[Tuple[int, Type["Parts"]]]] = None
+
+    def __new__(cls, **values: Any) -> "Parts":
+        return super().__new__(cls.whole() if _is_base(cls) else cls)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, part: bool = True, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if _is_base(cls):
+            cls.parts, cls._whole = [], None
+        elif part:
+            cls.parts.append(cls)
+
+    @classmethod
+    def whole(cls) -> Type["Parts"]:
+        """The class that has the keys of all parts registered so far."""
+        base = next(base for base in cls.__mro__ if _is_base(base))
+        if base._whole is None or base._whole[0] != len(base.parts):
+            bases = tuple(reversed(base.parts)) or (base,)
+            made = create_model(base.__name__, __base__=bases, __module__=__name__, __cls_kwargs__={"part": False})
+            base._whole = (len(base.parts), made)
+        return base._whole[1]
+
+    @classmethod
+    def fields(cls) -> Dict[str, FieldInfo]:
+        """The keys in a file, of all parts."""
+        whole = cls.whole()
+        return {field.alias or name: field for name, field in whole.model_fields.items()}
+
+    def __reduce__(self) -> tuple:
+        base = next(base for base in type(self).__mro__ if _is_base(base))
+        return base.model_validate, (dict(self),)
+
+    @classmethod
+    def _validated(cls, value: Any) -> "Parts":
+        return value if isinstance(value, cls) else cls.whole().model_validate(value)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        if _is_base(cls):
+            return core_schema.no_info_plain_validator_function(cls._validated)
+        return handler(source)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
+        return handler(cls.whole().__pydantic_core_schema__ if _is_base(cls) else schema)
+
+
+class Registry(Generic[T]):
+    """Implementations of section classes, registered by decorator; `noun` names one in errors."""
+
+    def __init__(self, noun: str) -> None:
+        self._noun = noun
+        self._found: Dict[type, T] = {}
+
+    def implements(self, *sections: Type[Section]) -> Callable[[T], T]:
+        """A decorator that registers what it decorates for these classes, each of which has one implementation."""
+
+        def register(implementation: T) -> T:
+            for section in sections:
+                if self._found.setdefault(section, implementation) is not implementation:
+                    raise TypeError(f"{section.__name__} has {self._noun} already: {self._found[section]!r}")
+            return implementation
+
+        return register
+
+    def of(self, section: Section) -> T:
+        """The implementation of the section's class, or of its nearest base class. Raises TypeError without one."""
+        for cls in type(section).__mro__:
+            if cls in self._found:
+                return self._found[cls]
+        raise TypeError(f"{type(section).__name__} has no {self._noun}: import the file that registers one for it")
+
+    def all_of(self, section: Section) -> List[T]:
+        """Every implementation for a class that `section` is an instance of, in the order of registration."""
+        return [found for cls, found in self._found.items() if isinstance(section, cls)]
+
+    def items(self) -> List[Tuple[type, T]]:
+        """Each class with its implementation."""
+        return list(self._found.items())
