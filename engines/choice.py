@@ -11,10 +11,9 @@ from engines import cuts
 from models.efficientnet import build
 from parallel import costs
 from parallel.costs import Link
-from recipe import exchange
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.exchange import SPARSE, Exchange
+from recipe.exchange import Exchange
 
 if TYPE_CHECKING:
     from parallel.agreement import Agreement
@@ -68,7 +67,7 @@ def resolve(
         return recipe
     if begun is not None and begun.method != "auto":
         say(f"exchange.method auto: {_name(begun)}, as the run began")
-        return _resolved(recipe, begun.method, begun.pattern, say)
+        return _resolved(recipe, begun.method, getattr(begun, "pattern", "tree"), say)
     if recipe.run.device == "ipu" or processes.topology.replicas == 1:
         why = "on IPUs there is no other" if recipe.run.device == "ipu" else "one replica has nobody to send to"
         say(f"exchange.method auto: dense; {why}")
@@ -119,13 +118,11 @@ def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
 
 def _resolved(recipe: Recipe, method: str, pattern: str, say: Callable[[str], None]) -> Recipe:
     section = recipe.exchange
-    values = {**section.model_dump(), "method": method, "pattern": pattern}
-    dropped = [] if method in SPARSE else [key for key in exchange.ONLY_SPARSE if getattr(section, key)]
+    dropped = section.refused_by(method)
     if dropped:
         say(f"exchange.{', '.join(dropped)}: left out, as {method} sends whole gradients")
-    defaults = Exchange().model_dump()
-    values.update({key: defaults[key] for key in dropped})
-    return recipe.model_copy(update={"exchange": Exchange(**values)})
+    own = {"pattern": pattern} if method == "gtopk" else {}
+    return recipe.model_copy(update={"exchange": section.to(method, **own)})
 
 
 def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
@@ -138,7 +135,7 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
     for stage in range(stages):
         names = [name for part in parts[stage::stages] for name in part]
         parameters = [parameter for name in names for parameter in model.block(name).parameters()]
-        whole = [each.numel() for each in parameters if recipe.exchange.dense_1d and each.dim() == 1]
+        whole = [each.numel() for each in parameters if recipe.exchange.whole_1d and each.dim() == 1]
         found.append(Gradient(sum(each.numel() for each in parameters), sum(whole)))
     return max(found)
 
@@ -184,7 +181,7 @@ def _count(section: Exchange, gradient: Gradient) -> int:
 
 
 def _name(section: Exchange) -> str:
-    return f"gtopk {section.pattern}" if section.method == "gtopk" else section.method
+    return section.variant
 
 
 def _table(recipe: Recipe, replicas: int, gradient: Gradient, link: Link, candidates: List[Candidate]) -> List[str]:

@@ -17,10 +17,10 @@ from models.efficientnet import build
 from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
+from recipe.checks import bound_to_cut
 from recipe.config import Parallel, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
-from recipe.exchange import bound_to_cut
 
 _BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4
 

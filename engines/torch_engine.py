@@ -33,7 +33,6 @@ from recipe.batch import training_image_sizes
 from recipe.config import Optimizer, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
-from recipe.exchange import SPARSE
 
 
 class TorchEngine(Engine):
@@ -108,7 +107,7 @@ class TorchEngine(Engine):
             seed=recipe.run.seed,
             clip_norm=recipe.optimizer.clip_norm,
             model=[name for name, _ in whole.named_parameters()],
-            tree=(self.batch.accumulation, together) if recipe.exchange.order == "tree" else None,
+            tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
             compile=recipe.engine.compile and self._trains,
         )
@@ -121,7 +120,7 @@ class TorchEngine(Engine):
         Weight decay, which momentum would have added up as well, is then as much stronger.
         """
         section = self._recipe.optimizer
-        if not self._recipe.exchange.momentum_correction:
+        if not self._recipe.exchange.replica_momentum:
             return section
         decay = section.weight_decay / (1 - section.momentum)
         return section.model_copy(update={"momentum": 0.0, "weight_decay": decay})
@@ -253,7 +252,7 @@ class TorchEngine(Engine):
         return sum(counts), [message for part in messages for message in part]
 
     def not_finite(self) -> List[str]:
-        if self._recipe.exchange.method in SPARSE:
+        if self._recipe.exchange.sparse:
             return []  # of which one element says that something was not finite
         return self.weights.not_finite()
 

@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import Set
 
-from recipe import exchange, images, ipu, ipu_plan
-from recipe.config import Data, Recipe
+from recipe import checks, images, ipu, ipu_plan
+from recipe.config import Data, Exchange, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 
@@ -54,12 +54,7 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
             f"nearest: {nearest}"
         )
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
-    _check_company(recipe)
-    exchange.check(recipe)
-    if recipe.run.device == "ipu":
-        ipu.check(recipe, batch)
-    else:
-        _check_schedule(recipe, batch.accumulation)
+    checks.check(recipe, batch)
     return batch
 
 
@@ -79,40 +74,6 @@ def planned(recipe: Recipe) -> Batch:
     if launched is not None:
         ipu.check_launched(recipe, launched)
     return divide(recipe, launched.replicas if launched else None)
-
-
-def _check_schedule(recipe: Recipe, accumulation: int) -> None:
-    """What the schedules of torch.distributed.pipelining ask of the number of micro batches."""
-    parallel = recipe.parallel
-    if parallel.schedule == "sharded":
-        raise ConfigError(
-            f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
-        )
-    if parallel.schedule == "gpipe" or parallel.stages == 1:
-        return
-    if accumulation < parallel.stages:
-        raise ConfigError(
-            f"parallel.schedule {parallel.schedule} needs as many micro batches as stages, but accumulation is "
-            f"{accumulation} and parallel.stages {parallel.stages}; lower batch.micro, or use gpipe"
-        )
-    rounds = accumulation // parallel.stages
-    if parallel.schedule == "interleaved" and accumulation % rounds:
-        raise ConfigError(
-            f"parallel.schedule interleaved needs an accumulation that is a multiple of {rounds} (accumulation // "
-            f"stages), not {accumulation}; use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple "
-            f"of {parallel.stages} stages"
-        )
-
-
-def _check_company(recipe: Recipe) -> None:
-    """Mixing takes its partners from the same micro batch, and batch normalisation its variance."""
-    data, micro = recipe.data, recipe.batch.micro
-    if micro == 1 and recipe.model.norm == "batch":
-        raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
-    if micro == 1 and (data.mixup or data.cutmix is not None):
-        key = "data.mixup" if data.mixup else "data.cutmix"
-        off = "0" if data.mixup else "null"
-        raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
 
 
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
@@ -204,7 +165,7 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
     batch = planned(recipe)
-    _check_classes(recipe)
+    checks.check_classes(recipe)
     model, precision, data, optimizer = recipe.model, recipe.precision, recipe.data, recipe.optimizer
     decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
     lines = [
@@ -230,15 +191,6 @@ def describe(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def _check_classes(recipe: Recipe) -> None:
-    """Sources that come along have as many classes as they have."""
-    source, classes = recipe.data.source, recipe.model.classes
-    if source == "digits" and classes != 10:
-        raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
-    if source == "glyphs" and classes > 1000:
-        raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
-
-
 def _describe_parallel(recipe: Recipe) -> list:
     """The line about stages and exchange, where there is anything to say."""
     parallel, exchange, parts = recipe.parallel, recipe.exchange, []
@@ -248,7 +200,7 @@ def _describe_parallel(recipe: Recipe) -> list:
         parts.append(f"{parallel.schedule} over {parallel.stages} stages{each}, split {cuts}")
     if parallel.recompute:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
-    if exchange != type(exchange)():
+    if exchange != Exchange():
         parts.append(exchange.describe())
     return [f"parallel   {'; '.join(parts)}"] if parts else []
 

@@ -114,7 +114,7 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
         "use exchange.delay=0",
     )
     yield (
-        recipe.exchange.order == "tree",
+        recipe.exchange.in_tree,
         "exchange.order tree",
         "PopART decides in which order gradients are added",
         "use exchange.order=fast",

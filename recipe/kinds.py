@@ -74,6 +74,12 @@ class Kind(Section):
         return next(base for base in cls.__mro__ if _is_base(base))
 
     @classmethod
+    def default_name(cls) -> str:
+        """Name of this kind; of a section or a kind with several, the default."""
+        kind = next(iter(cls.kinds.values())) if _is_base(cls) else cls
+        return kind.model_fields[cls.tag].default
+
+    @classmethod
     def own_keys(cls) -> List[str]:
         """The keys of this kind that are not common to all."""
         return [name for name in cls.model_fields if name not in cls.section().model_fields]
@@ -87,15 +93,14 @@ class Kind(Section):
         return found
 
     def defaults(self) -> Dict[str, Any]:
-        first = next(iter(self.kinds.values()))
-        return {**super().defaults(), self.tag: first.model_fields[self.tag].default}
+        return {**super().defaults(), self.tag: self.section().default_name()}
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
         """Why this kind does not take `key`, which another kind has; None: the key is ignored."""
         owner = next(name for name, kind in cls.kinds.items() if key in kind.model_fields)
-        name, own = cls.model_fields[cls.tag].default, ", ".join(cls.own_keys()) or "none of its own"
-        return f"{key} belongs to {owner}, not to {name} (its keys: {own}); remove {key}"
+        own = ", ".join(cls.own_keys()) or "none of its own"
+        return f"{key} belongs to {owner}, not to {cls.default_name()} (its keys: {own}); remove {key}"
 
     @model_validator(mode="before")
     @classmethod
@@ -108,18 +113,30 @@ class Kind(Section):
         kept = {}
         for key, value in values.items():
             if key in elsewhere:
-                fault = None if value is None else cls.foreign(key, value)
-                if fault:
-                    raise ValueError(fault)
+                if value is not None:
+                    cls._check_foreign(key, value)
             elif value is not None or key in common or key not in cls.model_fields:
                 kept[key] = value
         return kept
 
     @classmethod
+    def _check_foreign(cls, key: str, value: Any) -> None:
+        """Raises ValueError where the kind refuses the key, ValidationError for a value that no owner of it takes."""
+        fault = cls.foreign(key, value)
+        if fault:
+            raise ValueError(fault)
+        for owner in [kind for kind in cls.kinds.values() if key in kind.model_fields]:
+            try:
+                owner.model_validate({key: value})
+                return
+            except ValidationError as error:
+                invalid = error
+        raise invalid
+
+    @classmethod
     def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
         """Whether laying the section `after` over `before` drops those of its keys that are not common to all kinds."""
-        default = next(iter(cls.kinds))
-        old, new = before.get(cls.tag) or default, after.get(cls.tag)
+        old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
         return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
 
     @classmethod
@@ -129,8 +146,7 @@ class Kind(Section):
     @classmethod
     def _named(cls, values: Dict[str, Any]) -> Type["Kind"]:
         """The kind that `values` name. Raises ValidationError for a name that there is not."""
-        default = next(iter(cls.kinds.values()))
-        name = values.get(cls.tag, default.model_fields[cls.tag].default)
+        name = values.get(cls.tag, cls.default_name())
         if cls._kind(name):
             return cls.kinds[name]
         *names, last = map(repr, cls.kinds)
@@ -154,19 +170,25 @@ class Kind(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        if _is_base(cls):
-            kinds = list(dict.fromkeys(cls.kinds.values()))
-            return {"anyOf": [handler(kind.__pydantic_core_schema__) for kind in kinds]}
-        found = handler(schema)
-        node = handler.resolve_ref_schema(found)
-        if cls.kinds:
-            # As the validator above: null for a key of its own, or of another kind.
-            properties = node["properties"]
-            for key in cls.own_keys():
-                _allow_null(properties[key])
-            for key in cls.section().fields():
-                properties.setdefault(key, {"type": "null"})
-        return found
+        if not _is_base(cls):
+            return handler(schema)
+        kinds = list(dict.fromkeys(cls.kinds.values()))
+        references = [handler(kind.__pydantic_core_schema__) for kind in kinds]
+        properties = [handler.resolve_ref_schema(reference)["properties"] for reference in references]
+        every = {key: [each[key] for each in properties if key in each] for each in properties for key in each}
+        for kind, own in zip(kinds, properties):
+            for key in kind.own_keys():
+                _allow_null(own[key])
+            for key in every:
+                own.setdefault(key, {"type": "null"})
+        if cls.resets and len(kinds) > 1:
+            return {"description": cls.__doc__, "anyOf": references}
+        # Keys of another kind are often ignored: one object with all keys is as exact, and much shorter.
+        merged = {
+            key: nodes[0] if nodes.count(nodes[0]) == len(nodes) else {"anyOf": nodes} for key, nodes in every.items()
+        }
+        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name()}
+        return {"description": cls.__doc__, "additionalProperties": False, "type": "object", "properties": merged}
 
 
 def _allow_null(node: Dict[str, Any]) -> None:

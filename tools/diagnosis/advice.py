@@ -6,7 +6,6 @@ import math
 from typing import Dict, List, NamedTuple, Optional
 
 from engines.choice import Candidate, pick
-from recipe.exchange import SPARSE
 from training.monitor import workers_needed
 from training.timeline import ideal
 
@@ -24,7 +23,7 @@ class Figures(NamedTuple):
     computes on a CPU. split: whether the recipe says itself where stages are cut. mixes: whether images of a micro
     batch are mixed, so that it needs two. reading: share of an image's time that is reading its bytes, None where
     images are no files. delay: of gradients, in steps. method: the exchange, as `methods` calls it; these are seconds
-    by themselves. reset: overrides without which another method is refused, by whether that is sparse. bandwidth:
+    by themselves. reset: overrides without which another method is refused, by method. bandwidth:
     bytes a second between replicas. slowest, lag, host: the rank farthest behind the others of its stage, by which
     share, and where; None of one replica. mfu: share of the devices' peak.
     """
@@ -47,7 +46,7 @@ class Figures(NamedTuple):
     bandwidth: Optional[float]
     method: str
     methods: Dict[str, float]
-    reset: Dict[bool, List[str]]
+    reset: Dict[str, List[str]]
     slowest: Optional[int]
     lag: Optional[float]
     host: str
@@ -152,7 +151,7 @@ def _exchange(figures: Figures) -> Advice:
     if faster is not None:
         method, _, pattern = faster.name.partition(" ")
         overrides = [f"exchange.method={method}", *([f"exchange.pattern={pattern}"] if pattern else [])]
-        overrides += figures.reset[method in SPARSE]
+        overrides += figures.reset[method]
         return Advice(
             "exchange",
             f"{said}: {' '.join(overrides)} takes {_milliseconds(faster.seconds)} by itself in place of "

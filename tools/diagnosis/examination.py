@@ -16,11 +16,11 @@ from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
+from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.distribution import Parallel
 from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
-from recipe.exchange import ONLY_SPARSE, Exchange, bound_to_cut
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
 from tools.diagnosis.advice import Advice, Figures
@@ -214,9 +214,10 @@ def _figures(
     """What the rules look at."""
     exchange, slowest = recipe.exchange, splitting.slowest(rows)
     ranks_here = sum(row.host == rows[0].host for row in rows)
-    default = Exchange().model_dump()
-    only_sparse = [f"exchange.{key}={_value(default[key])}" for key in ONLY_SPARSE if getattr(exchange, key)]
-    tree = ["exchange.order=fast"] if exchange.order == "tree" else []
+    reset = {
+        method: [f"exchange.{key}={_value(value)}" for key, value in exchange.refused_by(method).items()]
+        for method in exchange.kinds
+    }
     return Figures(
         parts=parts,
         device=device,
@@ -236,7 +237,7 @@ def _figures(
         bandwidth=found_links.bandwidth.median if found_links else None,
         method=links.name_of(exchange),
         methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
-        reset={True: tree, False: [*tree, *only_sparse]},
+        reset=reset,
         slowest=slowest and slowest.rank,
         lag=slowest and slowest.lag,
         host=slowest.host if slowest else rows[0].host,

@@ -69,7 +69,7 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
 def gradient_of(engine: TorchEngine, recipe: Recipe, processes: Processes) -> Gradient:
     """Of the largest stage, the same on all ranks."""
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
-    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.dense_1d else 0
+    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
     return max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
 
 
@@ -101,23 +101,22 @@ def methods(
 
 def name_of(section: Exchange) -> str:
     """The exchange of a recipe, as the methods here are called."""
-    return f"gtopk {section.pattern}" if section.method == "gtopk" else section.method
+    return section.variant
 
 
 def _sections(recipe: Recipe) -> Dict[str, Exchange]:
     """The section of each method, with what the recipe says of it; and of `auto`, from which methods are predicted."""
     own = recipe.exchange
-    sparse = {"density": own.density, "wire": "float16" if own.sparse and own.wire == "float16" else None}
-    if own.sparse:
-        kept = ("dense_1d", "conserve", "momentum_correction", "factor_masking", "stage_share")
-        sparse.update({key: getattr(own, key) for key in kept})
+    plain = own if own.sparse else Exchange(density=own.density)
+    wire = "float16" if own.sparse and own.sent == "float16" else None
+    sparse = {"delay": 0, "density_warmup": [], "dense_steps": 0, "wire": wire}
     return {
-        "dense": Exchange(method="dense", order=own.order if own.method == "dense" else "fast"),
-        "half": Exchange(method="half", wire=own.wire if own.method == "half" else None),
-        "topk": Exchange(method="topk", **sparse),
-        "gtopk butterfly": Exchange(method="gtopk", pattern="butterfly", **sparse),
-        "gtopk tree": Exchange(method="gtopk", pattern="tree", **sparse),
-        "auto": Exchange(method="auto", **sparse),
+        "dense": own.to("dense", delay=0),
+        "half": own.to("half", delay=0) if own.method == "half" else Exchange(method="half"),
+        "topk": plain.to("topk", **sparse),
+        "gtopk butterfly": plain.to("gtopk", pattern="butterfly", **sparse),
+        "gtopk tree": plain.to("gtopk", pattern="tree", **sparse),
+        "auto": plain.to("auto", **sparse),
     }
 
 

@@ -171,9 +171,8 @@ def measure(
 def _settled(recipe: Recipe) -> Recipe:
     """As it trains when its first epochs are over: the full image size, the last density. Late gradients take the same
     time however late they are."""
-    exchange = recipe.exchange.model_copy(
-        update={"density_warmup": [], "dense_steps": 0, "delay": min(1, recipe.exchange.delay)}
-    )
+    exchange, settled = recipe.exchange, {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
+    exchange = exchange.model_copy(update={**settled, "delay": min(1, exchange.delay)})
     data = recipe.data.model_copy(update={"image_sizes": None})
     return recipe.model_copy(update={"exchange": exchange, "data": data})
 

@@ -98,9 +98,7 @@ def exchange(
 def method_of(recipe: Recipe) -> str:
     """The recipe's exchange by the name that `exchange` knows; auto counts as dense until a run has measured."""
     section = recipe.exchange
-    if section.method == "gtopk":
-        return f"gtopk {section.pattern}"
-    return "dense" if section.method == "auto" else section.method
+    return "dense" if section.method == "auto" else section.variant
 
 
 def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:

@@ -9,9 +9,9 @@ from models.balance import BlockCost
 from models.shapes import BlockShape
 from recipe import ipu
 from recipe.batch import divide, training_image_sizes
+from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.errors import ConfigError
-from recipe.exchange import bound_to_cut
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each

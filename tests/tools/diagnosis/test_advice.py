@@ -18,7 +18,7 @@ def figures(**changes):
     given = {
         "device": "cpu", "cores": 8, "threads": 1, "replicas": 2, "stages": 1, "virtual": 1, "split": False,
         "mixes": True, "accumulation": 4, "micro": 8, "workers": 4, "reading": 0.1, "delay": 0, "compiled": False,
-        "bandwidth": 125e6, "method": "dense", "methods": METHODS, "reset": {True: [], False: []}, "slowest": 1,
+        "bandwidth": 125e6, "method": "dense", "methods": METHODS, "reset": {"topk": [], "gtopk": []}, "slowest": 1,
         "lag": 0.01, "host": "b", "mfu": 0.37,
     }  # fmt: skip
     return Figures(parts, **{**given, **changes})
@@ -79,7 +79,7 @@ def test_a_slow_exchange_gives_way_to_the_one_that_auto_would_take():
 
 
 def test_keys_that_another_method_refuses_are_reset():
-    reset = {True: ["exchange.order=fast"], False: ["exchange.order=fast", "exchange.dense_1d=false"]}
+    reset = {"gtopk": ["exchange.order=fast"], "dense": ["exchange.order=fast", "exchange.dense_1d=false"]}
     assert advise(figures(exchange=0.4, reset=reset)).overrides[-1] == "exchange.order=fast"
     whole = advise(figures(exchange=0.4, method="topk", methods={"dense": 0.05, "topk": 0.2}, reset=reset))
     assert whole.overrides == ["exchange.method=dense", "exchange.order=fast", "exchange.dense_1d=false"]

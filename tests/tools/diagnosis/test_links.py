@@ -5,7 +5,7 @@ import pytest
 from engines import choice
 from engines.choice import Gradient
 from parallel.costs import Link
-from recipe import exchange, loading
+from recipe import batch, loading
 from recipe.exchange import Exchange
 from tests.conftest import QUICKSTART
 from tools.diagnosis import links
@@ -28,7 +28,7 @@ def test_each_method_has_a_section_that_goes_with_the_recipe(overrides):
     for name, section in sections.items():
         assert links.name_of(section) == name
         # As if it had been written: model_copy checks nothing.
-        exchange.check(recipe.model_copy(update={"exchange": Exchange(**section.model_dump())}))
+        batch.divide(recipe.model_copy(update={"exchange": Exchange(**section.model_dump())}))
         assert section.delay == 0
 
 

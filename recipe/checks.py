@@ -1,0 +1,99 @@
+"""All checks of a recipe that concern more than one section. Those of one section stand with its keys; what IPUs ask is
+in ipu_rules.py."""
+
+from __future__ import annotations
+
+from recipe import ipu_rules
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.errors import ConfigError
+
+
+def check(recipe: Recipe, batch: Batch) -> None:
+    """Raises ConfigError for sections that do not go together, on the recipe's device."""
+    _check_micro_batch(recipe)
+    _check_exchange(recipe)
+    if recipe.run.device == "ipu":
+        ipu_rules.check(recipe, batch)
+    else:
+        _check_schedule(recipe, batch.accumulation)
+
+
+def _check_micro_batch(recipe: Recipe) -> None:
+    """Mixing takes its partners from the same micro batch, and batch normalisation its variance."""
+    data, micro = recipe.data, recipe.batch.micro
+    if micro == 1 and recipe.model.norm == "batch":
+        raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
+    if micro == 1 and (data.mixup or data.cutmix is not None):
+        key = "data.mixup" if data.mixup else "data.cutmix"
+        off = "0" if data.mixup else "null"
+        raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
+
+
+def _check_exchange(recipe: Recipe) -> None:
+    """Whether the optimizer, the model and the loss scale allow what the exchange does."""
+    exchange, optimizer = recipe.exchange, recipe.optimizer
+    if exchange.replica_momentum and not optimizer.replica_momentum:
+        raise ConfigError(
+            "exchange.momentum_correction takes over the momentum of sgd without nesterov or of lars with trust "
+            f"gradient, but the optimizer is {optimizer.form()}; use one of these, or "
+            "exchange.momentum_correction=false"
+        )
+    if exchange.delay and recipe.model.norm == "batch":
+        raise ConfigError(
+            "exchange.delay and model.norm batch: running statistics would be ahead of the weights; use "
+            "model.norm=group or exchange.delay=0"
+        )
+    if exchange.delay and recipe.precision.dynamic_loss_scale:
+        raise ConfigError(
+            "exchange.delay and precision.dynamic_loss_scale: a gradient that overflows would lower the scale of steps "
+            "that are computed already; use dynamic_loss_scale=false"
+        )
+
+
+def _check_schedule(recipe: Recipe, accumulation: int) -> None:
+    """What the schedules of torch.distributed.pipelining ask of the number of micro batches."""
+    parallel = recipe.parallel
+    if parallel.schedule == "sharded":
+        raise ConfigError(
+            f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
+        )
+    if parallel.schedule == "gpipe" or parallel.stages == 1:
+        return
+    if accumulation < parallel.stages:
+        raise ConfigError(
+            f"parallel.schedule {parallel.schedule} needs as many micro batches as stages, but accumulation is "
+            f"{accumulation} and parallel.stages {parallel.stages}; lower batch.micro, or use gpipe"
+        )
+    rounds = accumulation // parallel.stages
+    if parallel.schedule == "interleaved" and accumulation % rounds:
+        raise ConfigError(
+            f"parallel.schedule interleaved needs an accumulation that is a multiple of {rounds} (accumulation // "
+            f"stages), not {accumulation}; use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple "
+            f"of {parallel.stages} stages"
+        )
+
+
+def check_classes(recipe: Recipe) -> None:
+    """Sources that come along have as many classes as they have."""
+    source, classes = recipe.data.source, recipe.model.classes
+    if source == "digits" and classes != 10:
+        raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
+    if source == "glyphs" and classes > 1000:
+        raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
+
+
+def bound_to_cut(recipe: Recipe, replicas: int) -> str:
+    """Why another cut into stages would change what `replicas` replicas learn; nothing where it changes no bit.
+
+    An all-reduce adds in an order that depends on an element's place in the stage's buffer, which of two replicas'
+    numbers is no matter. `half` and the tree add each element in the order of replicas, wherever it lies.
+    """
+    exchange = recipe.exchange
+    if exchange.sparse:
+        return f"{exchange.method} selects within each stage"
+    if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
+        return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
+    if replicas > 2 and exchange.method != "none" and recipe.model.norm == "batch":
+        return f"running statistics of {replicas} replicas are added as they lie in a stage"
+    return ""
