@@ -15,9 +15,6 @@ from recipe.config import Data, Exchange, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 
-_DIGITS = (1437, 360)
-_GLYPHS = (10_000, 2_000)  # unless the recipe says otherwise
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -144,11 +141,7 @@ def peak_learning_rate(recipe: Recipe) -> float:
 
 def image_count(data: Data, split: str) -> int | None:
     """Images of the "train" or "validation" split as the recipe alone knows them; None: those in the folder."""
-    number = ("train", "validation").index(split)
-    if data.source == "digits":
-        return _DIGITS[number]
-    given = (data.train_images, data.validation_images)[number]
-    return given or _GLYPHS[number] if data.source == "glyphs" else given
+    return data.images(split)
 
 
 def training_image_size(recipe: Recipe, epoch: int) -> int:
@@ -165,7 +158,7 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
     batch = planned(recipe)
-    checks.check_classes(recipe)
+    recipe.data.check_classes(recipe.model.classes)
     model, precision, data, optimizer = recipe.model, recipe.precision, recipe.data, recipe.optimizer
     decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
     lines = [

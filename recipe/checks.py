@@ -22,7 +22,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
 def _check_micro_batch(recipe: Recipe) -> None:
     """Mixing takes its partners from the same micro batch, and batch normalisation its variance."""
     data, micro = recipe.data, recipe.batch.micro
-    if micro == 1 and recipe.model.norm == "batch":
+    if micro == 1 and recipe.model.batch_statistics:
         raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
     if micro == 1 and (data.mixup or data.cutmix is not None):
         key = "data.mixup" if data.mixup else "data.cutmix"
@@ -39,7 +39,7 @@ def _check_exchange(recipe: Recipe) -> None:
             f"gradient, but the optimizer is {optimizer.form()}; use one of these, or "
             "exchange.momentum_correction=false"
         )
-    if exchange.delay and recipe.model.norm == "batch":
+    if exchange.delay and recipe.model.batch_statistics:
         raise ConfigError(
             "exchange.delay and model.norm batch: running statistics would be ahead of the weights; use "
             "model.norm=group or exchange.delay=0"
@@ -74,15 +74,6 @@ def _check_schedule(recipe: Recipe, accumulation: int) -> None:
         )
 
 
-def check_classes(recipe: Recipe) -> None:
-    """Sources that come along have as many classes as they have."""
-    source, classes = recipe.data.source, recipe.model.classes
-    if source == "digits" and classes != 10:
-        raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
-    if source == "glyphs" and classes > 1000:
-        raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
-
-
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:
     """Why another cut into stages would change what `replicas` replicas learn; nothing where it changes no bit.
 
@@ -94,6 +85,6 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
         return f"{exchange.method} selects within each stage"
     if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
         return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
-    if replicas > 2 and exchange.method != "none" and recipe.model.norm == "batch":
+    if replicas > 2 and exchange.method != "none" and recipe.model.batch_statistics:
         return f"running statistics of {replicas} replicas are added as they lie in a stage"
     return ""

@@ -17,7 +17,7 @@ class Exchange(Kind):
     tag = "method"
     resets = False
 
-    method: str = "dense"
+    method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(
         0.001,
         gt=0,

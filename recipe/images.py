@@ -1,12 +1,215 @@
-"""Where the images of a recipe lie, as far as that is known without opening any."""
-
-from __future__ import annotations
+"""The section of a recipe that says where images come from, and where they are, without opening any of them."""
 
 import os
-from typing import List
+from typing import Any, List, Literal, Optional, Tuple
 
-from recipe.config import Data
-from recipe.errors import DataError
+from pydantic import Field, field_validator, model_validator
+
+from recipe import credentials
+from recipe.errors import ConfigError, DataError
+from recipe.kinds import Kind
+
+
+class Data(Kind):
+    """Where images come from and how they are augmented. Everything up to the device is uint8."""
+
+    tag = "source"
+    resets = False
+
+    source: str = Field("folder", description="where images come from")
+    reader: Literal["torch", "dali"] = Field(
+        "torch",
+        description="what decodes files: worker processes, or NVIDIA DALI, on a GPU where there is one",
+    )
+    workers: int = Field(
+        8,
+        ge=0,
+        description="processes that decode and augment (threads with DALI); 0 does it in the training process",
+    )
+    prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
+    crop_area: Tuple[float, float] = Field(
+        (0.05, 1.0), strict=False, description="share of the image's area a random crop takes, low and high"
+    )
+    crop_aspect: Tuple[float, float] = Field(
+        (0.75, 4 / 3), strict=False, description="width over height of a random crop, low and high"
+    )
+    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = Field(
+        "none", description="what else is done to each image after crop and flip"
+    )
+    randaugment_operations: int = Field(2, ge=1, le=16, description="operations that RandAugment strings together")
+    randaugment_magnitude: int = Field(9, ge=0, le=30, description="strength of RandAugment's operations, of 30")
+    mixup: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off",
+    )
+    cutmix: Optional[float] = Field(
+        None,
+        ge=0.62,
+        le=1,
+        description="about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); "
+        "null is off",
+    )
+    image_sizes: Optional[List[List[int]]] = Field(
+        None,
+        description="training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at "
+        "model.image_size, where evaluation always is",
+    )
+    crop_fraction: float = Field(
+        0.875,
+        gt=0,
+        le=1,
+        description="evaluation resizes the short side to image_size / crop_fraction, then crops the centre",
+    )
+    bad_images: Literal["error", "skip"] = Field(
+        "error", description="what an unreadable image does: stop the run, or be left out and counted"
+    )
+    changed_images: Literal["error", "accept"] = Field(
+        "error",
+        description="what other images (by name, label or shard) do to a run that is resumed: stop it, or be taken",
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
+
+    @field_validator("crop_area", "crop_aspect")
+    @classmethod
+    def _ordered(cls, value: Tuple[float, float]) -> Tuple[float, float]:
+        if not 0 < value[0] <= value[1]:
+            raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
+        return value
+
+    @model_validator(mode="after")
+    def _reader_of_files(self) -> "Data":
+        if self.reader == "dali" and not self.files:
+            raise ValueError(f"reader dali reads files, but source is {self.source}; use reader torch")
+        return self
+
+    @field_validator("crop_area")
+    @classmethod
+    def _inside(cls, value: Tuple[float, float]) -> Tuple[float, float]:
+        if value[1] > 1:
+            raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
+        return value
+
+    @field_validator("image_sizes")
+    @classmethod
+    def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
+        if value is None:
+            return None
+        if not value or any(len(pair) != 2 for pair in value):
+            raise ValueError("must be [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]")
+        epochs = [epoch for epoch, _ in value]
+        if epochs[0] != 0 or any(after <= before for before, after in zip(epochs, epochs[1:])):
+            raise ValueError("the first pair must begin at epoch 0, and each later one after the one before it")
+        if not all(8 <= pixels <= 8192 for _, pixels in value):
+            raise ValueError("every size must be 8 to 8192 pixels")
+        return value
+
+    @classmethod
+    def foreign(cls, key: str, value: Any) -> Optional[str]:
+        return None  # ignored, so that one override changes the images of a recipe
+
+    @property
+    def files(self) -> bool:
+        """Whether images are files that are read, and decoded."""
+        return False
+
+    @property
+    def place(self) -> str:
+        """Where the images are."""
+        return self.source
+
+    def images(self, split: str) -> Optional[int]:
+        """Images of the "train" or "validation" split as the recipe alone knows them; None: those in the folder."""
+        raise NotImplementedError
+
+    def check_classes(self, classes: int) -> None:
+        """Raises ConfigError where a model of so many classes cannot learn them."""
+
+
+class Files(Data):
+    """Keys of the sources that read files."""
+
+    root: Optional[str] = Field(
+        None,
+        description="folder that holds the training and the validation folder; for shards also a URL that fsspec "
+        "knows, such as s3://bucket/imagenet; credentials in it are used and never stored",
+    )
+    train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
+    validation_folder: str = Field("val", description="the same, for evaluation")
+    train_images: Optional[int] = Field(
+        None, gt=0, le=2**31, description="expected training images on disk: another count is an error"
+    )
+    validation_images: Optional[int] = Field(
+        None, gt=0, le=2**31, description="expected validation images on disk: another count is an error"
+    )
+
+    @field_validator("root")
+    @classmethod
+    def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
+        return value and credentials.take(value)
+
+    @property
+    def files(self) -> bool:
+        return True
+
+    @property
+    def place(self) -> str:
+        return str(self.root)
+
+    def images(self, split: str) -> Optional[int]:
+        return self.train_images if split == "train" else self.validation_images
+
+
+class Folder(Files):
+    """Class folders of images."""
+
+    source: Literal["folder"] = "folder"
+
+
+class Shards(Files):
+    """Tar shards, on disk or behind a URL."""
+
+    source: Literal["shards"] = "shards"
+    shuffle_window: int = Field(
+        16_384,
+        ge=1,
+        le=2**31,
+        description="images among which those of shards are shuffled: more mix better, fewer read in a row",
+    )
+
+
+class Digits(Data):
+    """The 1,797 digits that come along."""
+
+    source: Literal["digits"] = "digits"
+
+    def images(self, split: str) -> Optional[int]:
+        return 1437 if split == "train" else 360
+
+    def check_classes(self, classes: int) -> None:
+        if classes != 10:
+            raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
+
+
+class Glyphs(Data):
+    """Glyphs that are drawn when they are needed."""
+
+    source: Literal["glyphs"] = "glyphs"
+    train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
+    validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
+    glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
+    glyph_difficulty: float = Field(
+        0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
+    )
+
+    def images(self, split: str) -> Optional[int]:
+        return self.train_images if split == "train" else self.validation_images
+
+    def check_classes(self, classes: int) -> None:
+        if classes > 1000:
+            raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
 
 
 def split_folder(data: Data, split: str) -> str:
@@ -32,7 +235,7 @@ def below(root: str, name: str) -> str:
 
 def describe(data: Data) -> List[str]:
     """The plan's line about folders on this machine: whether they are there; none for other sources."""
-    if data.source not in ("folder", "shards"):
+    if not data.files:
         return []
     try:
         folders = [split_folder(data, split) for split in ("train", "validation")]

@@ -89,7 +89,7 @@ class Kind(Section):
         """The keys in a file; of the section as a whole those of all kinds, as the first that has one describes it."""
         found = super().fields()
         for kind in cls.kinds.values() if _is_base(cls) else ():
-            found = {**kind.fields(), **found}
+            found = {**found, **{key: field for key, field in kind.fields().items() if key not in found}}
         return found
 
     def defaults(self) -> Dict[str, Any]:
@@ -187,7 +187,8 @@ class Kind(Section):
         merged = {
             key: nodes[0] if nodes.count(nodes[0]) == len(nodes) else {"anyOf": nodes} for key, nodes in every.items()
         }
-        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name()}
+        described = cls.model_fields[cls.tag].description
+        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name(), "description": described}
         return {"description": cls.__doc__, "additionalProperties": False, "type": "object", "properties": merged}
 
 
@@ -209,11 +210,11 @@ class Parts(Section):
         return super().__new__(cls.whole() if _is_base(cls) else cls)
 
     @classmethod
-    def __pydantic_init_subclass__(cls, part: bool = True, **kwargs: Any) -> None:
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if _is_base(cls):
             cls.parts, cls._whole = [], None
-        elif part:
+        else:
             cls.parts.append(cls)
 
     @classmethod
@@ -222,7 +223,8 @@ class Parts(Section):
         base = next(base for base in cls.__mro__ if _is_base(base))
         if base._whole is None or base._whole[0] != len(base.parts):
             bases = tuple(reversed(base.parts)) or (base,)
-            made = create_model(base.__name__, __base__=bases, __module__=__name__, __cls_kwargs__={"part": False})
+            made = create_model(base.__name__, __base__=bases, __module__=__name__)
+            base.parts.remove(made)  # where it has put itself
             base._whole = (len(base.parts), made)
         return base._whole[1]
 

@@ -35,7 +35,7 @@ class Precision(Section):
 class Optimizer(Kind):
     """The optimizer; each has keys and defaults of its own."""
 
-    name: str = "lars"
+    name: str = Field("lars", description="how a gradient becomes an update")
     skip: List[Literal["bias", "norm"]] = Field(
         ["bias", "norm"],
         description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
@@ -128,7 +128,7 @@ class Lamb(Optimizer):
 class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 
-    name: str = "polynomial"
+    name: str = Field("polynomial", description="what follows the linear warm-up from 0")
     peak: Optional[float] = Field(
         None, gt=0, description="learning rate at the end of the warm-up (or give peak_per_image)"
     )

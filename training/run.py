@@ -303,7 +303,7 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple
         splits = zip(("training", "validation"), before.split("-"), digest.split("-"))
         which = " and ".join(split for split, old, new in splits if old != new)
         raise CheckpointError(
-            f"{path}: saved with other {which} images than {recipe.data.root} has now (other names, labels or shards)"
+            f"{path}: saved with other {which} images than {recipe.data.place} has now (other names, labels or shards)"
             "; bring those back, or go on with these by data.changed_images=accept"
         )
     return content, checkpoints.replica_count(step)

@@ -29,7 +29,7 @@ _FREE = {
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
     "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},
-    "log": set(Log.model_fields),
+    "log": set(Log.fields()),
     "checkpoint": {"keep_last", "keep_best"},
     "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},

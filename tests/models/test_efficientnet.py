@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from models.efficientnet import build, timm_name
 from models.shapes import groups_of
-from recipe.by_name import COMPOUND_SCALES
 from recipe.config import Model
 from recipe.errors import ConfigError
+from recipe.network import SCALES
 
 
 def on_meta(**sections):
@@ -80,7 +80,7 @@ def test_b4_g16_has_the_published_number_of_parameters():
 
 
 @pytest.mark.parametrize("prefix", ["", "tf_"])
-@pytest.mark.parametrize("name", COMPOUND_SCALES)
+@pytest.mark.parametrize("name", SCALES)
 def test_depthwise_models_have_timms_parameters_and_buffers(name, prefix):
     """Width, depth and rounding of channels, and every name."""
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def counted(state):
     return {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
 
 
-@pytest.mark.parametrize("name", COMPOUND_SCALES)
+@pytest.mark.parametrize("name", SCALES)
 def test_g16_models_of_every_scale_can_be_built(name):
     """Among the expanded channels of B5 and B7 are multiples of 8 that are none of 16."""
     for block in convolutions(on_meta(name=name)).values():

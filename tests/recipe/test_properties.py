@@ -17,7 +17,7 @@ often = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, d
 
 SECTIONS = st.sampled_from([*Recipe.model_fields, "extends", "unknown"])
 KEYS = st.sampled_from(
-    sorted({key for field in Recipe.model_fields.values() for key in field.annotation.model_fields} | {"global", "x"})
+    sorted({key for field in Recipe.model_fields.values() for key in field.annotation.fields()} | {"global", "x"})
 )
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

@@ -6,7 +6,7 @@ import pytest
 
 from recipe import schema
 from recipe.config import Recipe
-from recipe.loading import parse_yaml
+from recipe.loading import loads, parse_yaml
 from tests.conftest import RECIPES
 
 SCHEMA = json.loads(schema.text())
@@ -86,7 +86,23 @@ def test_it_finds_what_loading_would_refuse():
 def test_it_describes_every_key_and_requires_none():
     assert set(SCHEMA["properties"]) == {*Recipe.model_fields, "extends"}
     for section, field in Recipe.model_fields.items():
-        node = SCHEMA["$defs"][SCHEMA["properties"][section]["$ref"].rpartition("/")[2]]
-        assert set(node["properties"]) == {entry.alias or key for key, entry in field.annotation.model_fields.items()}
-        assert all(entry["description"] for entry in node["properties"].values())
-        assert "required" not in node
+        node = {**SCHEMA["properties"][section]}
+        node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        variants = [SCHEMA["$defs"][each["$ref"].rpartition("/")[2]] for each in node.get("anyOf", [])] or [node]
+        for variant in variants:
+            assert set(variant["properties"]) == set(field.annotation.fields())
+            assert "required" not in variant
+        assert node["description"]
+
+
+def test_it_takes_what_older_versions_resolved():
+    """Every key of every kind, null where another kind owns it; and the keys of other sources, which are ignored."""
+    for layer in (
+        {"optimizer": {"name": "sgd", "momentum": 0.9, "trust": None, "alpha": None, "clip_norm": None}},
+        {"schedule": {"name": "constant", "peak": 1, "power": None, "decay_rate": None}},
+        {"exchange": {"method": "dense", "density": 0.001, "pattern": "tree", "wire": None, "density_warmup": []}},
+        {"data": {"source": "digits", "root": None, "train_folder": "train", "glyph_size": 32, "train_images": None}},
+    ):
+        assert faults(layer, SCHEMA) == []
+        loads(json.dumps({"run": {"steps": 1}, "schedule": {"peak": 1}, **layer}), "older")
+    assert faults({"optimizer": {"name": "sgd", "trust": "gradient"}}, SCHEMA)

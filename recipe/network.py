@@ -1,0 +1,121 @@
+"""The section of a recipe that says which network is trained: a class for each family of models."""
+
+from typing import Any, Dict, Literal, Optional, Tuple
+
+from pydantic import Field, field_validator, model_validator
+
+from recipe.kinds import Kind
+
+# Compound scaling: Tan and Le, 1905.11946; the figures are those of the authors' published code.
+SCALES: Dict[str, Dict[str, Any]] = {
+    "efficientnet_b0": {"width": 1.0, "depth": 1.0, "image_size": 224, "dropout": 0.2},
+    "efficientnet_b1": {"width": 1.0, "depth": 1.1, "image_size": 240, "dropout": 0.2},
+    "efficientnet_b2": {"width": 1.1, "depth": 1.2, "image_size": 260, "dropout": 0.3},
+    "efficientnet_b3": {"width": 1.2, "depth": 1.4, "image_size": 300, "dropout": 0.3},
+    "efficientnet_b4": {"width": 1.4, "depth": 1.8, "image_size": 380, "dropout": 0.4},
+    "efficientnet_b5": {"width": 1.6, "depth": 2.2, "image_size": 456, "dropout": 0.4},
+    "efficientnet_b6": {"width": 1.8, "depth": 2.6, "image_size": 528, "dropout": 0.5},
+    "efficientnet_b7": {"width": 2.0, "depth": 3.1, "image_size": 600, "dropout": 0.5},
+}
+
+
+class Model(Kind):
+    """The network; each family has keys of its own, and its names their sizes."""
+
+    name: str = Field("efficientnet_b4", description="family of models and size")
+    image_size: Optional[int] = Field(
+        None, ge=8, le=8192, description="pixels a side in training and evaluation; null takes the name's"
+    )
+    classes: int = Field(1000, ge=2, description="classes of the data")
+    mean: Tuple[float, float, float] = Field(
+        (0.485, 0.456, 0.406), strict=False, description="subtracted from the RGB values in [0, 1]"
+    )
+    std: Tuple[float, float, float] = Field(
+        (0.229, 0.224, 0.225), strict=False, description="divides the RGB values after the mean"
+    )
+    init_from: Optional[str] = Field(
+        None,
+        description="weights to start from: run folder, checkpoint, .safetensors, or a timm or torch file; the "
+        "classifier starts anew if the classes differ",
+    )
+    init_weights: Literal["trained", "step_average", "epoch_average"] = Field(
+        "trained", description="which weights of a run folder or checkpoint to start from"
+    )
+
+    @model_validator(mode="after")
+    def _weights_of_something(self) -> "Model":
+        if self.init_weights != "trained" and self.init_from is None:
+            raise ValueError("init_weights says nothing without init_from; name the run folder or checkpoint there")
+        return self
+
+    @field_validator("std")
+    @classmethod
+    def _positive(cls, value: Tuple[float, float, float]) -> Tuple[float, float, float]:
+        if min(value) <= 0:
+            raise ValueError("every value must be positive")
+        return value
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether it normalises with statistics of a micro batch, of which it keeps running ones."""
+        return False
+
+
+class EfficientNet(Model):
+    """EfficientNet with group convolutions. Width, depth, resolution and dropout follow the name unless given."""
+
+    name: Literal[
+        "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3",
+        "efficientnet_b4", "efficientnet_b5", "efficientnet_b6", "efficientnet_b7",
+    ] = Field("efficientnet_b4", description="compound scale: sets width, depth, image size and dropout")  # fmt: skip
+    width: Optional[float] = Field(
+        None, gt=0, le=100, description="channel multiplier; null takes the name's (B4: 1.4)"
+    )
+    depth: Optional[float] = Field(None, gt=0, le=10, description="layer multiplier; null takes the name's (B4: 1.8)")
+    group_size: int = Field(16, ge=1, description="channels per group of the spatial convolutions; 1 is depthwise")
+    expansion: int = Field(4, ge=1, description="expansion of the inverted bottlenecks (4 with G16, 6 in the original)")
+    norm: Literal["group", "layer", "batch"] = Field(
+        "group",
+        description="normalisation over groups of channels, over all channels, or over the micro batch",
+    )
+    norm_groups: int = Field(4, ge=1, description="groups of a group normalisation")
+    norm_eps: float = Field(1e-3, gt=0, description="epsilon of the normalisation")
+    norm_momentum: float = Field(
+        0.01, gt=0, le=1, description="share of each micro batch in the running statistics of a batch normalisation"
+    )
+    proxy_norm: bool = Field(
+        False, description="proxy normalisation of the activations after a group or layer normalisation"
+    )
+    proxy_eps: float = Field(0.03, gt=0, description="epsilon of the proxy normalisation")
+    padding: Literal["same", "torch"] = Field(
+        "same", description="same pads as TensorFlow does; torch pads symmetrically"
+    )
+    dropout: Optional[float] = Field(
+        None, ge=0, lt=1, description="dropout before the classifier; null takes the name's"
+    )
+    drop_path: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="stochastic depth: block i of n drops its branch at this rate x i / n, the first never",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scale_by_name(cls, values: Any) -> Any:
+        name = values.get("name", cls.default_name()) if isinstance(values, dict) else None
+        scale = SCALES.get(name, {}) if isinstance(name, str) else {}
+        return {**values, **{key: size for key, size in scale.items() if values.get(key) is None}} if scale else values
+
+    @model_validator(mode="after")
+    def _proxy_fits(self) -> "Model":
+        if self.proxy_norm and self.norm == "batch":
+            raise ValueError("proxy_norm goes with norm group or layer, not with batch")
+        return self
+
+    @property
+    def batch_statistics(self) -> bool:
+        return self.norm == "batch"
+
+    def defaults(self) -> Dict[str, Any]:
+        return {**super().defaults(), **SCALES[self.name]}
