@@ -276,7 +276,8 @@ class Registry(Generic[T]):
         for cls in type(section).__mro__:
             if cls in self._found:
                 return self._found[cls]
-        raise TypeError(f"{type(section).__name__} has no {self._noun}: import the file that registers one for it")
+        noun = self._noun.partition(" ")[2]
+        raise TypeError(f"{type(section).__name__} has no {noun}: import the file that registers one for it")
 
     def all_of(self, section: Section) -> List[T]:
         """Every implementation for a class that `section` is an instance of, in the order of registration."""

@@ -39,7 +39,7 @@ def _read_recipe(data: bytes, folder: Path) -> None:
     recipe = loading.load(path)
     divided = batch.divide(recipe, recipe.parallel.replicas or 1)
     assert divided.global_ == divided.micro * divided.accumulation * divided.replicas
-    batch.lengths(recipe, recipe.data.train_images or 10_000)
+    batch.lengths(recipe, recipe.data.images("train") or 10_000)
 
 
 def _overrides(folder: Path) -> List[bytes]:

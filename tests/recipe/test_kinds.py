@@ -1,14 +1,19 @@
 """Names that bring their keys: defaults, refusals, and what a change of name does to keys of lower layers."""
 
 import itertools
+import pickle
 import re
+from typing import Literal
 
 import pytest
+from pydantic import Field
 
 from recipe.config import Recipe
 from recipe.errors import ConfigError
-from recipe.kinds import Kind
+from recipe.kinds import Kind, Parts, Registry
 from recipe.loading import load, loads
+from recipe.optimization import Lars, Optimizer, Sgd
+from recipe.section import Section
 
 BASE = "run: {epochs: 3}\nschedule: {peak: 1}\n"
 SECTIONS = {name: field.annotation for name, field in Recipe.model_fields.items() if issubclass(field.annotation, Kind)}
@@ -99,3 +104,77 @@ def test_impossible_combinations_are_one_line(override, said):
     with pytest.raises(ConfigError) as refusal:
         from_base(*override.split())
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+class Shape(Kind):
+    """Of the tests: a section that comes in kinds."""
+
+    name: str = "circle"
+    colour: str = "red"
+
+
+class Circle(Shape):
+    name: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+
+class Drawing(Section):
+    shape: Shape = Field(default_factory=Shape)
+
+
+def test_a_kind_defined_after_the_recipe_is_a_choice_like_any_other():
+    assert Drawing().shape == Shape(name="circle") == Circle() and type(Drawing().shape) is Circle
+    try:
+
+        class Square(Shape):
+            name: Literal["square", "cube"] = "square"
+            side: float = 2.0
+
+        found = Drawing.model_validate({"shape": {"name": "cube", "side": 3.0}}).shape
+        assert type(found) is Square and found.model_dump() == {"name": "cube", "colour": "red", "side": 3.0}
+        assert set(Shape.fields()) == {"name", "colour", "radius", "side"}
+        assert [each["$ref"] for each in Drawing.model_json_schema()["properties"]["shape"]["anyOf"]] == [
+            "#/$defs/Circle", "#/$defs/Square",
+        ]  # fmt: skip
+        with pytest.raises(TypeError, match=r"name cube is taken by .*Square; choose another"):
+            type("Cube", (Square,), {"__module__": __name__})
+        with pytest.raises(ValueError, match="radius belongs to circle, not to square"):
+            Shape(name="square", radius=1.0)
+    finally:
+        for name in ("square", "cube"):
+            Shape.kinds.pop(name)
+
+
+class Report(Parts):
+    """Of the tests: a section that has parts."""
+
+    every: int = 1
+
+
+class Sound(Report):
+    sound: bool = False
+
+
+def test_a_part_adds_its_keys_to_its_section():
+    before = Report()
+    assert isinstance(before, Sound) and not hasattr(before, "light")
+
+    class Light(Report):
+        light: bool = True
+
+    both = Report(sound=True)
+    assert isinstance(both, Sound) and isinstance(both, Light) and both.light
+    assert pickle.loads(pickle.dumps(both)) == both
+    assert set(Report.fields()) == {"every", "sound", "light"} == set(Report.model_json_schema()["properties"])
+
+
+def test_a_registry_finds_what_implements_a_section():
+    registry = Registry("an optimizer")
+    registry.implements(Optimizer)("any")
+    registry.implements(Lars)("lars")
+    assert (registry.of(Lars()), registry.of(Sgd())) == ("lars", "any")
+    assert registry.all_of(Lars()) == ["any", "lars"] and registry.items() == [(Optimizer, "any"), (Lars, "lars")]
+    with pytest.raises(TypeError, match="Lars has an optimizer already"):
+        registry.implements(Lars)("another")
+    with pytest.raises(TypeError, match="Circle has no optimizer: import the file"):
+        registry.of(Circle())
