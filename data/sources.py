@@ -138,8 +138,8 @@ def open_source(data: Data, classes: int, split: str) -> Source:
             f"set model.classes={len(source.classes)}"
         )
     count_key = "train_images" if split == "train" else "validation_images"
-    expected = getattr(data, count_key)
-    if data.source in ("folder", "shards") and expected is not None and len(source) != expected:
+    expected = data.images(split)
+    if data.files and expected is not None and len(source) != expected:
         raise DataError(
             f"{place}: {len(source)} images, but data.{count_key} is {expected}; "
             f"complete the images or set data.{count_key}={len(source)}"

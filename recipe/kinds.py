@@ -87,8 +87,9 @@ class Kind(Section):
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
         """The keys in a file; of the section as a whole those of all kinds, as the first that has one describes it."""
-        found = super().fields()
-        for kind in cls.kinds.values() if _is_base(cls) else ():
+        section = cls.section()
+        found = {**super().fields(), cls.tag: section.model_fields[cls.tag]}
+        for kind in cls.kinds.values() if cls is section else ():
             found = {**found, **{key: field for key, field in kind.fields().items() if key not in found}}
         return found
 
