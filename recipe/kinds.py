@@ -16,7 +16,7 @@ A section that has parts (`Log`) has the keys of every subclass at once: `class 
 
 The code that does what such a class describes registers itself for the class, in a file of its own::
 
-    OPTIMIZERS = Registry("an optimizer")          # one for each room, beside what asks it
+    OPTIMIZERS = Registry("optimizer")             # one for each room, beside what asks it
 
     @OPTIMIZERS.implements(Adagrad)
     def build(section: Adagrad, ...): ...          # or a class, or any other object
@@ -38,45 +38,54 @@ from recipe.section import Section
 T = TypeVar("T")
 
 
-def _is_base(cls: type) -> bool:
-    """Whether it is a section, directly below Kind or Parts, and neither one of its kinds or parts."""
-    return cls.__mro__[2] is Section
+class _Open(Section):
+    """A section whose classes are looked up when a recipe is read, so that those defined after `Recipe` count."""
+
+    @classmethod
+    def section(cls) -> Type["_Open"]:
+        """The class of the whole section, the one below Kind or Parts."""
+        return cls.__mro__[cls.__mro__.index(_Open) - 2]  # type: ignore[return-value]
+
+    def __new__(cls, **values: Any) -> "_Open":
+        return super().__new__(cls._class_for(values) if cls is cls.section() else cls)
+
+    @classmethod
+    def _class_for(cls, values: Any) -> Type["_Open"]:
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        if cls.__mro__[2].__name__ != "_Open":
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls._class_for(value).model_validate(value)
+        )
 
 
-class Kind(Section):
-    """Base of a section that comes in kinds: its direct subclasses are sections, theirs the kinds.
+class Kind(_Open):
+    """Base of sections that come in kinds.
 
     A subclass whose `tag` is a Literal is a kind, under each name of the Literal; others only share keys.
     """
 
     tag: ClassVar[str] = "name"
     kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name
-    # Whether a recipe that changes the kind drops the keys that the kind before it had.
+    # Whether a recipe that changes the kind drops the keys that only the kind before it had.
     resets: ClassVar[bool] = True
-
-    def __new__(cls, **values: Any) -> "Kind":
-        return super().__new__(cls._named(values) if _is_base(cls) else cls)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        if _is_base(cls):
+        if cls is cls.section():
             cls.kinds = {}
-            return
         for name in get_args(cls.model_fields[cls.tag].annotation):
             if name in cls.kinds:
                 raise TypeError(f"{cls.tag} {name} is taken by {cls.kinds[name].__qualname__}; choose another")
             cls.kinds[name] = cls
 
     @classmethod
-    def section(cls) -> Type["Kind"]:
-        """The base class of all kinds of this section."""
-        return next(base for base in cls.__mro__ if _is_base(base))
-
-    @classmethod
     def default_name(cls) -> str:
         """Name of this kind; of a section or a kind with several, the default."""
-        kind = next(iter(cls.kinds.values())) if _is_base(cls) else cls
+        kind = next(iter(cls.kinds.values())) if cls is cls.section() else cls
         return kind.model_fields[cls.tag].default
 
     @classmethod
@@ -86,7 +95,7 @@ class Kind(Section):
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
-        """The keys in a file; of the section as a whole those of all kinds, as the first that has one describes it."""
+        """The keys in a file; of the whole section those of all kinds, as the first that has one describes it."""
         section = cls.section()
         found = {**super().fields(), cls.tag: section.model_fields[cls.tag]}
         for kind in cls.kinds.values() if cls is section else ():
@@ -103,22 +112,24 @@ class Kind(Section):
         own = ", ".join(cls.own_keys()) or "none of its own"
         return f"{key} belongs to {owner}, not to {cls.default_name()} (its keys: {own}); remove {key}"
 
+    @classmethod
+    def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
+        """Whether laying the section `after` over `before` drops those of its keys that are not common to all kinds."""
+        old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
+        return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
+
     @model_validator(mode="before")
     @classmethod
     def _only_own_keys(cls, values: Any) -> Any:
         """Null stands for the default of a kind's own key, and for nothing at another kind's."""
         if not isinstance(values, dict):
             return values
-        common = cls.section().model_fields
         elsewhere = {key for kind in cls.kinds.values() for key in kind.model_fields}.difference(cls.model_fields)
-        kept = {}
-        for key, value in values.items():
-            if key in elsewhere:
-                if value is not None:
-                    cls._check_foreign(key, value)
-            elif value is not None or key in common or key not in cls.model_fields:
-                kept[key] = value
-        return kept
+        for key in elsewhere.intersection(values):
+            if values[key] is not None:
+                cls._check_foreign(key, values[key])
+        absent = {*elsewhere, *(key for key in cls.own_keys() if values.get(key) is None)}
+        return {key: value for key, value in values.items() if key not in absent}
 
     @classmethod
     def _check_foreign(cls, key: str, value: Any) -> None:
@@ -135,48 +146,29 @@ class Kind(Section):
         raise invalid
 
     @classmethod
-    def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
-        """Whether laying the section `after` over `before` drops those of its keys that are not common to all kinds."""
-        old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
-        return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
-
-    @classmethod
     def _kind(cls, name: Any) -> Optional[Type["Kind"]]:
         return cls.kinds.get(name) if isinstance(name, str) else None
 
     @classmethod
-    def _named(cls, values: Dict[str, Any]) -> Type["Kind"]:
+    def _class_for(cls, values: Any) -> Type["Kind"]:
         """The kind that `values` name. Raises ValidationError for a name that there is not."""
-        name = values.get(cls.tag, cls.default_name())
-        if cls._kind(name):
-            return cls.kinds[name]
-        *names, last = map(repr, cls.kinds)
-        expected = f"{', '.join(names)} or {last}" if names else last
-        fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
-        raise ValidationError.from_exception_data(cls.__name__, [fault])
-
-    @classmethod
-    def _validated(cls, value: Any) -> "Kind":
-        if isinstance(value, cls):
-            return value
-        kind = cls._named(value) if isinstance(value, dict) else next(iter(cls.kinds.values()))
-        return kind.model_validate(value)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        # Kinds are looked up when a recipe is read, so that those defined after `Recipe` count.
-        if _is_base(cls):
-            return core_schema.no_info_plain_validator_function(cls._validated)
-        return handler(source)
+        name = values.get(cls.tag, cls.default_name()) if isinstance(values, dict) else cls.default_name()
+        kind = cls._kind(name)
+        if kind is None:
+            *names, last = map(repr, cls.kinds)
+            expected = f"{', '.join(names)} or {last}" if names else last
+            fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
+            raise ValidationError.from_exception_data(cls.__name__, [fault])
+        return kind
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        if not _is_base(cls):
+        if cls is not cls.section():
             return handler(schema)
         kinds = list(dict.fromkeys(cls.kinds.values()))
         references = [handler(kind.__pydantic_core_schema__) for kind in kinds]
         properties = [handler.resolve_ref_schema(reference)["properties"] for reference in references]
-        every = {key: [each[key] for each in properties if key in each] for each in properties for key in each}
+        every = {key: [own[key] for own in properties if key in own] for each in properties for key in each}
         for kind, own in zip(kinds, properties):
             for key in kind.own_keys():
                 _allow_null(own[key])
@@ -185,9 +177,7 @@ class Kind(Section):
         if cls.resets and len(kinds) > 1:
             return {"description": cls.__doc__, "anyOf": references}
         # Keys of another kind are often ignored: one object with all keys is as exact, and much shorter.
-        merged = {
-            key: nodes[0] if nodes.count(nodes[0]) == len(nodes) else {"anyOf": nodes} for key, nodes in every.items()
-        }
+        merged = {key: each[0] if each.count(each[0]) == len(each) else {"anyOf": each} for key, each in every.items()}
         described = cls.model_fields[cls.tag].description
         merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name(), "description": described}
         return {"description": cls.__doc__, "additionalProperties": False, "type": "object", "properties": merged}
@@ -196,62 +186,43 @@ class Kind(Section):
 def _allow_null(node: Dict[str, Any]) -> None:
     if not any(option.get("type") == "null" for option in node.get("anyOf", ())):
         described = {key: node.pop(key) for key in ("title", "default", "description") if key in node}
-        options = node.pop("anyOf") if set(node) == {"anyOf"} else [dict(node)]
+        options = node.pop("anyOf", None) or [dict(node)]
         node.clear()
         node.update(described, anyOf=[*options, {"type": "null"}])
 
 
-class Parts(Section):
-    """Base of a section that has parts: its direct subclasses are sections, theirs the parts, of unlike keys."""
+class Parts(_Open):
+    """Base of sections that have parts, which add keys of their own to the section."""
 
     parts: ClassVar[List[Type["Parts"]]] = []
-    _whole: ClassVar[Optional[Tuple[int, Type["Parts"]]]] = None
-
-    def __new__(cls, **values: Any) -> "Parts":
-        return super().__new__(cls.whole() if _is_base(cls) else cls)
+    _whole: ClassVar[Dict[int, Type["Parts"]]] = {}  # the class of all parts, by how many there were
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        if _is_base(cls):
-            cls.parts, cls._whole = [], None
-        else:
+        if cls is cls.section():
+            cls.parts, cls._whole = [], {}
+        elif len(cls.__bases__) == 1:
             cls.parts.append(cls)
 
     @classmethod
-    def whole(cls) -> Type["Parts"]:
-        """The class that has the keys of all parts registered so far."""
-        base = next(base for base in cls.__mro__ if _is_base(base))
-        if base._whole is None or base._whole[0] != len(base.parts):
-            bases = tuple(reversed(base.parts)) or (base,)
-            made = create_model(base.__name__, __base__=bases, __module__=__name__)
-            base.parts.remove(made)  # where it has put itself
-            base._whole = (len(base.parts), made)
-        return base._whole[1]
+    def _class_for(cls, values: Any) -> Type["Parts"]:
+        count = len(cls.parts)
+        if count not in cls._whole:
+            bases = (*reversed(cls.parts), cls.section())
+            cls._whole[count] = create_model(cls.section().__name__, __base__=bases, __module__=__name__)
+        return cls._whole[count]
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
         """The keys in a file, of all parts."""
-        whole = cls.whole()
-        return {field.alias or name: field for name, field in whole.model_fields.items()}
+        return dict(cls._class_for({}).model_fields)
 
     def __reduce__(self) -> tuple:
-        base = next(base for base in type(self).__mro__ if _is_base(base))
-        return base.model_validate, (dict(self),)
-
-    @classmethod
-    def _validated(cls, value: Any) -> "Parts":
-        return value if isinstance(value, cls) else cls.whole().model_validate(value)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        if _is_base(cls):
-            return core_schema.no_info_plain_validator_function(cls._validated)
-        return handler(source)
+        return self.section().model_validate, (dict(self),)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        return handler(cls.whole().__pydantic_core_schema__ if _is_base(cls) else schema)
+        return handler(cls._class_for({}).__pydantic_core_schema__ if cls is cls.section() else schema)
 
 
 class Registry(Generic[T]):
@@ -267,7 +238,7 @@ class Registry(Generic[T]):
         def register(implementation: T) -> T:
             for section in sections:
                 if self._found.setdefault(section, implementation) is not implementation:
-                    raise TypeError(f"{section.__name__} has {self._noun} already: {self._found[section]!r}")
+                    raise TypeError(f"{section.__name__} has an implementation as {self._noun}: {self._found[section]}")
             return implementation
 
         return register
@@ -277,8 +248,7 @@ class Registry(Generic[T]):
         for cls in type(section).__mro__:
             if cls in self._found:
                 return self._found[cls]
-        noun = self._noun.partition(" ")[2]
-        raise TypeError(f"{type(section).__name__} has no {noun}: import the file that registers one for it")
+        raise TypeError(f"nothing implements {type(section).__name__} as {self._noun}; import the file that does")
 
     def all_of(self, section: Section) -> List[T]:
         """Every implementation for a class that `section` is an instance of, in the order of registration."""

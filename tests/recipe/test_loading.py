@@ -1,7 +1,6 @@
 """From files and overrides to a recipe: what is read, what wins, and that every refusal is one useful line."""
 
 import copy
-import itertools
 import os
 import random
 import subprocess
@@ -376,25 +375,25 @@ VALUES = (
 def test_every_key_survives_dumping_whatever_its_value(section, write):
     """Each key, by itself, gets each of VALUES that it accepts; every key that has a choice must accept one."""
     annotation = Recipe.model_fields[section].annotation
-    schema = annotation.model_json_schema(by_alias=True)
-    variants = list(schema["$defs"].values()) if "anyOf" in schema else [schema]
-    schema = {
-        key: entry for variant in variants for key, entry in variant["properties"].items() if entry != {"type": "null"}
-    }
-    names = getattr(annotation, "kinds", [None])
     base = {"run": {"steps": 2}, "schedule": {"peak": 2}}
+    for kind in dict.fromkeys(getattr(annotation, "kinds", {None: annotation}).values()):
+        named = {**base.get(section, {}), **({kind.tag: kind.default_name()} if kind is not annotation else {})}
+        if "momentum_correction" in kind.model_fields:
+            named["momentum_correction"] = True
+        schema = kind.model_json_schema(by_alias=True)["properties"]
+        try_every_value(section, named, base, schema, write)
+
+
+def try_every_value(section, named, base, schema, write):
     for key, entry in schema.items():
         options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
         accepted = 0
-        for value, name in itertools.product((*VALUES, *options), names):
-            named = {**base.get(section, {}), **({"name": name} if name else {})}
-            if section == "exchange" and key not in ("method", "order"):
-                named = {"method": "gtopk", "momentum_correction": True}
+        for value in (*VALUES, *options):
             layers = {**base, section: {**named, key: value}}
             if key in ("batch_rule", "reference_batch"):
                 layers[section] = {"batch_rule": "sqrt", "reference_batch": 8, **layers[section]}
             if (section, key) in (("run", "epochs"), ("run", "images"), ("schedule", "peak_per_image")):
-                layers[section] = {key: value}
+                layers[section] = {**{each: named[each] for each in named if each == "name"}, key: value}
             if key == "init_weights":
                 layers[section]["init_from"] = "runs/other"
             if key == "split":
