@@ -17,8 +17,8 @@ from optim.slots import HasSlots
 class OptimizerUpdate:
     """Steps an optimizer in float32 scratch memory: slots, and weights, where the module's own are not float32.
 
-    Where the state is float32 on a CPU, it is its own scratch: a step that must not be made can be left out there,
-    because to ask costs nothing. Other devices make every step in scratch, and store it under a mask.
+    On a CPU, a float32 state of a module that computes in float32 is its own scratch: a step that must not be made can
+    be left out there, because to ask costs nothing. All others step in scratch, and store the result under a mask.
     """
 
     def __init__(
@@ -40,7 +40,11 @@ class OptimizerUpdate:
         self.run: Run = in_parts
         self._layout, self._buffers, self._gradients, self._bits = layout, buffers, gradients, bits
         self._clip_norm, self._model = clip_norm, model
-        self._in_place = layout.device.type == "cpu" and buffers.weights.dtype == torch.float32
+        self._in_place = (
+            layout.device.type == "cpu"
+            and buffers.weights is buffers.working
+            and buffers.weights.dtype == torch.float32
+        )
         own_working = buffers.working is not buffers.weights and buffers.working.dtype == torch.float32
         if self._in_place or own_working:
             self._weights, self._masters = buffers.working, parameters

@@ -20,20 +20,18 @@ def series(count, *shape, dtype=torch.float32):
 @pytest.mark.parametrize("decay", [0.5, 0.97, 0.9999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_average_is_the_weighted_mean_of_all_weights(decay, dtype):
-    """Each step rounds once to float32, so 50 steps differ by at most 50 x 2^-24 of the largest value, some 1e-5."""
-    weights = series(50, 7, 3, dtype=dtype)
-    average = WeightAverage(decay, [weights[0]])
-    for number, each in enumerate(weights, 1):
-        average.add([each])
-        torch.testing.assert_close(average.tensors[0].double(), closed_form(weights[:number], decay), rtol=0, atol=1e-5)
+    """Of two tensors, each by itself. The first weights are the first average exactly. Each step rounds once to
+    float32, so 50 steps differ by at most 50 x 2^-24 of the largest value, some 1e-5."""
+    weights, others = series(50, 7, 3, dtype=dtype), series(50, 4)
+    average = WeightAverage(decay, [weights[0], others[0]])
+    for number, each in enumerate(zip(weights, others), 1):
+        average.add(each)
+        for tensor, all_of_it in zip(average.tensors, (weights, others)):
+            expected = closed_form(all_of_it[:number], decay)
+            torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=1e-5)
+        if number == 1:
+            assert torch.equal(average.tensors[0], weights[0].float())
     assert average.count == 50
-
-
-def test_the_first_weights_are_the_first_average_exactly():
-    weights = series(1, 1000)
-    average = WeightAverage(0.9999, weights)
-    average.add(weights)
-    assert torch.equal(average.tensors[0], weights[0])
 
 
 def test_it_differs_from_the_published_offline_average_only_by_the_share_of_the_first():
@@ -49,29 +47,14 @@ def test_it_differs_from_the_published_offline_average_only_by_the_share_of_the_
     torch.testing.assert_close(average.tensors[0].double(), published, rtol=0, atol=bound + 1e-5)
 
 
-def test_a_skipped_update_changes_no_bit():
-    weights = series(3, 1000)
-    average = WeightAverage(0.9, weights[:1])
-    average.add(weights[:1])
-    average.add(weights[1:2])
-    before = average.tensors[0].clone()
-    average.add(weights[2:], counts=torch.tensor(False))
-    assert torch.equal(average.tensors[0], before) and average.count == 2
-
-
-def test_an_average_that_began_with_skipped_updates_begins_with_the_first_that_counts():
-    weights = series(2, 10)
-    average = WeightAverage(0.9, weights[:1])
-    average.add(weights[:1], counts=torch.tensor(False))
+def test_skipped_updates_change_no_bit_wherever_they_are():
+    first, weights, others = series(3, 1000)
+    average = WeightAverage(0.9, [first])
+    average.add([first], counts=torch.tensor(False))
     assert average.count == 0 and not average.tensors[0].any()
-    average.add(weights[1:], counts=torch.tensor(True))
-    assert torch.equal(average.tensors[0], weights[1])
-
-
-def test_several_tensors_are_averaged_each_by_itself():
-    first, second = series(2, 4), series(2, 2, 3)
-    average = WeightAverage(0.5, [first[0], second[0]])
-    for pair in zip(first, second):
-        average.add(pair)
-    torch.testing.assert_close(average.tensors[0], (first[0] + 2 * first[1]) / 3)
-    torch.testing.assert_close(average.tensors[1], (second[0] + 2 * second[1]) / 3)
+    average.add([weights], counts=torch.tensor(True))
+    assert torch.equal(average.tensors[0], weights)
+    average.add([first])
+    before = average.tensors[0].clone()
+    average.add([others], counts=torch.tensor(False))
+    assert torch.equal(average.tensors[0], before) and average.count == 2

@@ -17,87 +17,58 @@ def after(scale, *finite):
     return scale
 
 
-def counts(scale):
-    return scale.skipped.item(), scale.skipped_in_row.item()
-
-
-def test_a_static_scale_stays_whatever_happens():
-    scale = after(LossScale(128.0, False, CPU), *[False] * 30, *[True] * 2500)
-    assert scale.scale.item() == 128.0
-
-
-def test_a_dynamic_scale_halves_after_each_step_that_is_not_finite():
-    assert after(LossScale(128.0, True, CPU), False).scale.item() == 64.0
-    assert after(LossScale(128.0, True, CPU), False, True, False).scale.item() == 32.0
-
-
-def test_a_dynamic_scale_doubles_after_every_2000_finite_steps():
-    scale = after(LossScale(128.0, True, CPU), *[True] * 1999)
-    assert scale.scale.item() == 128.0
-    assert after(scale, True).scale.item() == 256.0
-    assert after(scale, *[True] * 1999).scale.item() == 256.0
-    assert after(scale, True).scale.item() == 512.0
-
-
-def test_a_step_that_is_not_finite_starts_the_count_anew():
-    scale = after(LossScale(128.0, True, CPU), *[True] * 1999, False, *[True] * 1999)
-    assert scale.scale.item() == 64.0
-    assert after(scale, True).scale.item() == 128.0
-
-
-def test_a_dynamic_scale_stays_within_float32_and_above_zero():
+@pytest.mark.parametrize(
+    ("start", "dynamic", "finite", "expected"),
+    [
+        (128.0, False, [False] * 30 + [True] * 2500, 128.0),
+        (128.0, True, [False], 64.0),
+        (128.0, True, [False, True, False], 32.0),
+        (128.0, True, [True] * 1999, 128.0),
+        (128.0, True, [True] * 2000, 256.0),
+        (128.0, True, [True] * 3999, 256.0),
+        (128.0, True, [True] * 4000, 512.0),
+        (128.0, True, [*[True] * 1999, False, *[True] * 1999], 64.0),
+        (128.0, True, [*[True] * 1999, False, *[True] * 2000], 128.0),
+        (1.0, True, [False] * 40, 2.0**-14),
+        (2.0**23, True, [True] * 2000, 2.0**24),
+        (2.0**23, True, [True] * 4000, 2.0**24),
+    ],
+    ids=[
+        *("a static one stays", "halved", "halved twice", "not yet doubled", "doubled", "not yet again", "again"),
+        *("counted anew", "doubled after that", "never below", "up to the bound", "never above"),
+    ],
+)
+def test_the_scale_after_a_history(start, dynamic, finite, expected):
     """The bounds are 2**-14 and 2**24: halved or doubled further, 1 / scale or the loss would leave float32."""
-    assert after(LossScale(1.0, True, CPU), *[False] * 40).scale.item() == 2.0**-14
-    scale = LossScale(2.0**23, True, CPU)
-    assert after(scale, *[True] * 2000).scale.item() == 2.0**24
-    assert after(scale, *[True] * 2000).scale.item() == 2.0**24
+    assert after(LossScale(start, dynamic, CPU), *finite).scale.item() == expected
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_steps_left_out_are_counted_in_all_and_in_row(dynamic):
-    scale = LossScale(128.0, dynamic, CPU)
-    seen = [counts(after(scale, finite)) for finite in (False, False, True, False)]
-    assert seen == [(1, 1), (2, 2), (2, 0), (3, 1)]
-
-
-def test_what_was_handed_out_keeps_its_value():
-    """A step's result carries the counters; the steps after it must not change them."""
-    scale = after(LossScale(128.0, True, CPU), False)
-    given = scale.scale, scale.skipped, scale.skipped_in_row
-    after(scale, False, False)
-    assert [tensor.item() for tensor in given] == [64.0, 1, 1]
-
-
-def saved(scale):
-    """Through a file that may hold only tensors."""
-    buffer = io.BytesIO()
-    torch.save(scale.state_dict(), buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+    """A step's result carries the counters; the steps after it do not change them."""
+    scale, given = LossScale(128.0, dynamic, CPU), []
+    for finite in (False, False, True, False):
+        after(scale, finite)
+        given.append((scale.skipped, scale.skipped_in_row, scale.scale))
+    scales = [64.0, 32.0, 32.0, 16.0] if dynamic else [128.0] * 4
+    seen = [tuple(tensor.item() for tensor in each) for each in given]
+    assert seen == list(zip((1, 2, 2, 3), (1, 2, 0, 1), scales))
 
 
 def test_a_loaded_scale_goes_on_where_the_saved_one_was():
-    history = [True] * 10 + [False, False] + [True] * 1990
-    original = after(LossScale(128.0, True, CPU), *history)
-    resumed = LossScale(1.0, True, CPU)
-    resumed.load_state_dict(saved(original))
+    """Through a file that may hold only tensors. What was saved is a copy."""
+    original = after(LossScale(128.0, True, CPU), *[True] * 10, False, False, *[True] * 1990)
+    state, file, resumed = original.state_dict(), io.BytesIO(), LossScale(1.0, True, CPU)
+    before = [tensor.item() for tensor in state.values()]
+    torch.save(state, file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
     for _ in range(15):
-        assert [tensor.item() for tensor in original.state_dict().values()] == [
-            tensor.item() for tensor in resumed.state_dict().values()
-        ]
+        assert original.state_dict() == resumed.state_dict()
         after(original, True)
         after(resumed, True)
     assert original.scale.item() == 64.0  # doubled on the way, from 32
-
-
-def test_saved_and_loaded_states_are_copies():
-    scale = after(LossScale(128.0, True, CPU), False)
-    state = scale.state_dict()
-    resumed = LossScale(1.0, True, CPU)
-    resumed.load_state_dict(state)
-    after(scale, False)
-    after(resumed, False)
-    assert [tensor.item() for tensor in state.values()] == [64.0, 0, 1, 1]
+    assert [tensor.item() for tensor in state.values()] == before
 
 
 def test_nothing_waits_for_the_device():

@@ -12,27 +12,35 @@ from optim.schedule import constant, cosine, exponential, polynomial
 from recipe import batch
 
 CURVE = {"peak": 3.0, "warmup": 40, "total": 200, "power": 2.0, "final": 0.25}
+COSINE = {"peak": 3.0, "warmup": 40, "total": 200, "final": 0.25}
+STAIRS = {"peak": 3.0, "warmup": 40, "decay_rate": 0.97, "decay_steps": 19.2}
+CONSTANT = {"peak": 3.0, "warmup": 40}
+CURVES = {polynomial: CURVE, cosine: COSINE, exponential: STAIRS, constant: CONSTANT}
 
 
-def test_the_first_update_has_rate_zero():
-    assert polynomial(0, **CURVE) == 0
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.__name__)
+def test_the_warm_up_rises_from_zero_by_equal_amounts(curve):
+    """One rounding each of product, quotient and expectation: 4 units of float64's precision. Without one, the first
+    update has the peak."""
+    options = CURVES[curve]
+    assert curve(0, **options) == 0
+    for step in range(40):
+        assert curve(step, **options) == pytest.approx(3.0 * (step / 40), rel=2**-50, abs=0)
+    assert curve(0, **{**options, "warmup": 0}) == 3.0
 
 
-def test_the_warm_up_rises_by_equal_amounts():
-    """One rounding each of product, quotient and expectation: 4 units of float64's precision."""
-    for step in range(41):
-        assert polynomial(step, **CURVE) == pytest.approx(3.0 * (step / 40), rel=2**-50, abs=0)
+@pytest.mark.parametrize(("curve", "options"), [(polynomial, CURVE), (cosine, COSINE)], ids=["polynomial", "cosine"])
+def test_from_the_peak_at_the_end_of_the_warm_up_the_rate_falls_to_the_final_one(curve, options):
+    rates = [curve(step, **options) for step in range(201)]
+    assert rates[40] == 3.0
+    assert all(before > after for before, after in zip(rates[40:], rates[41:]))
+    assert [curve(step, **options) for step in (200, 201, 10**9)] == [0.25] * 3
 
 
-def test_the_rate_is_continuous_at_the_end_of_the_warm_up():
-    """There it is the peak exactly; a step earlier a 40th less, a step later less by about 2/160 of peak - final."""
-    assert polynomial(40, **CURVE) == 3.0
-    assert polynomial(39, **CURVE) == pytest.approx(3.0 * 39 / 40)
+def test_the_polynomial_is_continuous_at_the_end_of_the_warm_up():
+    """A step later it is less by about 2/160 of peak - final; the last update is a step above the final rate."""
     assert polynomial(41, **CURVE) == pytest.approx(3.0 - (3.0 - 0.25) * (2 / 160 - 1 / 160**2))
-
-
-def test_without_warm_up_the_first_update_has_the_peak():
-    assert polynomial(0, **{**CURVE, "warmup": 0}) == 3.0
+    assert polynomial(199, **CURVE) == pytest.approx(0.25 + (3.0 - 0.25) / 160**2)
 
 
 @pytest.mark.parametrize(("power", "share"), [(1.0, 1 / 4), (2.0, 1 / 16), (3.0, 1 / 64), (0.5, 1 / 2)])
@@ -41,99 +49,10 @@ def test_when_a_quarter_of_the_decay_is_left_its_power_is_left_of_the_rate(power
     assert polynomial(40 + 120, **curve) == pytest.approx(0.25 + (3.0 - 0.25) * share)
 
 
-def test_the_last_update_is_a_step_above_the_final_rate():
-    assert polynomial(199, **CURVE) == pytest.approx(0.25 + (3.0 - 0.25) / 160**2)
-
-
-@pytest.mark.parametrize("step", [200, 201, 10**9])
-def test_from_the_end_on_the_rate_is_the_final_one(step):
-    assert polynomial(step, **CURVE) == 0.25
-
-
-def test_the_rate_rises_to_the_peak_and_then_falls():
-    rates = [polynomial(step, **CURVE) for step in range(201)]
-    assert all(before < after for before, after in zip(rates[:40], rates[1:41]))
-    assert all(before > after for before, after in zip(rates[40:], rates[41:]))
-
-
-def published(tiny, images=1281167):
-    """The published schedule on ImageNet: 0.00138107 an image, 70 of 350 epochs of warm-up, power 2 (default)."""
-    recipe = tiny(
-        "batch.global=6144",
-        "run.epochs=350",
-        "schedule.peak_per_image=0.00138107",
-        "schedule.warmup_epochs=70",
-    )
-    lengths = batch.lengths(recipe, images)
-    return schedule.create(recipe, lengths), lengths
-
-
-def test_the_published_recipe_has_208_updates_an_epoch(tiny):
-    _, lengths = published(tiny)
-    assert (lengths.steps_per_epoch, lengths.warmup, lengths.total) == (208, 70 * 208, 350 * 208)
-
-
-def test_the_published_recipe_peaks_at_8_485_after_70_epochs(tiny):
-    """The published peak is 2**-9.5 an image; the recipe writes that in six digits."""
-    rate, _ = published(tiny)
-    assert rate(70 * 208) == pytest.approx(2**-9.5 * 6144, rel=1e-5)
-    assert rate(70 * 208) == pytest.approx(8.485, abs=5e-4)
-    assert max(rate(step) for step in range(0, 350 * 208, 104)) == rate(70 * 208)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "of_peak"), [(0, 0), (7, 1 / 10), (35, 1 / 2), (210, 1 / 4), (280, 1 / 16), (350, 0)]
-)
-def test_the_published_recipe_passes_through_its_curve(tiny, epoch, of_peak):
-    """A half of the decay is left at epoch 210, a quarter at 280; the last rate is 1e-5 of the peak."""
-    rate, _ = published(tiny)
-    peak = 0.00138107 * 6144
-    final = 0 if epoch < 70 else peak * 1e-5
-    assert rate(epoch * 208) == pytest.approx(final + (peak - final) * of_peak, rel=1e-12)
-
-
-def test_a_peak_of_its_own_does_not_depend_on_the_batch(tiny):
-    recipe = tiny("schedule.peak=2.5", "schedule.final_ratio=0.5", "schedule.power=1", "run.steps=12")
-    rate = schedule.create(recipe, batch.lengths(recipe, 1437))
-    assert [rate(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([0, 1.25, 2.5, 1.875, 1.25])
-
-
-COSINE = {"peak": 3.0, "warmup": 40, "total": 200, "final": 0.25}
-STAIRS = {"peak": 2.0, "warmup": 40, "decay_rate": 0.97, "decay_steps": 19.2}
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [
-        lambda step: polynomial(step, **CURVE),
-        lambda step: cosine(step, **COSINE),
-        lambda step: exponential(step, **{**STAIRS, "peak": 3.0}),
-        lambda step: constant(step, peak=3.0, warmup=40),
-    ],
-    ids=["polynomial", "cosine", "exponential", "constant"],
-)
-def test_all_warm_up_alike_from_zero(curve):
-    """One rounding each of product, quotient and expectation."""
-    assert curve(0) == 0
-    for step in range(40):
-        assert curve(step) == pytest.approx(3.0 * (step / 40), rel=2**-50, abs=0)
-
-
 @pytest.mark.parametrize(("done", "share"), [(0, 1), (1 / 4, (2 + 2**0.5) / 4), (1 / 2, 1 / 2), (3 / 4, 0.1464466)])
 def test_the_cosine_passes_through_its_angles(done, share):
     """(1 + cos) / 2 at 0, 45, 90 and 135 degrees; 160 steps decay."""
     assert cosine(40 + int(160 * done), **COSINE) == pytest.approx(0.25 + 2.75 * share, rel=1e-7)
-
-
-@pytest.mark.parametrize("step", [200, 201, 10**9])
-def test_from_the_end_on_the_cosine_stays_at_the_final_rate(step):
-    assert cosine(step, **COSINE) == 0.25
-
-
-def test_without_warm_up_all_begin_at_the_peak():
-    assert cosine(0, **{**COSINE, "warmup": 0}) == 3.0
-    assert exponential(0, **{**STAIRS, "warmup": 0}) == 2.0
-    assert constant(0, peak=3.0, warmup=0) == 3.0
 
 
 def timms(scheduler, peak, **options):
@@ -142,20 +61,16 @@ def timms(scheduler, peak, **options):
     return lambda step: scheduler(optimizer, **options)._get_lr(step)[0]
 
 
-def test_the_cosine_is_timms():
-    """Both in float64: a few roundings."""
+def test_the_cosine_and_the_stairs_are_timms():
+    """Both in float64: a few roundings. Drops every 16 steps: with a fraction timm's may come a step late."""
     theirs = timms(CosineLRScheduler, 3.0, t_initial=160, lr_min=0.25, warmup_t=40, warmup_prefix=True)
     for step in range(260):
         assert cosine(step, **COSINE) == pytest.approx(theirs(step), rel=2**-48, abs=0)
-
-
-@pytest.mark.parametrize("warmup", [0, 40])
-def test_the_stairs_are_timms(warmup):
-    """Drops every 16 steps: with a fraction timm's may come a step late."""
-    curve = {**STAIRS, "warmup": warmup, "decay_steps": 16.0}
-    theirs = timms(StepLRScheduler, 2.0, decay_t=16, decay_rate=0.97, warmup_t=warmup, warmup_prefix=False)
-    for step in range(260):
-        assert exponential(step, **curve) == pytest.approx(theirs(step), rel=2**-48, abs=0)
+    for warmup in (0, 40):
+        curve = {**STAIRS, "warmup": warmup, "decay_steps": 16.0}
+        theirs = timms(StepLRScheduler, 3.0, decay_t=16, decay_rate=0.97, warmup_t=warmup, warmup_prefix=False)
+        for step in range(260):
+            assert exponential(step, **curve) == pytest.approx(theirs(step), rel=2**-48, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +78,7 @@ def test_the_stairs_are_timms(warmup):
 )
 def test_the_drops_are_counted_from_the_start_of_the_run(step, drops):
     """At 19.2, 38.4, 57.6, 76.8, 96, 115.2 ... 192 steps: two of them during the warm-up of 40."""
-    assert exponential(step, **STAIRS) == pytest.approx(2.0 * 0.97**drops, rel=1e-12)
+    assert exponential(step, **STAIRS) == pytest.approx(3.0 * 0.97**drops, rel=1e-12)
 
 
 def test_a_drop_comes_at_its_step_whatever_floating_point_makes_of_the_interval():
@@ -178,42 +93,69 @@ def test_a_drop_comes_at_its_step_whatever_floating_point_makes_of_the_interval(
                 assert exponential(due - 1, **curve) == 0.5 ** ((due - 1) // exact), (tenths, per_epoch)
 
 
-def of_efficientnet(tiny, *overrides):
-    """The published controls of EfficientNet: rate 0.016 for 256 images, 5 epochs of warm-up; 1,251 steps an epoch."""
-    recipe = tiny("batch.global=1024", "batch.micro=64", "schedule.warmup_epochs=5", *overrides)
-    return schedule.create(recipe, batch.lengths(recipe, 1281167))
+# From the recipe to a curve: ImageNet has 1,281,167 images.
 
 
-def test_the_published_stairs_of_efficientnet(tiny):
-    """0.97 every 2.4 epochs, 3,002.4 steps: after the warm-up two have passed, at the end of 350 epochs 145."""
-    rate = of_efficientnet(
-        tiny,
-        "schedule.name=exponential",
-        "schedule.peak=0.016",
-        "schedule.batch_rule=linear",
-        "schedule.reference_batch=256",
-        "run.epochs=350",
+def test_the_published_recipe(tiny):
+    """0.00138107 an image, 2**-9.5 in six digits, 70 of 350 epochs of warm-up, power 2 (default). A half of the decay
+    is left at epoch 210, a quarter at 280; the last rate is 1e-5 of the peak."""
+    recipe = tiny(
+        "batch.global=6144", "run.epochs=350", "schedule.peak_per_image=0.00138107", "schedule.warmup_epochs=70"
     )
-    table = {0: 0, 3127: 0.031994884, 6254: 0.063989768, 6255: 0.0602176, 9007: 0.0602176, 9008: 0.058411072}
-    table = {**table, 12009: 0.058411072, 12010: 0.05665874, 350 * 1251 - 1: 0.064 * 0.97**145}
-    for step, expected in table.items():
-        assert rate(step) == pytest.approx(expected, rel=1e-7), step
+    lengths = batch.lengths(recipe, 1281167)
+    rate = schedule.create(recipe, lengths)
+    assert (lengths.steps_per_epoch, lengths.warmup, lengths.total) == (208, 70 * 208, 350 * 208)
+    peak = rate(70 * 208)
+    assert peak == pytest.approx(2**-9.5 * 6144, rel=1e-5) == pytest.approx(8.485, abs=5e-4)
+    assert max(rate(step) for step in range(0, 350 * 208, 104)) == peak
+    for epoch, share in ((0, 0), (7, 1 / 10), (35, 1 / 2), (210, 1 / 4), (280, 1 / 16), (350, 0)):
+        final = 0 if epoch < 70 else peak * 1e-5
+        assert rate(epoch * 208) == pytest.approx(final + (peak - final) * share, rel=1e-12), epoch
 
 
-def test_the_cosine_of_a_recipe(tiny):
-    """Half-way from 5 to 105 epochs the mean of 2 and a tenth of it; the square root of 4 times the batch is 2."""
-    rate = of_efficientnet(
-        tiny,
-        "schedule.name=cosine",
-        "schedule.peak=1.0",
-        "schedule.batch_rule=sqrt",
-        "schedule.reference_batch=256",
-        "schedule.final_ratio=0.1",
-        "run.epochs=105",
-    )
-    assert [rate(epoch * 1251) for epoch in (0, 1, 5, 55, 105)] == pytest.approx([0, 0.4, 2.0, 1.1, 0.2])
+def test_a_peak_of_its_own_does_not_depend_on_the_batch(tiny):
+    recipe = tiny("schedule.peak=2.5", "schedule.final_ratio=0.5", "schedule.power=1", "run.steps=12")
+    rate = schedule.create(recipe, batch.lengths(recipe, 1437))
+    assert [rate(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([0, 1.25, 2.5, 1.875, 1.25])
 
 
-def test_the_constant_rate_of_a_recipe(tiny):
-    rate = of_efficientnet(tiny, "schedule.name=constant", "schedule.peak_per_image=0.001", "run.epochs=9")
-    assert [rate(epoch * 1251) for epoch in (0, 1, 5, 6, 9)] == pytest.approx([0, 0.2048, 1.024, 1.024, 1.024])
+BY_THE_LINEAR_RULE = ("schedule.peak=0.016", "schedule.batch_rule=linear", "schedule.reference_batch=256")
+BY_THE_ROOT = ("schedule.peak=1.0", "schedule.batch_rule=sqrt", "schedule.reference_batch=256")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "epochs", "expected"),
+    [
+        # 0.97 every 2.4 epochs, 3,002.4 steps: after the warm-up two have passed, at the end of 350 epochs 145.
+        (
+            ("exponential", *BY_THE_LINEAR_RULE),
+            350,
+            {
+                **{0: 0, 3127: 0.031994884, 6254: 0.063989768, 6255: 0.0602176, 9007: 0.0602176, 9008: 0.058411072},
+                **{12009: 0.058411072, 12010: 0.05665874, 350 * 1251 - 1: 0.064 * 0.97**145},
+            },
+        ),
+        # Half-way from 5 to 105 epochs the mean of 2 and a tenth of it; the square root of 4 times the batch is 2.
+        (
+            ("cosine", *BY_THE_ROOT, "schedule.final_ratio=0.1"),
+            105,
+            {epoch * 1251: rate for epoch, rate in {0: 0, 1: 0.4, 5: 2.0, 55: 1.1, 105: 0.2}.items()},
+        ),
+        (
+            ("constant", "schedule.peak_per_image=0.001"),
+            9,
+            {epoch * 1251: rate for epoch, rate in {0: 0, 1: 0.2048, 5: 1.024, 6: 1.024, 9: 1.024}.items()},
+        ),
+    ],
+    ids=["exponential, as published for EfficientNet", "cosine", "constant"],
+)
+def test_the_schedules_of_a_recipe(tiny, overrides, epochs, expected):
+    """5 epochs of warm-up, 1,251 steps an epoch."""
+    name, *others = overrides
+    recipe = tiny(
+        "batch.global=1024", "batch.micro=64", "schedule.warmup_epochs=5",
+        f"schedule.name={name}", f"run.epochs={epochs}", *others,
+    )  # fmt: skip
+    rate = schedule.create(recipe, batch.lengths(recipe, 1281167))
+    for step, wanted in expected.items():
+        assert rate(step) == pytest.approx(wanted, rel=1e-7), step

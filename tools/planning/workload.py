@@ -137,7 +137,8 @@ def state_bytes(recipe: Recipe, device: str) -> int:
 
 def _scratch(recipe: Recipe, device: str, masters: bool, slots: int) -> int:
     """Bytes of a parameter in the step's scratch memory; `masters`: the working copy serves for the weights."""
-    if recipe.optimizer.name == "lars" or (device == "cpu" and recipe.precision.weights == "float32"):
+    in_place = device == "cpu" and recipe.precision.weights == compute_type(recipe, device) == "float32"
+    if recipe.optimizer.name == "lars" or in_place:
         return 0
     return 4 * (slots + (not masters))
 

@@ -1,0 +1,126 @@
+"""Weights of four shapes, every optimizer that steps them, and the formulas of LARS, shared by the tests of optim/."""
+
+import io
+
+import numpy as np
+import torch
+from torch import nn
+
+from optim import factory
+from optim.half_weights import WeightState
+from recipe.config import Optimizer
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+SHAPES = {"conv.weight": (6, 3, 3, 3), "norm.weight": (6,), "head.weight": (10, 6), "head.bias": (10,)}
+SKIPPED = ("norm.weight", "head.bias")
+# State, its rounding, and what is computed in. A float32 state on a CPU that computes in float32 is stepped in place.
+FORMATS = [
+    (HALF, "stochastic", HALF),
+    (HALF, "stochastic", SINGLE),
+    (HALF, "nearest", BRAIN),
+    (SINGLE, "nearest", HALF),
+    (SINGLE, "nearest", SINGLE),
+]
+CONTROLS = {
+    "sgd": {"name": "sgd", "momentum": 0.8, "weight_decay": 0.01},
+    "sgd, Nesterov": {"name": "sgd", "momentum": 0.8, "weight_decay": 0.01, "nesterov": True},
+    "sgd without momentum": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.01},
+    "rmsprop": {"name": "rmsprop", "momentum": 0.8, "weight_decay": 0.01, "alpha": 0.7, "eps": 1e-3},
+    "rmsprop without momentum": {"name": "rmsprop", "momentum": 0.0, "weight_decay": 0.01, "alpha": 0.7, "eps": 1e-3},
+    "lamb": {"name": "lamb", "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
+    "lamb without momentum": {"name": "lamb", "weight_decay": 0.05, "beta1": 0.0, "beta2": 0.95, "eps": 1e-5},
+    "lamb without decay": {"name": "lamb", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
+}
+LARS = {"name": "lars", "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.1, "skip_lr_scale": 0.5}
+SECTIONS = {"lars": LARS, "lars, momentum": {**LARS, "trust": "momentum"}, **CONTROLS}
+_MOMENTS = {"lamb": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
+IN_FLOAT32 = ("exp_avg", "exp_avg_sq", "square_avg")
+
+
+def slots_of(section):
+    return {*_MOMENTS.get(section["name"], ()), *(["momentum_buffer"] if section.get("momentum") else [])}
+
+
+def random_values(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def module_parameters(compute=SINGLE, names=tuple(SHAPES)):
+    """Of float16 values in any dtype, so that states of all dtypes start from the same weights."""
+    values = random_values(0)
+    return {name: nn.Parameter(values[name].half().to(compute)) for name in names}
+
+
+def weight_state(parameters, section=LARS, dtype=HALF, rounding="stochastic", seed=3, foreach=None):
+    def create(named):
+        optimizer = factory.create(Optimizer(**section), named, ["norm.weight"])
+        for group in optimizer.param_groups:
+            group["foreach"] = foreach
+        return optimizer
+
+    return WeightState(parameters.items(), create, dtype=dtype, rounding=rounding, seed=seed)
+
+
+def rate(step):
+    """0 first, as in a warm-up; then up and down."""
+    return 0.02 * step if step < 8 else 0.3 / step
+
+
+def loss(parameters, step):
+    """Its gradient depends on the weights: an error in one step shows in all that follow."""
+    drawn = random_values(1 + step)
+    return sum((w * drawn[name].to(w.dtype) + 0.2 * w * w).sum() for name, w in parameters.items())
+
+
+def take_step(state, parameters, step, factor=1.0, gradients=None, lr=None, divisor=1.0, micro_batches=1):
+    """An update by the gradient of `loss` times a factor, or by given gradients."""
+    state.gradients.zero()
+    for _ in range(micro_batches):
+        if gradients is None:
+            (factor * loss(parameters, step)).backward()
+        else:
+            sum((w * gradients[name].to(w.dtype)).sum() for name, w in parameters.items()).backward()
+        state.gradients.accumulate()
+    return state.update(step, rate(step) if lr is None else lr, torch.tensor(divisor), measure=True)
+
+
+def saved(state):
+    """Through a file that may hold only tensors."""
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def bits_of(state):
+    """As integers: NaNs and the signs of zeros count."""
+    return {
+        (key, name): tensor.view(torch.int16 if tensor.dtype == HALF else torch.int32)
+        for key, tensors in state.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def assert_same_bits(actual, expected):
+    """Of two state dicts."""
+    actual, expected = bits_of(actual), bits_of(expected)
+    assert actual.keys() == expected.keys()
+    for key, values in actual.items():
+        assert torch.equal(values, expected[key]), key
+
+
+def lars_step(trust, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps=0.0):
+    """The formulas of LARS in float64: new weights, new momentum, trust ratio."""
+    if trust == "gradient":
+        norm, otherwise = np.linalg.norm(g), 1.0
+        below = norm + decay * np.linalg.norm(w) + eps
+    else:
+        m = mu * m + (1 - mu) * g
+        norm, otherwise = np.linalg.norm(m + decay * w), eta
+        below = norm + eps
+    ratio = eta * np.linalg.norm(w) / below if np.linalg.norm(w) and norm else otherwise
+    if trust == "gradient":
+        m = mu * m + lr * (ratio * (g + decay * w) if adapt else g)
+        return w - m, m, ratio
+    return w - lr * (ratio * (m + decay * w) if adapt else m / (1 - mu)), m, ratio

@@ -1,0 +1,329 @@
+"""State in float16 against float32, bit for bit or in the mean, with every optimizer; what is saved and loaded."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from models.efficientnet import build
+from optim.half_weights import WeightState
+from optim.lars import LARS as LarsOptimizer
+from recipe.config import Model
+from tests.optim import states
+from tests.optim.states import FORMATS, HALF, LARS, SECTIONS, SHAPES, SINGLE, random_values, take_step, weight_state
+
+every_optimizer = pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+every_format = pytest.mark.parametrize(("dtype", "rounding", "compute"), FORMATS, ids=str)
+every_compute = pytest.mark.parametrize("compute", [SINGLE, HALF, states.BRAIN], ids=str)
+
+
+def plain(parameters):
+    """No trust ratio, no weight decay, no momentum from one step to the next: weights less rate times gradient."""
+    optimizer = LarsOptimizer([{"params": parameters.values(), "adapt": False}], lr=0.0, momentum=0.0)
+    return WeightState(parameters.items(), lambda _: optimizer, dtype=HALF, rounding="stochastic", seed=0)
+
+
+def flattened(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
+
+
+@every_optimizer
+def test_slots_persist_as_half_but_for_those_that_need_float32(section):
+    """A second moment is a square: that of 2e-4 is 4e-8, and float16 has nothing between 0 and 6e-8."""
+    for dtype, size in ((HALF, 2), (SINGLE, 4)):
+        state = weight_state(states.module_parameters(), section, dtype)
+        found = state.state_dict()
+        assert found.keys() == {"weights", *states.slots_of(section)}
+        for key, tensors in found.items():
+            assert {tensor.dtype for tensor in tensors.values()} == {SINGLE if key in states.IN_FLOAT32 else dtype}
+        assert state.bytes_per_parameter == sum(4 if key in states.IN_FLOAT32 else size for key in found)
+
+
+@every_optimizer
+def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
+    """Bitwise, for one update from the same state; what stays float32 is not rounded. Norms are those from before the
+    rounding, against float64: the update's, a difference of float32 weights, errs by 2**-24 of a weight."""
+    results, norms = [], []
+    for dtype in (HALF, SINGLE):
+        parameters = states.module_parameters()
+        state = weight_state(parameters, section, dtype, "nearest")
+        norms.append(take_step(state, parameters, 5, divisor=4.0)[1])
+        results.append(state.state_dict())
+    for key, tensors in results[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, results[1][key][name].to(tensor.dtype)), (key, name)
+    before = flattened(states.module_parameters()).double()
+    gradient = flattened(random_values(6)).double() + 0.4 * before
+    update = flattened(results[1]["weights"]).double() - before
+    for found in norms:
+        assert found.gradient.item() == pytest.approx(gradient.norm().item() / 4, rel=1e-6)
+        assert found.weight.item() == pytest.approx(before.norm().item(), rel=1e-6)
+        assert found.update.item() == pytest.approx(update.norm().item(), rel=1e-5)
+        assert found.trust.keys() == ({*SHAPES} - {*states.SKIPPED} if section["name"] == "lars" else set())
+
+
+@every_format
+@every_optimizer
+def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dtype, rounding, compute):
+    """Step 2 is skipped, so a count of the updates made would differ from the number of the step."""
+    steps = 5
+
+    def go_on(state, parameters, step):
+        finite, _ = take_step(state, parameters, step, torch.nan if step == 2 else 1.0)
+        assert finite.item() is (step != 2)
+
+    parameters = states.module_parameters(compute)
+    state = weight_state(parameters, section, dtype, rounding)
+    files = []
+    for step in range(steps):
+        files.append(states.saved(state))
+        go_on(state, parameters, step)
+    for first, file in enumerate(files):
+        resumed_parameters = {name: nn.Parameter(torch.zeros_like(w)) for name, w in parameters.items()}
+        resumed = weight_state(resumed_parameters, section, dtype, rounding)
+        resumed.load_state_dict(file)
+        for step in range(first, steps):
+            go_on(resumed, resumed_parameters, step)
+        states.assert_same_bits(resumed.state_dict(), state.state_dict())
+        assert torch.equal(flattened(resumed_parameters), flattened(parameters))
+
+
+@every_format
+@every_optimizer
+def test_a_gradient_that_is_not_finite_changes_nothing(section, dtype, rounding, compute):
+    """Bitwise, one element of one parameter; and the next step is as if there had been none before it."""
+    parameters, undisturbed = states.module_parameters(compute), states.module_parameters(compute)
+    state, other = (weight_state(named, section, dtype, rounding) for named in (parameters, undisturbed))
+    take_step(state, parameters, 3)
+    before, working = state.state_dict(), flattened(parameters)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        gradients = random_values(2)
+        gradients["head.bias"][-1] = bad
+        finite, _ = take_step(state, parameters, 4, gradients=gradients)
+        assert finite.item() is False
+        states.assert_same_bits(state.state_dict(), before)
+        assert torch.equal(flattened(parameters), working)
+    take_step(state, parameters, 5)
+    for step in (3, 5):
+        take_step(other, undisturbed, step)
+    states.assert_same_bits(state.state_dict(), other.state_dict())
+
+
+def test_an_overflow_of_the_sum_counts_as_not_finite():
+    """Each float32 gradient is finite, twice it is not."""
+    parameters = states.module_parameters()
+    state = weight_state(parameters)
+    huge = {name: torch.full(shape, 3e38) for name, shape in SHAPES.items()}
+    before = state.state_dict()
+    finite, _ = take_step(state, parameters, 0, gradients=huge, micro_batches=2)
+    assert finite.item() is False
+    states.assert_same_bits(state.state_dict(), before)
+
+
+@every_compute
+@every_optimizer
+def test_nothing_waits_for_the_device(section, compute, monkeypatch):
+    """On tensors without values, as those that a device has not computed yet, reading one raises. Without Triton,
+    whose kernels need values."""
+    monkeypatch.setitem(sys.modules, "optim.kernels.lars", None)
+    for dtype in (HALF, SINGLE):
+        with FakeTensorMode():
+            parameters = {
+                name: nn.Parameter(torch.zeros(shape, dtype=compute, device="cuda")) for name, shape in SHAPES.items()
+            }
+            state = weight_state(parameters, section, dtype)
+            state.gradients.zero()
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            state.gradients.accumulate()
+            finite, _ = state.update(0, 1.0, torch.ones((), device="cuda"), measure=True)
+            with pytest.raises(Exception, match="_local_scalar_dense"):
+                bool(finite)
+
+
+def test_the_mean_of_the_stochastic_update_is_the_float32_update():
+    """From the same float16 state, with the bits of 200 steps. Hoeffding: a mean of 200 roundings is off by 0.21 of the
+    spacing with a probability of 2 exp(-2 * 200 * 0.21**2) = 4e-8; the average error of all elements, of which each has
+    a standard deviation of at most 0.5 / sqrt(200), by 5 standard deviations with 6e-7."""
+    steps, gradients = 200, random_values(7)
+    momenta = {name: 0.01 * value for name, value in random_values(8).items()}
+    start = {"weights": random_values(9), "momentum_buffer": momenta}
+    start = {key: {name: value.half() for name, value in tensors.items()} for key, tensors in start.items()}
+
+    def updated(state, parameters, step):
+        state.load_state_dict(start)
+        take_step(state, parameters, step, gradients=gradients, lr=0.1)
+        return {key: flattened(tensors).double().numpy() for key, tensors in state.state_dict().items()}
+
+    parameters = states.module_parameters()
+    exact = updated(weight_state(parameters, LARS, SINGLE), parameters, 0)
+    parameters = states.module_parameters()
+    state = weight_state(parameters)
+    many = [updated(state, parameters, step) for step in range(steps)]
+    for key, expected in exact.items():
+        errors = np.mean([result[key] for result in many], axis=0) - expected
+        errors /= np.maximum(np.spacing(np.abs(expected).astype(np.float16)).astype(np.float64), 2.0**-24)
+        assert np.abs(errors).max() < 0.21
+        assert abs(errors.mean()) < 5 * 0.5 / np.sqrt(steps * errors.size)
+        assert np.std([result[key] for result in many], axis=0).max() > 0
+
+
+def test_updates_too_small_for_nearest_rounding_add_up():
+    """256 updates of a 64th of the spacing move a weight by 4 spacings. Each rounding adds a variance of about
+    1/64, in all 4 or less; the mean over 1,024 weights then has a standard deviation of 2/32, tolerated 5 times."""
+    spacing = 2.0**-10
+    parameters = {"bias": nn.Parameter(torch.full((1024,), 1.5))}
+    state, gradients = plain(parameters), {"bias": torch.full((1024,), spacing / 64)}
+    for step in range(256):
+        take_step(state, parameters, step, gradients=gradients, lr=1.0)
+    moved = (1.5 - state.state_dict()["weights"]["bias"].double().mean().item()) / spacing
+    assert moved == pytest.approx(4, abs=5 * 2 / 32)
+
+
+def test_weights_and_momentum_have_bits_of_their_own():
+    """Weight and momentum become -x and x, with x halfway between two float16 values: by the same bits never of the
+    same magnitude, by independent ones half the time; tolerated is 5 times the standard deviation 0.5 / 64."""
+    parameters = {"bias": nn.Parameter(torch.zeros(4096))}
+    state = plain(parameters)
+    take_step(state, parameters, 0, gradients={"bias": torch.full((4096,), 1 + 2.0**-11)}, lr=1.0)
+    weights, momenta = (tensors["bias"] for tensors in state.state_dict().values())
+    assert (weights == -momenta).double().mean().item() == pytest.approx(0.5, abs=5 * 0.5 / 64)
+
+
+def test_seed_and_step_choose_the_random_bits():
+    results = []
+    for seed, step in ((5, 5), (6, 5), (5, 6)):
+        parameters = states.module_parameters()
+        state = weight_state(parameters, seed=seed)
+        take_step(state, parameters, step, gradients=random_values(1), lr=0.1)
+        results.append(state.state_dict()["weights"]["conv.weight"])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(results, 2))
+
+
+@pytest.mark.parametrize(
+    "names", [["head.weight"], ["head.bias", "head.weight", "conv.weight"], [*SHAPES][::-1]], ids=str
+)
+def test_the_presence_and_order_of_others_changes_nothing(names):
+    """So a model cut into stages takes the steps of a whole one: bitwise, the random bits included."""
+    results = []
+    for chosen in (tuple(SHAPES), names):
+        parameters = states.module_parameters(names=chosen)
+        state = weight_state(parameters)
+        for step in range(3):
+            take_step(state, parameters, step, gradients=random_values(1 + step), lr=0.1)
+        results.append({key: {"": tensors["head.weight"]} for key, tensors in state.state_dict().items()})
+    states.assert_same_bits(*results)
+
+
+@every_compute
+def test_gradients_add_up_and_are_divided_in_float32(compute):
+    """3,072 ones: added up in float16 they stop at 2,048, in bfloat16 at 256. Sums of integers are exact, and the
+    norm of 4 threes is 6. The next step's quotient 2**-26 is zero in float16; the norm of four of them is 2**-25."""
+    parameters = {"a": nn.Parameter(torch.ones(4, dtype=compute))}
+    state = weight_state(parameters)
+    _, norms = take_step(state, parameters, 0, gradients={"a": torch.ones(4)}, divisor=1024.0, micro_batches=3072)
+    assert norms.gradient.item() == 6
+    _, norms = take_step(state, parameters, 1, gradients={"a": torch.full((4,), 2.0**-16)}, divisor=2.0**10)
+    assert norms.gradient.item() == 2.0**-25
+
+
+@every_format
+def test_the_working_copy_is_the_state_in_the_compute_dtype(dtype, rounding, compute):
+    """From the start, after updates, after a step that is left out, and after loading; what was given out stays."""
+    parameters = states.module_parameters(compute)
+    parameters["third"] = nn.Parameter(torch.tensor([1 / 3, 1e-4, -2.0], dtype=compute))  # not in float16
+    started = {name: parameter.detach().to(dtype) for name, parameter in parameters.items()}
+    state = weight_state(parameters, LARS, dtype, rounding)
+
+    def refreshed():
+        weights = state.state_dict()["weights"]
+        for name, weight in weights.items():
+            assert (parameters[name].dtype, weight.dtype) == (compute, dtype)
+            assert torch.equal(parameters[name], weight.to(compute))
+        return weights
+
+    first = refreshed()
+    states.assert_same_bits({"": first}, {"": started})
+    values = [{**random_values(seed), "third": torch.full((3,), float(seed))} for seed in range(8)]
+    for step in range(1, 4):
+        before = flattened(parameters)
+        take_step(state, parameters, step, gradients=values[step], lr=0.1)
+        assert not torch.equal(flattened(parameters), before)
+        refreshed()
+    take_step(state, parameters, 3, gradients={name: value * torch.inf for name, value in values[1].items()})
+    refreshed()
+    state.load_state_dict({"weights": values[5], "momentum_buffer": values[6]})
+    refreshed()
+    states.assert_same_bits({"": first}, {"": started})
+
+
+def test_a_state_of_another_dtype_is_rounded_to_nearest():
+    """What belongs to others in it is let be."""
+    given = {"weights": random_values(3), "momentum_buffer": random_values(4), "loss_scale": {"scale": torch.ones(())}}
+    state = weight_state(states.module_parameters())
+    state.load_state_dict(given)
+    halves = states.saved(state)
+    single = weight_state(states.module_parameters(), LARS, SINGLE)
+    single.load_state_dict(halves)
+    for key in ("weights", "momentum_buffer"):
+        assert torch.equal(flattened(halves[key]), flattened(given[key]).half())
+        assert torch.equal(flattened(single.state_dict()[key]), flattened(halves[key]).float())
+
+
+@pytest.mark.parametrize("key", ["weights", "momentum_buffer"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("head.weight", torch.zeros(6, 10), r"head.weight is \[6, 10\], the model's is \[10, 6\]"),
+        ("head.bias", torch.zeros(1), r"head.bias is \[1\], the model's is \[10\]"),
+        ("head.bias", None, "head.bias is missing"),
+        ("tail.bias", torch.zeros(10), "tail.bias is unknown"),
+        (None, None, "is missing"),
+    ],
+    ids=["turned", "shorter", "missing", "unknown", "none at all"],
+)
+def test_a_state_that_does_not_fit_is_refused_whole(key, name, tensor, message):
+    """Named by its first fault, and nothing of it is taken over."""
+    parameters = states.module_parameters()
+    state = weight_state(parameters)
+    before = state.state_dict()
+    damaged = {"weights": random_values(3), "momentum_buffer": random_values(4)}
+    if tensor is None:
+        damaged.pop(key) if name is None else damaged[key].pop(name)
+    else:
+        damaged[key][name] = tensor
+    with pytest.raises(ValueError, match=message if name else f"{key} {message}"):
+        state.load_state_dict(damaged)
+    states.assert_same_bits(state.state_dict(), before)
+    assert torch.equal(flattened(parameters), flattened(states.module_parameters()))
+
+
+KINDS = ["lars", "sgd without momentum", "rmsprop", "rmsprop without momentum", "lamb"]
+
+
+@pytest.mark.parametrize(("given", "kept"), list(itertools.permutations(KINDS, 2)))
+def test_the_state_of_an_optimizer_with_other_slots_is_refused_by_name(given, kept):
+    """And nothing of it is taken over."""
+    state = weight_state(states.module_parameters(), SECTIONS[kept])
+    before = state.state_dict()
+    own, foreign = (states.slots_of(SECTIONS[name]) for name in (kept, given))
+    with pytest.raises(ValueError, match=r"is missing|belongs to") as error:
+        state.load_state_dict({key: random_values(7) for key in ("weights", *foreign)})
+    for slot in own - foreign:
+        assert f"{slot} is missing" in str(error.value)
+    for slot in foreign - own:
+        assert f"{slot} belongs to another optimizer than {type(state.optimizer).__name__}" in str(error.value)
+    states.assert_same_bits(state.state_dict(), before)
+
+
+def test_rows_that_are_not_full_take_little_memory():
+    """EfficientNet-B4 G16: fewer than one in 4,000 elements of a buffer is padding."""
+    with torch.device("meta"):
+        parameters = dict(build(Model(), 0).named_parameters())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    assert count == 19_328_168
+    assert count < len(weight_state(parameters).flat) < count * 1.00025
