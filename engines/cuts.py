@@ -11,9 +11,8 @@ import torch
 
 from engines.devices import memory_of
 from engines.stage import blocks_to_recompute
-from models import balance, costs
+from models import balance, costs, shapes
 from models.balance import split_names
-from models.efficientnet import build
 from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -59,9 +58,14 @@ def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[s
         return [model.names], ""
     if isinstance(parallel.split, list):
         return _divided(model, able, parallel.split), ""
-    found = costs.count(model, recipe.model.image_size, batch.micro)
+    found = _count(model, recipe, batch)
     cut = balance.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
     return _divided(model, able, cut.cuts), cut.describe("counted")
+
+
+def _count(model: BlockList, recipe: Recipe, batch: Batch) -> Dict[str, balance.BlockCost]:
+    itemsize = next(model.parameters()).element_size()
+    return shapes.costs(recipe.model, recipe.model.image_size, batch.micro, itemsize)
 
 
 def _able(model: BlockList, parallel: Parallel) -> List[str]:
@@ -102,9 +106,7 @@ def _automatic(
     why = "" if parallel.split == "counted" else bound_to_cut(recipe, processes.topology.replicas)
     counted = parallel.split == "counted" or bool(why)
     if counted:
-        with torch.device("meta"):  # where the kernels that the model may have do not run
-            plain = build(recipe.model, recipe.run.seed).to(next(model.parameters()).dtype)
-        found = costs.count(plain, size, batch.micro)
+        found = _count(model, recipe, batch)
     else:
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)

@@ -16,7 +16,7 @@ import torch
 from engines import cuts
 from engines.devices import compute_dtype, device_of, name_of, set_determinism
 from engines.stage import Stage, blocks_to_recompute, boundaries
-from models.costs import multiply_adds
+from models import shapes
 from models.efficientnet import build
 from models.kernels import patching
 from models.stages import BlockList
@@ -183,9 +183,9 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
     size = max(training_image_sizes(recipe))
     images = Boundary((batch.micro, 3, size, size), torch.uint8)
     parts = cuts.counted(model, recipe, batch)[0]
-    work = multiply_adds(model, size)
+    work = shapes.blocks(recipe.model, size)
     entering = boundaries(parts, model, images, compute_dtype(recipe, device))
-    largest = max(range(len(parts)), key=lambda number: sum(work[name] for name in parts[number]))
+    largest = max(range(len(parts)), key=lambda number: sum(work[name].multiply_adds for name in parts[number]))
     return _Part(parts[largest], entering[largest])
 
 

@@ -1,4 +1,4 @@
-"""What each block of a model costs, measured or counted. Where to cut it is in balance.py."""
+"""Seconds and bytes of each block of a model, measured. shapes.py counts them, balance.py finds where to cut."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import contextlib
 import math
 import statistics
 import time
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Dict, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from models.balance import BlockCost
 from models.stages import BlockList
 
-# Of backward in forward passes, in multiply-adds: the gradient of the input and that of the weights cost one each.
-_BACKWARD = 2
 _IN_TURN = 3  # micro batches that a measurement sends forward before the first goes backward
 
 
@@ -69,41 +66,6 @@ def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
     return {name: middle(name) for name in measured[0]}
 
 
-def count(model: BlockList, image_size: int, micro: int) -> Dict[str, BlockCost]:
-    """Multiply-adds and bytes of each block in training mode, without computing: shapes run on the meta device.
-
-    The same for every machine, wherever the model is. Convolutions and linear layers count; what a normalisation or an
-    activation costs does not, so that a measured balance is another one. Bytes are those of the model's dtype.
-
-    Args:
-        image_size: height and width of the images in pixels.
-        micro: images of a micro batch.
-    """
-    costs = {}
-    x = torch.empty(micro, 3, image_size, image_size, dtype=torch.uint8, device="meta")
-    with _training(model), torch.enable_grad(), _counting(model) as counts:
-        for name in model.names:
-            block = model.block(name)
-            state = {key: _on_meta(tensor) for key, tensor in (*block.named_parameters(), *block.named_buffers())}
-            with _saved_bytes(block, state) as saved:
-                output = functional_call(block, state, (x,))
-            backward = _BACKWARD * counts[name] if output.requires_grad else 0
-            costs[name] = BlockCost(counts[name], backward, sum(saved.values()), _bytes(output), _parameters(block))
-            x = _handed_on(output)
-    return costs
-
-
-def multiply_adds(model: BlockList, image_size: int) -> Dict[str, int]:
-    """Multiply-adds of one image's forward pass by block: convolutions and linear layers, the rest is small.
-
-    Runs one image through the model in evaluation mode, on the meta device if the model lives there.
-    """
-    device = next(model.parameters()).device
-    with _training(model, False), torch.no_grad(), _counting(model) as counts:
-        model(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device))
-    return counts
-
-
 def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tuple[float, float]]:
     """Seconds of each block's forward and backward pass. `.grad` is not touched, and no hook on it runs."""
     seconds = {name: [0.0, 0.0] for name in blocks}
@@ -140,10 +102,10 @@ def _handed_on(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _training(model: nn.Module, mode: bool = True) -> Iterator[None]:
-    """Within it all modules are in training mode (or none is); afterwards each as before."""
+def _training(model: nn.Module) -> Iterator[None]:
+    """Puts all modules into training mode, and afterwards each as before."""
     before = [(module, module.training) for module in model.modules()]
-    model.train(mode)
+    model.train()
     try:
         yield
     finally:
@@ -152,10 +114,10 @@ def _training(model: nn.Module, mode: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _saved_bytes(block: nn.Module, state: Optional[Dict[str, torch.Tensor]] = None) -> Iterator[Dict[int, int]]:
-    """Collects what autograd saves within it: storage -> bytes; parameters and buffers, or `state`, are left out."""
+def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
+    """Collect what autograd saves: storage -> bytes; parameters and buffers are left out."""
     sizes: Dict[int, int] = {}
-    alive = list(state.values() if state else (*block.parameters(), *block.buffers()))
+    alive = [*block.parameters(), *block.buffers()]
     own = {_storage(tensor) for tensor in alive}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,37 +131,8 @@ def _saved_bytes(block: nn.Module, state: Optional[Dict[str, torch.Tensor]] = No
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Tells storages apart, also on the meta device, where all have the address 0."""
+    """A key that tells storages apart."""
     return tensor.untyped_storage()._cdata
-
-
-@contextlib.contextmanager
-def _counting(model: BlockList) -> Iterator[Dict[str, int]]:
-    """Counts the multiply-adds of what is run within it, by block: of convolutions and linear layers."""
-    counts = dict.fromkeys(model.names, 0)
-
-    def hook_for(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            per_output = module.weight[0].numel() if isinstance(module, nn.Conv2d) else module.in_features
-            counts[name] += output.numel() * per_output
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_for(name))
-        for name in model.names
-        for module in model.block(name).modules()
-        if isinstance(module, (nn.Conv2d, nn.Linear))
-    ]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -9,7 +9,10 @@ import functools
 import math
 from typing import Dict, NamedTuple
 
+from models.balance import BlockCost
 from recipe.config import Model
+
+_BACKWARD = 2  # backward in forward passes, in multiply-adds: the gradients of input and weights cost one each
 
 
 class Stage(NamedTuple):
@@ -98,6 +101,27 @@ def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
     layers.linear(features, model.classes)
     found["head"] = layers.block(model.classes, 1)
     return found
+
+
+def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
+    """Multiply-adds and bytes of each block for a micro batch: counted, so the same for every machine.
+
+    What a normalisation or an activation computes does not count, so a measured balance is another one.
+
+    Args:
+        micro: images of a micro batch.
+        itemsize: bytes of an activation.
+    """
+    return {
+        name: BlockCost(
+            micro * shape.multiply_adds,
+            micro * shape.multiply_adds * _BACKWARD,
+            micro * shape.saved * itemsize,
+            micro * shape.output * itemsize,
+            shape.parameters,
+        )
+        for name, shape in blocks(model, image_size).items()
+    }
 
 
 def round_channels(channels: int, width: float) -> int:

@@ -13,8 +13,7 @@ from data.base import Source
 from data.sources import open_source
 from engines import factory
 from engines.base import Engine
-from models.costs import multiply_adds
-from models.efficientnet import build
+from models import shapes
 from parallel import topology
 from parallel.agreement import Agreement
 from recipe import batch as arithmetic
@@ -226,9 +225,7 @@ def _silent_monitor(lengths: Lengths) -> Monitor:
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:
     """Floating-point operations of training on one image: forward once, backward twice, two to a multiply-add."""
-    with torch.device("meta"):
-        model = build(recipe.model, recipe.run.seed)
-    return 3 * 2 * sum(multiply_adds(model, image_size).values())
+    return 3 * 2 * sum(shape.multiply_adds for shape in shapes.blocks(recipe.model, image_size).values())
 
 
 def _start_from(engine: Engine, model: Model, processes: Agreement, say: Callable[[str], None]) -> None:

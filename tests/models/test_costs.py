@@ -1,4 +1,4 @@
-"""What blocks cost, against closed forms and torch's own counters."""
+"""What blocks cost: measured, against closed forms; counted, against the modules and torch's own counter."""
 
 import time
 
@@ -6,24 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from models import shapes
 from models.balance import BlockCost
-from models.costs import count, measure, median, multiply_adds
+from models.costs import measure, median
 from models.efficientnet import build
 from models.stages import BlockList
 from recipe.config import Model
 
+OLD = torch.__version__.startswith("2.0.")  # keeps copies that later versions do without
 SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "classes": 10}
+B4 = {"name": "efficientnet_b4"}
+ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
-@pytest.fixture(params=["group", "batch"])
-def model(request):
-    norms = {"norm": request.param, "proxy_norm": request.param == "group"}
-    return build(Model(dropout=0.5, drop_path=0.5, **norms, **SMALL), seed=0)
-
-
-@pytest.fixture
-def images():
-    return torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def random_images(micro, size):
+    return torch.randint(0, 256, (micro, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 class Float(nn.Module):
@@ -31,10 +28,11 @@ class Float(nn.Module):
         return x.float()
 
 
-@pytest.fixture
-def plain():
-    """Of layers that keep their input and nothing else: [2, 3, 8, 8] -> [2, 4, 6, 6] -> [2, 5]."""
-    return BlockList(
+@pytest.mark.parametrize("gathered", [False, True])
+def test_measured_bytes_are_those_of_a_closed_form(gathered):
+    """Of layers that keep their input and nothing else: [2, 3, 8, 8] -> [2, 4, 6, 6] -> [2, 5]. Of a view
+    autograd keeps the whole storage, with parameters in one buffer the weights of all layers: they do not count."""
+    plain = BlockList(
         [
             ("preprocess", Float()),
             ("conv", nn.Conv2d(3, 4, 3)),
@@ -42,60 +40,18 @@ def plain():
             ("linear", nn.Sequential(nn.Flatten(), nn.Linear(4 * 6 * 6, 5))),
         ]
     )
-
-
-PLAIN_BYTES = {  # name: saved, output
-    "preprocess": (0, 2 * 3 * 8 * 8 * 4),
-    "conv": (2 * 3 * 8 * 8 * 4, 2 * 4 * 6 * 6 * 4),
-    "twice": (2 * (2 * 4 * 6 * 6 * 4), 2 * 4 * 6 * 6 * 4),
-    "linear": (2 * 4 * 6 * 6 * 4, 2 * 5 * 4),
-}
-
-
-def test_measured_bytes_are_those_of_a_closed_form(plain):
-    costs = measure(plain, torch.zeros(2, 3, 8, 8, dtype=torch.uint8), repetitions=1)
-    assert {name: (cost.saved, cost.output) for name, cost in costs.items()} == PLAIN_BYTES
-    assert [cost.parameters for cost in costs.values()] == [0, 4 * 3 * 9 + 4, 16, 144 * 5 + 5]
-
-
-def test_parameters_in_one_buffer_are_no_saved_bytes(plain):
-    """Of a view autograd keeps the whole storage: the weights of all layers."""
-    gather(plain)
-    costs = measure(plain, torch.zeros(2, 3, 8, 8, dtype=torch.uint8), repetitions=1)
-    assert {name: (cost.saved, cost.output) for name, cost in costs.items()} == PLAIN_BYTES
-
-
-def test_counted_costs_are_those_of_a_closed_form(plain):
-    costs = count(plain, image_size=8, micro=2)
-    assert {name: (cost.saved, cost.output) for name, cost in costs.items()} == PLAIN_BYTES
-    forward = {"preprocess": 0, "conv": 2 * 36 * 4 * 27, "twice": 2 * 36 * 16, "linear": 2 * 144 * 5}
-    assert {name: cost.forward for name, cost in costs.items()} == forward
-    assert all(cost.backward == 2 * cost.forward for cost in costs.values())
-
-
-def test_counting_gives_the_bytes_that_are_measured(model, images):
-    """Which tensors autograd keeps does not depend on the device: the meta device stands for the real one."""
-    counted, measured = count(model, 32, len(images)), measure(model, images, repetitions=1)
-    assert list(counted) == list(measured) == model.names
-    for name in model.names:
-        assert counted[name][2:] == measured[name][2:], name
-        assert measured[name].saved > 0 or name == "preprocess"
-
-
-def test_counted_costs_of_a_known_model():
-    """timm's EfficientNet-B0 has 5,288,548 parameters; forward agrees with torch's count, checked below."""
-    with torch.device("meta"):
-        model = build(Model(name="efficientnet_b0", group_size=1, expansion=6, norm="batch", proxy_norm=False), seed=0)
-    costs = count(model, image_size=224, micro=2)
-    assert sum(cost.parameters for cost in costs.values()) == 5_288_548
-    assert {name: cost.forward for name, cost in costs.items()} == {
-        name: 2 * each for name, each in multiply_adds(model, 224).items()
+    if gathered:
+        gather(plain)
+    images, maps = 2 * 3 * 8 * 8 * 4, 2 * 4 * 6 * 6 * 4
+    assert {name: cost[2:] for name, cost in measure(plain, random_images(2, 8), repetitions=1).items()} == {
+        "preprocess": (0, images, 0),
+        "conv": (images, maps, 4 * 3 * 9 + 4),
+        "twice": (2 * maps, maps, 16),
+        "linear": (maps, 2 * 5 * 4, 144 * 5 + 5),
     }
-    assert costs["preprocess"] == BlockCost(0, 0, 0, 2 * 3 * 224 * 224 * 4, 0)
-    assert costs["stem"].output == 2 * 32 * 112 * 112 * 4
 
 
-def test_times_are_of_the_blocks_own_passes(images):
+def test_times_are_of_the_blocks_own_passes():
     """A block that sleeps in one direction is told from its neighbours; sleeps are long against everything else."""
     pause = 0.02
 
@@ -120,36 +76,10 @@ def test_times_are_of_the_blocks_own_passes(images):
             return Sleep.apply(x * self.weight, self.seconds)
 
     model = BlockList([("preprocess", Float()), ("a", Sleeping(pause, 0.0)), ("b", Sleeping(0.0, pause))])
-    costs = measure(model, images, repetitions=3)
+    costs = measure(model, random_images(3, 32), repetitions=3)
     assert costs["preprocess"].backward == 0
     assert costs["a"].forward > pause > costs["a"].backward > 0
     assert costs["b"].backward > pause > costs["b"].forward > 0
-
-
-def test_measuring_and_counting_leave_no_trace(model, images):
-    """To the bit and to the object: an engine's gradients are views of a buffer that it keeps adding to."""
-    model.draws.step, model.draws.micro_batch = 7, 5
-    model.block("head").eval()  # one block unlike the others
-    model(images).sum().backward()
-    flat = gather(model)
-    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
-    state = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    buffers = list(model.buffers())
-    training = [module.training for module in model.modules()]
-    generator = torch.random.get_rng_state()
-    with torch.no_grad():
-        measure(model, images, repetitions=2)
-        count(model, 32, 3)
-    assert (model.draws.step, model.draws.micro_batch) == (7, 5)
-    assert [module.training for module in model.modules()] == training
-    assert all(one is other for one, other in zip(model.buffers(), buffers))
-    for parameter, (gradient, before) in zip(model.parameters(), gradients):
-        assert parameter.grad is gradient and torch.equal(gradient, before)
-        assert gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert torch.equal(tensor, state[name]), name
-    assert torch.equal(torch.random.get_rng_state(), generator)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def gather(model):
@@ -168,7 +98,34 @@ def gather(model):
     return gradients
 
 
-def test_a_block_that_fails_leaves_no_trace_either(images):
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_measuring_leaves_no_trace(norm):
+    """To the bit and to the object: an engine's gradients are views of a buffer that it keeps adding to."""
+    model = build(Model(dropout=0.5, drop_path=0.5, norm=norm, proxy_norm=norm == "group", **SMALL), seed=0)
+    images = random_images(3, 32)
+    model.draws.step, model.draws.micro_batch = 7, 5
+    model.block("head").eval()  # one block unlike the others
+    model(images).sum().backward()
+    flat = gather(model)
+    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+    state = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    buffers = list(model.buffers())
+    training = [module.training for module in model.modules()]
+    generator = torch.random.get_rng_state()
+    with torch.no_grad():
+        measure(model, images, repetitions=2)
+    assert (model.draws.step, model.draws.micro_batch) == (7, 5)
+    assert [module.training for module in model.modules()] == training
+    assert all(one is other for one, other in zip(model.buffers(), buffers))
+    for parameter, (gradient, before) in zip(model.parameters(), gradients):
+        assert parameter.grad is gradient and torch.equal(gradient, before)
+        assert gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(tensor, state[name]), name
+    assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+def test_a_block_that_fails_leaves_no_trace_either():
     class Fails(nn.Module):
         def forward(self, x):
             raise RuntimeError("out of memory")
@@ -176,62 +133,10 @@ def test_a_block_that_fails_leaves_no_trace_either(images):
     model = build(Model(norm="batch", proxy_norm=False, **SMALL), seed=0).eval()
     broken = BlockList([(name, model.block(name)) for name in model.names] + [("fails", Fails())]).eval()
     state = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for run in (lambda: measure(broken, images), lambda: count(broken, 32, 3)):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            run()
-        assert not any(module.training or module._forward_hooks for module in broken.modules())
-        assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"name": "efficientnet_b4"},
-        {"name": "efficientnet_b0", "group_size": 1, "expansion": 6, "padding": "torch"},
-        {**SMALL, "image_size": 33},
-    ],
-    ids=["b4 g16", "b0", "small, odd size"],
-)
-def test_multiply_adds_are_half_of_torchs_flops(sections):
-    """torch counts convolutions and matrix products too, at the level of operators, and two per multiply-add."""
-    recipe = Model(**sections)
-    counter = pytest.importorskip("torch.utils.flop_counter", reason="newer than torch 2.0.1")
-    with torch.device("meta"):
-        model = build(recipe, seed=0)
-        x = torch.zeros(1, 3, recipe.image_size, recipe.image_size, dtype=torch.uint8)
-    counts = multiply_adds(model, recipe.image_size)
-    assert list(counts) == model.names
-    model.eval()
-    for name in model.names:
-        with counter.FlopCounterMode(display=False) as flops, torch.no_grad():
-            x = model.block(name)(x)
-        assert counts[name] == flops.get_total_flops() / 2, name
-
-
-@pytest.mark.parametrize(
-    ("name", "published"), [("efficientnet_b0", 0.39e9), ("efficientnet_b3", 1.8e9), ("efficientnet_b4", 4.2e9)]
-)
-def test_multiply_adds_are_the_published_ones(name, published):
-    """1905.11946, table 2, which calls them FLOPS. It gives two digits, and the pools, norms and activations,
-    which it counts and we do not, are a few percent: ten cover both."""
-    with torch.device("meta"):
-        model = build(Model(name=name, group_size=1, expansion=6), seed=0)
-    assert sum(multiply_adds(model, Model(name=name).image_size).values()) == pytest.approx(published, rel=0.1)
-
-
-def test_counting_leaves_the_model_as_it_was(model, images):
-    for training in (True, False):
-        model.train(training)
-        expected = model(images)
-        multiply_adds(model, 32)
-        assert model.training == training
-        assert all(module.training == training for module in model.modules())
-        assert not any(module._forward_hooks for module in model.modules())
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert torch.equal(model(images), expected)
-    with pytest.raises(RuntimeError):
-        multiply_adds(model.part(["head"]), 32)
-    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure(broken, random_images(3, 32))
+    assert not any(module.training for module in broken.modules())
+    assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
 
 
 def test_of_what_several_processes_measure_the_median_counts():
@@ -240,3 +145,83 @@ def test_of_what_several_processes_measure_the_median_counts():
         for forward, backward in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))
     ]
     assert median(measured) == {"a": BlockCost(2.0, 2.0, 3, 4, 5), "b": BlockCost(1.0, 4.0, 0, 0, 0)}
+
+
+# Counted from the recipe alone.
+
+
+@pytest.mark.parametrize(
+    ("sections", "image_size"),
+    [
+        ({**B4, "width": 0.35, "depth": 0.4}, 57),
+        ({**B4, "width": 0.3, "depth": 0.3, "padding": "torch", "norm": "layer", "classes": 7}, 63),
+        ({**B4, "width": 0.25, "depth": 0.7, "drop_path": 0.0, "dropout": 0.0}, 33),
+        ({"name": "efficientnet_b0", "width": 0.5, "depth": 0.4, "classes": 10, "expansion": 3}, 28),
+        ({"name": "efficientnet_b7", "width": 0.5, "depth": 0.2, "group_size": 32}, 32),
+        ({**B4, "width": 0.25, "depth": 0.3, **ORIGINAL}, 40),
+        ({**B4, "width": 0.25, "depth": 0.3, "proxy_norm": True}, 40),
+    ],
+    ids=["b4", "layer, torch padding", "no draws", "b0", "b7", "depthwise batch", "proxy"],
+)
+def test_counted_bytes_and_parameters_are_those_of_the_modules(sections, image_size):
+    """To the last element. What is kept is the difference that two images more make: batch and proxy normalisation
+    keep something of a micro batch as a whole besides."""
+    model = Model(**sections)
+    modules = build(model, seed=0)
+    fewer, more = (measure(modules, random_images(micro, image_size), repetitions=1) for micro in (2, 4))
+    counted = shapes.costs(model, image_size, micro=2, itemsize=4)
+    found = shapes.blocks(model, image_size)
+    assert list(found) == list(counted) == list(fewer) == modules.names
+    for name, shape in found.items():
+        assert counted[name].output == fewer[name].output, name
+        assert counted[name].parameters == fewer[name].parameters, name
+        assert sum(each.numel() for each in modules.block(name).parameters() if each.dim() == 1) == shape.vectors, name
+        if OLD:
+            continue
+        assert more[name].saved - fewer[name].saved == counted[name].saved == 4 * 2 * shape.saved, name
+        if sections.get("norm") != "batch" and not sections.get("proxy_norm"):
+            assert fewer[name].saved == counted[name].saved, name
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [B4, {"name": "efficientnet_b0", **ORIGINAL, "padding": "torch"}, {**SMALL, "image_size": 33, "proxy_norm": True}],
+    ids=["b4 g16", "b0", "small, odd size"],
+)
+def test_multiply_adds_are_half_of_torchs_flops(sections):
+    """torch counts convolutions and matrix products too, at the level of operators, and two per multiply-add."""
+    recipe = Model(**sections)
+    counter = pytest.importorskip("torch.utils.flop_counter", reason="newer than torch 2.0.1")
+    with torch.device("meta"):
+        model = build(recipe, seed=0).eval()
+        x = torch.zeros(1, 3, recipe.image_size, recipe.image_size, dtype=torch.uint8)
+    for name, cost in shapes.costs(recipe, recipe.image_size, micro=3, itemsize=2).items():
+        with counter.FlopCounterMode(display=False) as flops, torch.no_grad():
+            x = model.block(name)(x)
+        assert cost.forward == 3 * flops.get_total_flops() / 2, name
+        assert cost.backward == 2 * cost.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "published"),
+    [
+        ("efficientnet_b0", 5_288_548, 0.39e9),
+        ("efficientnet_b3", 12_233_232, 1.8e9),
+        ("efficientnet_b4", 19_341_616, 4.2e9),
+    ],
+)
+def test_parameters_and_multiply_adds_are_the_published_ones(name, parameters, published):
+    """timm's models have as many parameters. 1905.11946, table 2, which calls multiply-adds FLOPS, gives two digits,
+    and the pools, norms and activations, which it counts and we do not, are a few percent: ten cover both."""
+    model = Model(name=name, **ORIGINAL)
+    found = shapes.blocks(model, model.image_size).values()
+    assert sum(shape.multiply_adds for shape in found) == pytest.approx(published, rel=0.1)
+    assert sum(shape.parameters for shape in found) == parameters
+
+
+def test_channels_are_rounded_as_timm_rounds_them():
+    from timm.models._efficientnet_builder import round_channels
+
+    for width in (0.1, 0.35, 0.5, 1.0, 1.1, 1.4, 2.0, 3.7):
+        for channels in (16, 24, 32, 40, 80, 112, 192, 320, 1280):
+            assert shapes.round_channels(channels, width) == round_channels(channels, multiplier=width, divisor=8)

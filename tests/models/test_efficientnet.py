@@ -6,13 +6,14 @@ import math
 import pytest
 import timm
 import torch
-from timm.layers import GroupNormAct
+from timm import layers
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet, _gen_efficientnet
 from torch import nn
 from torch.nn import functional as F
 
 from models.efficientnet import build, timm_name
+from models.normalization import NORMS, BatchNormAct, GroupNormAct, ProxyNormAct, norm_parameters
 from models.shapes import groups_of
 from recipe.config import Model
 from recipe.errors import ConfigError
@@ -56,7 +57,7 @@ def timms(width, depth, expansion, padding, group_sizes, drop_path=0.0):
         round_chs_fn=rounded,
         pad_type="same" if padding == "same" else "",
         act_layer=nn.SiLU,
-        norm_layer=functools.partial(GroupNormAct, num_groups=4, eps=1e-3),
+        norm_layer=functools.partial(layers.GroupNormAct, num_groups=4, eps=1e-3),
         drop_path_rate=drop_path,
     )
 
@@ -69,48 +70,39 @@ def g16_sizes(width, depth, expansion):
     return [expanded // max(expanded // 16, 1) for expanded in channels]
 
 
-def test_b4_g16_has_the_published_number_of_parameters():
-    """19,328,168 with channel divisor 8; the divisor 16 would give 19,420,076."""
+def test_b4_has_the_published_numbers_of_parameters():
+    """19,328,168 with groups of 16 and channel divisor 8; the divisor 16 would give 19,420,076. Depthwise 19 million
+    (1905.11946, table 2), and the same whatever normalises: two numbers a channel."""
     model = on_meta(name="efficientnet_b4")
     assert count(model) == 19_328_168
     names = model.names
     before = sum(count(model.block(name)) for name in names[: names.index("blocks.3.0")])
     assert round(before / 1e6, 1) == 0.6
     assert round((count(model) - before) / 1e6, 1) == 18.8
+    for norm in ("batch", "group", "layer"):
+        assert count(on_meta(name="efficientnet_b4", group_size=1, expansion=6, norm=norm)) == 19_341_616
 
 
-@pytest.mark.parametrize("prefix", ["", "tf_"])
-@pytest.mark.parametrize("name", SCALES)
-def test_depthwise_models_have_timms_parameters_and_buffers(name, prefix):
-    """Width, depth and rounding of channels, and every name."""
+@pytest.mark.parametrize(("scale", "prefix"), list(zip(range(8), ["tf_", "", "tf_", "", "", "tf_", "", "tf_"])))
+def test_models_of_every_scale_have_timms_parameters_and_buffers(scale, prefix):
+    """Depthwise: width, depth and rounding of channels, and every name. With groups of 16, among the expanded channels
+    of B5 and B7 are multiples of 8 that are none of 16."""
+    name = f"efficientnet_b{scale}"
     with torch.device("meta"):
         reference = timm.create_model(prefix + name)
     model = on_meta(name=name, group_size=1, expansion=6, norm="batch", padding="same" if prefix else "torch")
-    assert count(model) == count(reference)
     shapes = {timm_name(key): value.shape for key, value in model.named_parameters()}
     assert shapes == {key: value.shape for key, value in reference.named_parameters()}
     state = {timm_name(key): value.shape for key, value in model.state_dict().items()}
     assert state == {key: value.shape for key, value in counted(reference.state_dict()).items()}
-
-
-def test_b4_g1_has_the_published_number_of_parameters():
-    """19 million (1905.11946, table 2), and the same whatever normalises: two numbers a channel."""
-    for norm in ("batch", "group", "layer"):
-        model = on_meta(name="efficientnet_b4", group_size=1, expansion=6, norm=norm)
-        assert count(model) == 19_341_616
+    for block in convolutions(on_meta(name=name)).values():
+        assert block.in_channels % block.groups == 0
+        assert block.groups <= max(block.in_channels // 16, 1)
 
 
 def counted(state):
     """timm's state without the count of batches, which nothing of ours needs."""
     return {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
-
-
-@pytest.mark.parametrize("name", SCALES)
-def test_g16_models_of_every_scale_can_be_built(name):
-    """Among the expanded channels of B5 and B7 are multiples of 8 that are none of 16."""
-    for block in convolutions(on_meta(name=name)).values():
-        assert block.in_channels % block.groups == 0
-        assert block.groups <= max(block.in_channels // 16, 1)
 
 
 def test_b4_convolves_in_groups_of_16_except_where_that_leaves_less_than_two():
@@ -137,10 +129,11 @@ def test_groups_divide_the_channels_and_hold_at_least_the_asked_size():
     assert groups_of(88, 16) == 4  # five groups would not divide 88
 
 
-@pytest.mark.parametrize("hundredths", range(25, 201, 7))
-def test_widths_in_between_can_be_built(hundredths):
-    for group_size, expansion in ((16, 4), (1, 6), (16, 6), (5, 3)):
-        on_meta(name="efficientnet_b0", width=hundredths / 100, depth=0.1, group_size=group_size, expansion=expansion)
+def test_widths_in_between_can_be_built():
+    for hundredths in range(25, 201, 35):
+        for group_size, expansion in ((16, 4), (5, 3)):
+            sizes = {"width": hundredths / 100, "depth": 0.1, "group_size": group_size, "expansion": expansion}
+            on_meta(name="efficientnet_b0", **sizes)
 
 
 def test_normalisation_groups_that_do_not_divide_are_the_users_to_mend():
@@ -149,54 +142,41 @@ def test_normalisation_groups_that_do_not_divide_are_the_users_to_mend():
     on_meta(norm_groups=8)
 
 
-@pytest.mark.parametrize("padding", ["same", "torch"])
-def test_logits_and_gradients_are_timms(padding):
-    """B4's widths at a smaller depth, on 57 pixels: odd sizes show a wrong padding.
+def narrow_b4():
+    return _gen_efficientnet("tf_efficientnet_b4", 0.35, 1.8, pad_type="same", bn_eps=1e-3)
 
-    Both compute the same operations in float64, the normalisations by different code: fifty layers of
-    rounding at 1e-16, relative to the largest value.
-    """
-    width, depth = 1.4, 0.4
-    ours = build(Model(width=width, depth=depth, padding=padding, drop_path=0.0, dropout=0.0), seed=0).double()
-    theirs = timms(width, depth, 4, padding, g16_sizes(width, depth, 4)).double()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in ours.parameters():
-        if parameter.ndim == 1:  # ones and zeros at the start, which would hide a swap
-            parameter.data.uniform_(0.5, 1.5, generator=generator)
-    theirs.load_state_dict({timm_name(key): value for key, value in ours.state_dict().items()})
-    images = torch.randint(0, 256, (2, 3, 57, 57), dtype=torch.uint8, generator=generator)
-    weights = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
-    pixels = ours.block("preprocess")(images)
 
-    with torch.no_grad():
-        assert near(ours.eval()(images), theirs.eval()(pixels), 1e-11)
-    logits, expected = ours.train()(images), theirs.train()(pixels)
-    assert near(logits, expected, 1e-11)
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
-    gradients = {key: value.grad for key, value in theirs.named_parameters()}
-    for key, parameter in ours.named_parameters():
-        assert near(parameter.grad, gradients.pop(timm_name(key)), 1e-10), key
-    assert not gradients
+def timms_g16(padding):
+    """B4's widths at a smaller depth."""
+    return lambda: timms(1.4, 0.4, 4, padding, g16_sizes(1.4, 0.4, 4))
+
+
+BATCH = {"group_size": 1, "expansion": 6, "norm": "batch", "norm_momentum": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("published", "section", "pixels"),
+    ("theirs", "section", "pixels", "tolerance"),
     [
-        ("efficientnet_b0", {"name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5}, 64),
-        ("tf_efficientnet_b0", {"name": "efficientnet_b0", "padding": "same", "norm_eps": 1e-3}, 64),
-        ("narrow b4", {"name": "efficientnet_b4", "width": 0.35, "padding": "same", "norm_eps": 1e-3}, 57),
+        (timms_g16("same"), {"width": 1.4, "depth": 0.4, "padding": "same"}, 57, 1e-10),
+        (timms_g16("torch"), {"width": 1.4, "depth": 0.4, "padding": "torch"}, 57, 1e-10),
+        (
+            lambda: timm.create_model("efficientnet_b0"),
+            {**BATCH, "name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5},
+            *(64, 1e-8),
+        ),
+        (narrow_b4, {**BATCH, "name": "efficientnet_b4", "width": 0.35, "padding": "same"}, 57, 1e-8),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=["g16, same", "g16, torch", "efficientnet_b0", "narrow tf_efficientnet_b4"],
 )
-def test_a_batch_normalised_model_is_timms(published, section, pixels):
-    """timm's own model, weights and statistics random, loaded into ours by name: logits in evaluation and training,
-    gradients and new statistics. The same operations in float64, up to 160 layers of rounding at 1e-16, relative to
-    the largest value; the last channels see 8 pixels, whose variance divides by little and so adds three digits."""
-    section = {"group_size": 1, "expansion": 6, "norm": "batch", "norm_momentum": 0.1, **section}
+def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tolerance):
+    """timm's own model, weights and statistics random, loaded into ours by name, in evaluation and training; 57 pixels
+    are odd, which shows a wrong padding.
+
+    The same operations in float64, up to 160 layers of rounding at 1e-16, relative to the largest value; with batch
+    normalisation the last channels see 8 pixels, whose variance divides by little and so adds three digits.
+    """
     ours = build(Model(drop_path=0.0, dropout=0.0, **section), seed=0).double()
-    theirs = narrow_b4(section["width"]) if published == "narrow b4" else timm.create_model(published, pretrained=False)
-    theirs = theirs.double()
+    theirs = theirs().double()
     generator = torch.Generator().manual_seed(0)
     for value in theirs.state_dict().values():
         if value.ndim == 1:  # ones and zeros at the start, which would hide a swap
@@ -216,25 +196,10 @@ def test_a_batch_normalised_model_is_timms(published, section, pixels):
     (expected * weights).sum().backward()
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
     for key, parameter in ours.named_parameters():
-        assert near(parameter.grad, gradients.pop(timm_name(key)), 1e-8), key
+        assert near(parameter.grad, gradients.pop(timm_name(key)), tolerance), key
     assert not gradients
     state = theirs.state_dict()
     assert all(near(value, state[timm_name(key)], 1e-10) for key, value in ours.state_dict().items())
-
-
-def narrow_b4(width):
-    return _gen_efficientnet("tf_efficientnet_b4", width, 1.8, pad_type="same", bn_eps=1e-3)
-
-
-def test_a_batch_normalised_model_is_timms_in_float32():
-    """As above, with float32's rounding: 80 layers of 1e-7 that add up at random, times ten."""
-    section = {"name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5}
-    ours = build(Model(group_size=1, expansion=6, norm="batch", **section), seed=0).eval()
-    theirs = timm.create_model("efficientnet_b0", pretrained=False).eval()
-    theirs.load_state_dict({timm_name(key): value for key, value in ours.state_dict().items()}, strict=False)
-    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert near(ours(images), theirs(ours.block("preprocess")(images)), 1e-5)
 
 
 def near(actual, expected, tolerance):
@@ -300,13 +265,12 @@ def test_weights_start_by_the_published_rules():
             assert (module.bias == 0).all()
 
 
-@pytest.mark.parametrize("classes", [2, 10, 999, 1000, 5000])
-def test_few_classes_start_as_calmly_as_a_thousand(classes):
+def test_few_classes_start_as_calmly_as_a_thousand():
     """Uniform to 1 / sqrt(1000), or to 1 / sqrt(classes) where there are more: the first logits have no opinion."""
-    model = build(Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=classes), seed=0)
-    weight = model.block("head").classifier.weight.detach()
-    bound = 1 / math.sqrt(max(classes, 1000))
-    assert 0.99 * bound < weight.abs().max() <= bound * (1 + 1e-6)
+    for classes in (2, 10, 999, 1000, 5000):
+        model = build(Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=classes), seed=0)
+        bound = 1 / math.sqrt(max(classes, 1000))
+        assert 0.99 * bound < model.block("head").classifier.weight.abs().max() <= bound * (1 + 1e-6)
 
 
 def test_blocks_are_named_as_timm_names_them():
@@ -323,3 +287,62 @@ def test_the_model_starts_in_training_mode_with_float32_weights():
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model(torch.zeros(2, 3, 33, 32, dtype=torch.uint8)).shape == (2, 7)
+
+
+# Which normalisation stands where, and which parameters are its.
+
+VARIANTS = [{"norm": "group"}, {"norm": "layer"}, {"norm": "batch"}, {"norm": "layer", "proxy_norm": True}]
+GROUPED = {"group": {"num_groups": 8, "eps": 0.25}, "layer": {"num_groups": 1, "eps": 0.25}}
+
+
+@pytest.mark.parametrize("proxy", [False, True])
+@pytest.mark.parametrize("norm", ["group", "layer", "batch"])
+def test_normalisation_follows_the_recipe(norm, proxy):
+    """Proxy normalisation stands where an activation does; where none follows, the bias goes, as in the published
+    code. Told apart by timm's names."""
+    if norm == "batch" and proxy:
+        return
+    model = on_meta(
+        **{"name": "efficientnet_b0", "depth": 0.5, "norm": norm, "norm_groups": 5 if norm == "batch" else 8},
+        **{"norm_eps": 0.25, "norm_momentum": 0.125, "proxy_norm": proxy, "proxy_eps": 0.5},
+    )
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, NORMS)}
+    assert all(name.split(".")[-1].startswith("bn") for name in norms)
+    for name, module in norms.items():
+        active = not (name.endswith("bn3") or (name.startswith("blocks.0.") and name.endswith("bn2")))
+        expected = {"eps": 0.25, "momentum": 0.125} if norm == "batch" else GROUPED[norm]
+        kind = BatchNormAct if norm == "batch" else ProxyNormAct if proxy and active else GroupNormAct
+        assert type(module) is kind and module.apply_act == active
+        assert {key: getattr(module, key) for key in expected} == expected
+        assert getattr(module, "proxy_eps", 0.5) == 0.5
+        assert (module.bias is None) == (proxy and not active)
+
+
+@pytest.mark.parametrize("section", VARIANTS, ids=str)
+def test_norms_own_every_parameter_with_one_axis_but_the_biases_of_convolutions_and_classifier(section):
+    """What an optimizer may treat on its own: also the proxy's parameters."""
+    model = on_meta(name="efficientnet_b0", **section)
+    owned = set(norm_parameters(model))
+    flat = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+    assert {name for name in flat - owned if not name.endswith((".se.conv_reduce.bias", ".se.conv_expand.bias"))} == {
+        "head.classifier.bias"
+    }
+    assert owned <= flat
+    assert ("head.bn2.proxy_shift" in owned) == section.get("proxy_norm", False)
+
+
+@pytest.mark.parametrize("section", VARIANTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_near_float32(dtype, section):
+    """Twenty layers of rounding at eps / 2 that add up at random: sqrt(20) eps of the logits' spread, times a
+    margin of 8 for activations larger than the logits, in training and evaluation."""
+    images = torch.randint(0, 256, (4, 3, 40, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    recipe = Model(name="efficientnet_b0", width=0.5, depth=0.1, dropout=0.0, drop_path=0.0, **section)
+    model, half = (build(recipe, seed=0) for _ in range(2))
+    half.to(dtype)
+    with torch.no_grad():
+        for training in (True, False):
+            expected, actual = model.train(training)(images), half.train(training)(images)
+            assert actual.dtype == dtype
+            error = (actual.float() - expected).abs().max()
+            assert error < 8 * math.sqrt(20) * torch.finfo(dtype).eps * expected.std()

@@ -1,139 +1,326 @@
-"""Group and layer normalisation against their formula in float64, where half-precision statistics would show."""
+"""Group, layer, batch and proxy normalisation against their formulas in float64, where half precision would show."""
+
+import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
 
-from models.normalization import GroupNormAct
+from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [torch.float32, torch.float16, torch.bfloat16]
+LEARNT = ["weight", "bias", "proxy_shift", "proxy_scale"]
+CHANNELS, EPS, MOMENTUM, PROXY_EPS = 24, 1e-3, 0.3, 0.03
+MAKERS = {
+    "group": lambda apply_act: GroupNormAct(CHANNELS, 4, EPS, apply_act),
+    "layer": lambda apply_act: GroupNormAct(CHANNELS, 1, EPS, apply_act),
+    "batch": lambda apply_act: BatchNormAct(CHANNELS, EPS, MOMENTUM, apply_act),
+    "proxy": lambda _: ProxyNormAct(CHANNELS, 4, EPS, PROXY_EPS),
+    "proxy of layer": lambda _: ProxyNormAct(CHANNELS, 1, EPS, PROXY_EPS),
+}
+CASES = [*itertools.product(("group", "layer", "batch"), (True, False)), ("proxy", True), ("proxy of layer", True)]
+every_layer = pytest.mark.parametrize(("kind", "apply_act"), CASES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", KINDS, ids=str)
+
+# Trapezoids from -12 to 12 standard deviations: both the ends and, for a smooth integrand, the steps cost less than
+# float64 holds.
+GRID = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+DENSITY = torch.exp(-GRID.square() / 2) * (GRID[1] - GRID[0]) / (2 * np.pi) ** 0.5
 
 
-@pytest.fixture(autouse=True)
-def _device_is_there(request):
-    if request.getfixturevalue("device") == "cuda" and not torch.cuda.is_available():
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    return request.param
 
 
-def closed_form(x, weight, bias, groups, eps, apply_act):
-    """Output in float64 NumPy, from inputs as they are after rounding to their own dtype."""
-    x, weight, bias = (tensor.detach().double().cpu().numpy() for tensor in (x, weight, bias))
-    n, c, h, w = x.shape
-    grouped = x.reshape(n, groups, -1)
-    mean = grouped.mean(2, keepdims=True)
-    variance = ((grouped - mean) ** 2).mean(2, keepdims=True)
-    y = ((grouped - mean) / np.sqrt(variance + eps)).reshape(n, c, h, w)
-    y = y * weight[:, None, None] + bias[:, None, None]
-    return y / (1 + np.exp(-y)) if apply_act else y
-
-
-def layer(channels=24, groups=4, eps=1e-3, apply_act=True, shift=True):
-    norm = GroupNormAct(channels, groups, eps, apply_act, shift)
-    generator = torch.Generator().manual_seed(0)
+def layer(kind, apply_act=True):
+    """Everything differs from its start and from channel to channel; weight x (1 + proxy_scale) up to 2."""
+    norm = MAKERS[kind](apply_act)
+    drawn = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
-        if shift:
-            norm.bias.copy_(torch.randn(channels, generator=generator))
+        norm.weight.copy_(torch.rand(CHANNELS, generator=drawn) + 0.5)
+        norm.bias.copy_(torch.randn(CHANNELS, generator=drawn))
+        if kind == "batch":
+            norm.running_mean.copy_(torch.randn(CHANNELS, generator=drawn))
+            norm.running_var.copy_(torch.rand(CHANNELS, generator=drawn) + 0.5)
+        elif kind.startswith("proxy"):
+            norm.proxy_shift.copy_(torch.randn(CHANNELS, generator=drawn) / 2)
+            norm.proxy_scale.copy_((torch.rand(CHANNELS, generator=drawn) - 0.5) * 0.6)
     return norm
 
 
-def inputs(mean, std, shape=(3, 24, 19, 17)):
-    """Each group has its own mean and scale, so statistics over the wrong elements are wrong by much."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    factors = 1 + 0.5 * torch.rand(shape[0], 4, 1, generator=generator, dtype=torch.float64)
-    return mean + std * (x.view(shape[0], 4, -1) * factors).view(shape)
+def inputs(mean=0.0, std=1.0, seed=1, shape=(3, CHANNELS, 9, 7)):
+    """Each channel has its own mean and scale, float64: statistics over the wrong elements are wrong by much."""
+    drawn = torch.Generator().manual_seed(seed)
+    x, means, factors = (
+        torch.randn(size, generator=drawn, dtype=torch.float64) for size in (shape, (shape[1], 1, 1), (shape[1], 1, 1))
+    )
+    return mean + std * (means + (1 + factors.abs()) * x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("mean", "std"), [(0, 1), (100, 1), (0, 0.01)], ids=["even", "offset", "small"])
-@pytest.mark.parametrize("groups", [4, 1], ids=["group", "layer"])
-def test_statistics_are_exact_in_every_dtype(groups, mean, std, dtype, apply_act, device):
-    """Two roundings to the dtype, of the normalised value and after SiLU, of eps / 2 each, relative to the
-    value (at least 1) and with a margin of 2. A mean kept in float16 would be off by up to 0.03 at an offset
-    of 100, in bfloat16 by 0.25; the square of 100 in float16 leaves no digit for a variance of 1.
-
-    Of float32, the offset takes two digits itself: x - mean is exact to 100 eps / std.
-    """
-    norm = layer(groups=groups, apply_act=apply_act).to(device, dtype)
-    x = inputs(mean, std).to(device, dtype)
-    expected = closed_form(x, norm.weight, norm.bias, groups, 1e-3, apply_act)
-    with torch.no_grad():
-        actual = norm(x)
-    assert actual.dtype == dtype
-    scale = np.maximum(np.abs(expected), 1)
-    tolerance = 2 * torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 4 + mean / std)
-    assert (np.abs(actual.double().cpu().numpy() - expected) / scale).max() < tolerance
+def moments(weight, bias, shift, scale):
+    """E[silu(weight Y + bias)] and its variance for Y ~ N(shift, (1 + scale)^2), by the definition; [C] each."""
+    z = weight[:, None] * (shift[:, None] + (1 + scale[:, None]) * GRID) + bias[:, None]
+    z = z * z.sigmoid()
+    mean = (z * DENSITY).sum(1)
+    return mean, ((z - mean[:, None]).square() * DENSITY).sum(1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
-@pytest.mark.parametrize("groups", [4, 1], ids=["group", "layer"])
-def test_gradients_are_those_of_the_formula(groups, dtype, apply_act, device):
+def leaves_of(norm, x):
+    """x and what is learnt, as they are after rounding to their dtype, in float64."""
+    learnt = [getattr(norm, name) for name in LEARNT if hasattr(norm, name)]
+    return [tensor.detach().double().cpu().requires_grad_() for tensor in (x, *learnt)]
+
+
+def formula(norm, x, weight, bias, *proxy):
+    if isinstance(norm, BatchNormAct):
+        mean, variance = norm.running_mean.double().cpu(), norm.running_var.double().cpu()
+        if norm.training:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
+        y = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + EPS).sqrt()
+    else:
+        grouped = x.reshape(len(x), norm.num_groups, -1)
+        centred = grouped - grouped.mean(2, keepdim=True)
+        y = (centred / (centred.square().mean(2, keepdim=True) + EPS).sqrt()).reshape(x.shape)
+    z = y * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
+    z = z * z.sigmoid() if norm.apply_act else z
+    if proxy:
+        mean, variance = (values.view(-1, 1, 1) for values in moments(weight, bias, *proxy))
+        z = (z - mean) / (variance + PROXY_EPS).sqrt()
+    return z
+
+
+@every_dtype
+@every_layer
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_outputs_are_those_of_the_formula(kind, apply_act, dtype, training, device):
+    """Two roundings to the dtype, after the normalisation and after SiLU, of eps / 2 of the value, or of 1 for smaller
+    ones, with a margin of 2. A mean kept in float16 would be off by up to 0.03 at an offset of 100, in bfloat16 by
+    0.25; the square of 100 in float16 leaves no digit for a variance of 1. Of float32, the offset takes two digits
+    itself: x - mean is exact to 100 eps / std. A proxy rounds a third time, and passes each rounding on by at most
+    1 / sqrt(0.03) < 6; its moments add 2e-6 x 6. SiLU works in place, but not on the input."""
+    norm, eps = layer(kind, apply_act).to(device, dtype).train(training), torch.finfo(dtype).eps
+    for mean, std in ((0, 1), (100, 1), (0, 0.01)):
+        x = inputs(mean, std).to(device, dtype)
+        before, state = x.clone(), copy.deepcopy(norm.state_dict())
+        with torch.no_grad():
+            expected = formula(norm, *leaves_of(norm, x))
+            actual = norm(x)
+        assert actual.dtype == dtype and torch.equal(x, before)
+        error = ((actual.double().cpu() - expected).abs() / expected.abs().clamp(min=1)).max()
+        if kind.startswith("proxy"):
+            assert error < (9 * eps if dtype != torch.float32 else 1.2e-5 + 6 * mean * eps / std)
+        else:
+            assert error < 2 * eps * (1 if dtype != torch.float32 else 4 + mean / std)
+        if not training:
+            assert all(torch.equal(value, state[key]) for key, value in norm.state_dict().items())
+
+
+@every_dtype
+@every_layer
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_gradients_are_those_of_the_formula(kind, apply_act, dtype, training, device):
     """Against autograd through the formula in float64, relative to the largest gradient of each tensor.
 
-    The gradient of x is rounded to the dtype at most three times; those of weight and bias are sums of 969
-    terms of either sign, each a product of rounded factors: 8 eps of the largest holds all of them.
+    The gradient of x is rounded to the dtype at most three times; those of the parameters are sums of 189 terms of
+    either sign, each a product of rounded factors: 8 eps of the largest holds all of them. A proxy's part and the
+    direct one partly cancel: 32 eps.
     """
-    norm = layer(groups=groups, apply_act=apply_act).to(device, dtype)
-    x = inputs(5, 1).to(device, dtype).requires_grad_()
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    norm = layer(kind, apply_act).to(device, dtype).train(training)
+    x = inputs(2 if kind.startswith("proxy") else 5).to(device, dtype).requires_grad_()
+    upstream = (torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) + 0.5).to(device, dtype)
+    leaves = leaves_of(norm, x)
+    formula(norm, *leaves).backward(upstream.double().cpu())
     norm(x).backward(upstream)
-
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, norm.weight, norm.bias)]
-    grouped = leaves[0].view(3, groups, -1)
-    centred = grouped - grouped.mean(2, keepdim=True)
-    y = (centred / (centred.square().mean(2, keepdim=True) + 1e-3).sqrt()).view(x.shape)
-    y = y * leaves[1].view(-1, 1, 1) + leaves[2].view(-1, 1, 1)
-    (y * y.sigmoid() if apply_act else y).backward(upstream.double())
-    for actual, leaf in zip((x.grad, norm.weight.grad, norm.bias.grad), leaves):
-        assert actual.dtype == dtype
-        difference = (actual.double() - leaf.grad).abs().max() / leaf.grad.abs().max()
-        assert difference < 8 * torch.finfo(dtype).eps
+    for actual, leaf in zip((x, *(getattr(norm, name) for name in LEARNT if hasattr(norm, name))), leaves):
+        assert actual.grad.dtype == dtype
+        difference = (actual.grad.double().cpu() - leaf.grad).abs().max() / leaf.grad.abs().max()
+        assert difference < (32 if kind.startswith("proxy") else 8) * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_epsilon_is_added_to_the_variance(device):
     """A constant image has no variance: it becomes the bias, and tiny ones stay tiny below sqrt(eps)."""
-    norm = layer(apply_act=False).double().to(device)
-    flat = torch.full((1, 24, 4, 4), 7.0, dtype=torch.float64, device=device)
-    expected = norm.bias.view(1, -1, 1, 1).expand(1, 24, 4, 4)
+    norm = layer("group", apply_act=False).double().to(device)
+    flat = torch.full((1, CHANNELS, 4, 4), 7.0, dtype=torch.float64, device=device)
+    expected = norm.bias.view(1, -1, 1, 1).expand(1, CHANNELS, 4, 4)
     torch.testing.assert_close(norm(flat), expected, rtol=0, atol=1e-12)
     signs = flat / 7 * 1e-3 * torch.tensor([1.0, -1.0], device=device).repeat(8).view(4, 4)
     expected = expected + norm.weight.view(-1, 1, 1) * signs / (1e-6 + 1e-3) ** 0.5
     torch.testing.assert_close(norm(signs), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_images_and_groups_do_not_see_each_other(device):
-    norm = layer().to(device)
-    x = inputs(0, 1).float().to(device)
+@pytest.mark.parametrize("kind", ["group", "layer", "proxy"])
+def test_images_and_groups_do_not_see_each_other(kind, device):
+    """Alone, an image is vectorised in other places: equal to a few units of rounding, of values up to 20."""
+    norm = layer(kind).to(device)
+    x = inputs().float().to(device)
+    torch.testing.assert_close(norm(x[1:2]), norm(x)[1:2], rtol=1e-6, atol=1e-5)
     changed = x.clone()
-    changed[1, 6:12] = 3 * changed[1, 6:12] + torch.randn(6, 19, 17).to(device)
+    first, last = (0, CHANNELS) if kind == "layer" else (6, 12)
+    changed[1, first:last] = 3 * changed[1, first:last] + torch.randn(last - first, 9, 7).to(device)
     before, after = norm(x), norm(changed)
-    same = torch.ones(3, 24, dtype=torch.bool)
-    same[1, 6:12] = False
+    same = torch.ones(3, CHANNELS, dtype=torch.bool)
+    same[1, first:last] = False
     assert torch.equal(before[same], after[same])
     assert not (before[~same] == after[~same]).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_input_is_left_as_it_was(device):
-    """SiLU works in place on the output of the normalisation, not on its input."""
-    x = inputs(0, 1).float().to(device)
-    copy = x.clone()
-    layer().to(device)(x)
-    assert torch.equal(x, copy)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_without_a_bias_there_is_none(device):
-    """What stands in a model with proxy normalisation where no activation follows. One rounding of eps, twice."""
-    norm = layer(apply_act=False, shift=False).to(device)
+    """As in a model with proxy normalisation where no activation follows. One rounding of eps, twice."""
+    norm, plain = (GroupNormAct(CHANNELS, 4, EPS, False, shift).to(device) for shift in (False, True))
     assert list(norm.state_dict()) == ["weight"]
-    x = inputs(3, 1).float().to(device)
-    expected = closed_form(x, norm.weight, torch.zeros(24), 4, 1e-3, False)
-    assert np.abs(norm(x).detach().cpu().numpy() - expected).max() < 1e-5
+    x = inputs(3).float().to(device)
+    torch.testing.assert_close(norm(x), plain(x), rtol=0, atol=1e-5)
+
+
+# Batch normalisation.
+
+
+@every_dtype
+def test_running_statistics_after_several_micro_batches(dtype, device):
+    """An exponential average of each micro batch's mean and unbiased variance, from what was there before. Float32
+    in every dtype: five averages, each rounded to 2**-24 of values up to 100; a half-precision average would be
+    off by a hundred times the tolerance."""
+    norm = layer("batch").to(device, dtype)
+    mean, variance = (values.double().cpu().numpy() for values in (norm.running_mean, norm.running_var))
+    for seed, size in enumerate((9, 9, 5, 2, 9)):
+        x = inputs(mean=30, std=2, seed=seed, shape=(2, CHANNELS, size, 7)).to(device, dtype)
+        norm(x)
+        values = x.double().cpu().numpy()
+        mean = (1 - MOMENTUM) * mean + MOMENTUM * values.mean((0, 2, 3))
+        variance = (1 - MOMENTUM) * variance + MOMENTUM * values.var((0, 2, 3), ddof=1)
+    for actual, expected in ((norm.running_mean, mean), (norm.running_var, variance)):
+        assert actual.dtype == torch.float32
+        np.testing.assert_allclose(actual.double().cpu().numpy(), expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
+def test_batch_normalisation_is_timms_layer(apply_act, device):
+    """The same kernel with the same arguments: equality is bitwise, of outputs, gradients and statistics."""
+    ours = layer("batch", apply_act).to(device)
+    theirs = BatchNormAct2d(CHANNELS, eps=EPS, momentum=MOMENTUM, apply_act=apply_act, act_layer=nn.SiLU).to(device)
+    assert set(theirs.state_dict()) - set(ours.state_dict()) == {"num_batches_tracked"}
+    theirs.load_state_dict({**theirs.state_dict(), **ours.state_dict()})
+    for seed in range(3):
+        x = inputs(seed=seed).float().to(device)
+        first, second = ours(x), theirs(x)
+        assert torch.equal(first, second)
+        first.square().sum().backward()
+        second.square().sum().backward()
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
+    gradients = dict(theirs.named_parameters())
+    assert all(torch.equal(value.grad, gradients[key].grad) for key, value in ours.named_parameters())
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
+def test_one_value_per_channel_has_no_variance():
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer("batch")(torch.zeros(1, CHANNELS, 1, 1))
+    assert layer("batch").eval()(torch.zeros(1, CHANNELS, 1, 1)).isfinite().all()
+
+
+# What a change of dtype or device leaves.
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda norm, dtype: norm.to(dtype),
+        lambda norm, dtype: norm.to(dtype).to(torch.device("cpu"), non_blocking=True),
+        lambda norm, dtype: norm.double().to(dtype).cpu(),
+        lambda norm, dtype: copy.deepcopy(norm.half().type(dtype)).share_memory(),
+        lambda norm, dtype: nn.Sequential(norm, nn.Conv2d(CHANNELS, 1, 1)).to(dtype)[0],
+    ],
+)
+@pytest.mark.parametrize("kind", ["batch", "proxy"])
+def test_buffers_stay_float32_when_the_model_becomes_half(kind, move, dtype):
+    """Bit for bit, in either direction: 1 + 2**-20 has no place in half precision. The state dict of a proxy holds what
+    is learnt and nothing else."""
+    fresh = layer(kind)
+    next(fresh.buffers()).view(-1)[0] = 1 + 2**-20
+    expected = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
+    norm = move(fresh, dtype)
+    assert {parameter.dtype for parameter in norm.parameters()} == {dtype}
+    assert norm(inputs().to(dtype)).dtype == dtype
+    if kind == "proxy":
+        assert {values.dtype for values in norm.moments()} == {torch.float32}
+        assert list(norm.state_dict()) == LEARNT
+    else:
+        norm.load_state_dict({**norm.state_dict(), **expected})
+    for name, buffer in move(norm, dtype).named_buffers():
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, expected[name])
+
+
+@pytest.mark.parametrize("kind", ["batch", "proxy"])
+def test_float64_is_kept_and_the_meta_device_taken(kind):
+    norm = layer(kind).double()
+    assert {value.dtype for value in (*norm.parameters(), *norm.buffers())} == {torch.float64}
+    assert norm(inputs()).dtype == torch.float64
+    with torch.device("meta"):
+        norm = MAKERS[kind](True).half()
+    assert {(value.device.type, value.dtype) for value in norm.buffers()} == {("meta", torch.float32)}
+    x = torch.zeros(2, CHANNELS, 3, 3, device="meta", dtype=torch.float16)
+    assert (norm(x).shape, norm(x).dtype) == (x.shape, x.dtype)
+    if kind == "batch":
+        norm = norm.to_empty(device="cpu")
+        norm.load_state_dict(layer(kind).state_dict())
+        assert torch.equal(norm.running_var, layer(kind).running_var)
+
+
+# Proxy normalisation.
+
+
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.5, 2e-6), (1, 4e-6), (2, 2e-5), (3, 5e-4)])
+def test_moments_are_the_integrals(spread, tolerance):
+    """Of a SiLU that sees a Gaussian of standard deviation `spread`. Up to 1, float32 rounds more than the
+    quadrature, some eps; from there the error of 32 nodes grows, and is a tenth of what 200 quantiles leave at 3.
+    Relative to the standard deviation, which is the unit of the output."""
+    cases = torch.tensor(list(itertools.product((-3.0, -1.0, 0.0, 1.0, 3.0), (0.6, 1.0, 1.3), (-1.0, 0.0, 0.5))))
+    norm = ProxyNormAct(len(cases), 1, EPS, PROXY_EPS)
+    with torch.no_grad():
+        norm.bias.copy_(cases[:, 0])
+        norm.proxy_scale.copy_(cases[:, 1] - 1)
+        norm.proxy_shift.copy_(cases[:, 2])
+        norm.weight.copy_(spread / cases[:, 1])
+        actual_mean, actual_variance = norm.moments()
+        mean, variance = moments(*(getattr(norm, name).double() for name in LEARNT))
+    assert actual_mean.dtype == actual_variance.dtype == torch.float32
+    deviation = (variance + PROXY_EPS).sqrt()
+    assert ((actual_mean.double() - mean) / deviation).abs().max() < tolerance
+    assert ((actual_variance.double() + PROXY_EPS).sqrt() / deviation - 1).abs().max() < tolerance
+
+
+def test_gaussian_channels_come_out_centred_and_scaled(device):
+    """From the start, where SiLU of a standard Gaussian has mean 0.2066 and variance v = 0.3131 (integrals to four
+    digits), the output has mean 0 and variance v / (v + 0.03); 80,000 values of each channel are off by five standard
+    errors, 0.02, at most."""
+    norm = ProxyNormAct(4, 1, EPS, PROXY_EPS).to(device)
+    starts = {name: set(parameter.tolist()) for name, parameter in norm.named_parameters()}
+    assert starts == {"weight": {1.0}, "bias": {0.0}, "proxy_shift": {0.0}, "proxy_scale": {0.0}}
+    for values, known in zip(norm.moments(), (0.2066, 0.3131)):
+        assert values.tolist() == pytest.approx([known] * 4, abs=5e-5)
+    x = torch.randn(5, 4, 126, 127, generator=torch.Generator().manual_seed(3)).to(device)
+    output = norm(x).detach().double()
+    assert output.mean((0, 2, 3)).abs().max() < 0.02
+    assert (output.var((0, 2, 3)) - 0.3131 / 0.3431).abs().max() < 0.06
+    assert torch.nn.functional.silu(x).mean((0, 2, 3)).min() > 0.19
+
+
+def test_float16_gradients_do_not_overflow_where_they_fit(device):
+    """The gradient of a channel's subtracted mean is a sum over pixels: here 4 x 20 x 20 x 100 = 160,000, beyond
+    float16's 65,504; the parameter's own is a twentieth of it."""
+    norm = ProxyNormAct(CHANNELS, 1, EPS, PROXY_EPS)
+    torch.nn.init.constant_(norm.weight, 0.05)
+    norm = norm.to(device, torch.float16)
+    x = inputs(shape=(4, CHANNELS, 20, 20)).to(device, torch.float16)
+    norm(x).backward(torch.full_like(x, 100))
+    for name in ("proxy_shift", "proxy_scale"):
+        assert getattr(norm, name).grad.isfinite().all()
+    assert norm.proxy_shift.grad.abs().min() > 1000
