@@ -1,5 +1,7 @@
 """Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in Triton's interpreter."""
 
+import itertools
+
 import pytest
 import torch
 from timm.layers import Conv2dSame, create_conv2d
@@ -11,7 +13,6 @@ pytest.importorskip("triton")
 
 from models.kernels import group_conv
 from models.kernels.group_conv import FusedGroupConv2d, replaces
-from tests import gpu_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -199,21 +200,18 @@ def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     assert torch.equal({"input": x, "weight": conv.weight}[wanted].grad, expected[wanted])
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted():
+def test_a_second_derivative_other_dtypes_and_channels_are_refused():
+    """And nothing is kept where no gradient is wanted."""
+    fused, x = FusedGroupConv2d.of(convolution()), images((1, 32, 4, 4)).requires_grad_()
     with torch.no_grad():
-        assert FusedGroupConv2d.of(convolution())(images((1, 32, 4, 4)).requires_grad_()).grad_fn is None
-
-
-def test_a_second_derivative_is_refused():
-    x = images((1, 32, 4, 4)).requires_grad_()
-    (gradient,) = torch.autograd.grad(FusedGroupConv2d.of(convolution())(x).square().sum(), x, create_graph=True)
+        assert fused(x).grad_fn is None
+    (gradient,) = torch.autograd.grad(fused(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-def test_another_dtype_is_refused():
     with pytest.raises(AssertionError, match=r"input torch\.float32, weights torch\.float16"):
-        FusedGroupConv2d.of(convolution(dtype=torch.float16))(images((1, 32, 4, 4)))
+        FusedGroupConv2d.of(convolution(dtype=torch.float16))(x)
+    with pytest.raises(AssertionError, match="48 channels, not 32"):
+        fused(images((1, 48, 4, 4)))
 
 
 @every_stride
@@ -234,48 +232,28 @@ def test_the_parameter_is_shared(stride):
 
 
 def test_what_the_kernels_take():
-    for padding in ("same", "torch"):
-        for kernel in (3, 5):
-            for stride in (1, 2):
-                assert replaces(convolution(kernel, stride, padding))
+    for padding, kernel, stride in itertools.product(("same", "torch"), (3, 5), (1, 2)):
+        assert replaces(convolution(kernel, stride, padding))
     assert replaces(convolution(channels=64, group=32))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"groups": 32},
-        {"groups": 4},
-        {"groups": 1},
-        {"bias": True},
-        {"dilation": 2, "padding": 2},
-        {"kernel_size": 1, "padding": 0},
-        {"kernel_size": 7, "padding": 3},
-        {"kernel_size": (3, 5)},
-        {"kernel_size": 5},
-        {"padding": 0},
-        {"padding": (1, 0)},
-        {"padding": "same"},
-        {"padding_mode": "reflect"},
-        {"stride": 3},
-        {"stride": (1, 2)},
-        {"out_channels": 64},
-    ],
-    ids=str,
-)
-def test_what_the_kernels_do_not_take(other):
+def test_what_the_kernels_do_not_take():
     """Depthwise, groups of 8, dense, ..."""
     taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
     assert replaces(nn.Conv2d(**taken))
-    assert not replaces(nn.Conv2d(**{**taken, **other}))
+    for other in (
+        *({"groups": 32}, {"groups": 4}, {"groups": 1}, {"bias": True}, {"out_channels": 64}),
+        *({"dilation": 2, "padding": 2}, {"stride": 3}, {"stride": (1, 2)}, {"padding_mode": "reflect"}),
+        *({"kernel_size": 1, "padding": 0}, {"kernel_size": 7, "padding": 3}, {"kernel_size": (3, 5)}),
+        *({"kernel_size": 5}, {"padding": 0}, {"padding": (1, 0)}, {"padding": "same"}),
+    ):
+        assert not replaces(nn.Conv2d(**{**taken, **other})), other
 
-
-def test_other_modules_are_not_taken():
     class Other(nn.Conv2d):
         """It may compute anything."""
 
-    assert not replaces(Other(32, 32, 3, padding=1, groups=2, bias=False))
-    assert not replaces(nn.ConvTranspose2d(32, 32, 3, padding=1, groups=2, bias=False))
+    assert not replaces(Other(**taken))
+    assert not replaces(nn.ConvTranspose2d(**taken))
     assert not replaces(Conv2dSame(32, 32, 3, dilation=2, groups=2, bias=False))
 
 
@@ -304,40 +282,3 @@ def test_more_elements_than_32_bits_can_count(form):
     assert x.numel() > 2**31
     with torch.no_grad():
         assert torch.equal(conv(x)[-1:], conv(last))
-
-
-def test_another_number_of_channels_is_refused():
-    fused = FusedGroupConv2d.of(nn.Conv2d(32, 32, 3, padding=1, groups=2, bias=False))
-    with pytest.raises(AssertionError, match="48 channels, not 32"):
-        fused(torch.zeros(1, 48, 4, 4))
-
-
-_COMPILE = """
-import torch
-from models.kernels import group_conv
-from tests.gpu_compiler import assembly
-
-for form, kernel, stride in ((torch.contiguous_format, 3, 2), (torch.channels_last, 5, 1)):
-    x = torch.zeros(2, 32, 8, 6, dtype=torch.float16).contiguous(memory_format=form)
-    weight = torch.zeros(32, 16, kernel, kernel, dtype=torch.float16)
-    launches = group_conv._Launches(x, weight, stride, True)
-    dy = x[:, :, ::stride, ::stride].contiguous(memory_format=form)
-
-    def work():
-        launches.output(x, weight)
-        launches.input_gradient(dy, weight)
-        launches.weight_gradient(x, dy)
-
-    for made in assembly(group_conv, work).values():
-        wide = "ld.global.v4.b32" in made
-        print("mma" in made and "atom" not in made and wide == (form is torch.channels_last))
-"""
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels")
-def test_kernels_compile_for_a_gpu(tmp_path):
-    """The interpreter runs what the compiler refuses.
-
-    They use tensor cores and no atomics, and where channels lie together they load 16 bytes at a time.
-    """
-    assert gpu_compiler.run(_COMPILE, tmp_path).split() == ["True"] * 6
