@@ -46,14 +46,15 @@ CHANNEL_DIVISOR = 8
 SQUEEZE = 0.25  # of a block's input channels, in squeeze and excitation
 
 _STATISTICS = 2  # float32 numbers that a normalisation keeps of each group or channel
+_PROXY = 98  # and a proxy of each channel: three at each of its 32 points, mean and variance
 
 
 class BlockShape(NamedTuple):
     """What one block is, for one image.
 
     multiply_adds: of the forward pass, convolutions and linear layers. vectors: those of the parameters that are
-    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass, but
-    not what batch and proxy normalisation keep of a micro batch as a whole. output: elements for the next block.
+    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass. output:
+    elements for the next block. saved_once: float32 numbers that batch and proxy normalisation keep of a micro batch.
     """
 
     multiply_adds: int
@@ -61,6 +62,7 @@ class BlockShape(NamedTuple):
     vectors: int
     saved: int
     output: int
+    saved_once: int = 0
 
 
 def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
@@ -116,7 +118,7 @@ def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str,
         name: BlockCost(
             micro * shape.multiply_adds,
             micro * shape.multiply_adds * _BACKWARD,
-            micro * shape.saved * itemsize,
+            micro * shape.saved * itemsize + 4 * shape.saved_once,
             micro * shape.output * itemsize,
             shape.parameters,
         )
@@ -147,7 +149,7 @@ class _Layers:
 
     def __init__(self, model: Model):
         self._model = model
-        self._multiply_adds = self._matrices = self._vectors = self._saved = 0
+        self._multiply_adds = self._matrices = self._vectors = self._saved = self._once = 0
 
     def convolution(
         self, channels: int, filters: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1
@@ -168,7 +170,10 @@ class _Layers:
         proxy = model.proxy_norm and activated
         self._vectors += channels * ((4 if proxy else 2) - (model.proxy_norm and not activated))
         self._saved += channels * size**2 * (1 + activated + proxy)
-        if model.norm != "batch":  # whose statistics are of the micro batch
+        self._once += _PROXY * channels * proxy
+        if model.norm == "batch":
+            self._once += _STATISTICS * channels
+        else:
             self._saved += _STATISTICS * (1 if model.norm == "layer" else model.norm_groups)
 
     def squeeze(self, channels: int, reduced: int, size: int) -> None:
@@ -192,4 +197,5 @@ class _Layers:
     def block(self, channels: int, size: int) -> BlockShape:
         """All of it, with an output of [channels, size, size]."""
         parameters = self._matrices + self._vectors
-        return BlockShape(self._multiply_adds, parameters, self._vectors, int(self._saved), channels * size**2)
+        saved = int(self._saved)
+        return BlockShape(self._multiply_adds, parameters, self._vectors, saved, channels * size**2, self._once)

@@ -164,23 +164,19 @@ def test_of_what_several_processes_measure_the_median_counts():
     ids=["b4", "layer, torch padding", "no draws", "b0", "b7", "depthwise batch", "proxy"],
 )
 def test_counted_bytes_and_parameters_are_those_of_the_modules(sections, image_size):
-    """To the last element. What is kept is the difference that two images more make: batch and proxy normalisation
-    keep something of a micro batch as a whole besides."""
+    """To the last element."""
     model = Model(**sections)
     modules = build(model, seed=0)
-    fewer, more = (measure(modules, random_images(micro, image_size), repetitions=1) for micro in (2, 4))
-    counted = shapes.costs(model, image_size, micro=2, itemsize=4)
     found = shapes.blocks(model, image_size)
-    assert list(found) == list(counted) == list(fewer) == modules.names
+    for micro in (2, 3):
+        measured = measure(modules, random_images(micro, image_size), repetitions=1)
+        counted = shapes.costs(model, image_size, micro, itemsize=4)
+        assert list(counted) == list(measured) == modules.names
+        for name, cost in counted.items():
+            assert cost[3:] == measured[name][3:], name
+            assert OLD or cost.saved == measured[name].saved, name
     for name, shape in found.items():
-        assert counted[name].output == fewer[name].output, name
-        assert counted[name].parameters == fewer[name].parameters, name
         assert sum(each.numel() for each in modules.block(name).parameters() if each.dim() == 1) == shape.vectors, name
-        if OLD:
-            continue
-        assert more[name].saved - fewer[name].saved == counted[name].saved == 4 * 2 * shape.saved, name
-        if sections.get("norm") != "batch" and not sections.get("proxy_norm"):
-            assert fewer[name].saved == counted[name].saved, name
 
 
 @pytest.mark.parametrize(
