@@ -53,8 +53,8 @@ class BlockShape(NamedTuple):
     """What one block is, for one image.
 
     multiply_adds: of the forward pass, convolutions and linear layers. vectors: those of the parameters that are
-    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass. output:
-    elements for the next block. saved_once: float32 numbers that batch and proxy normalisation keep of a micro batch.
+    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass.
+    output: elements for the next block. saved_once: float32 numbers that normalisation keeps of a micro batch.
     """
 
     multiply_adds: int

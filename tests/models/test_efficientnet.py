@@ -17,7 +17,6 @@ from models.normalization import NORMS, BatchNormAct, GroupNormAct, ProxyNormAct
 from models.shapes import groups_of
 from recipe.config import Model
 from recipe.errors import ConfigError
-from recipe.network import SCALES
 
 
 def on_meta(**sections):
