@@ -1,7 +1,5 @@
 """The arithmetic of a run against the published tables, and against division done by hand."""
 
-import random
-
 import pytest
 
 from data.sources import DigitsSource
@@ -70,21 +68,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
     assert str(caught.value) == "batch.global 5 is not a multiple of 3 micro x 2 replicas = 6; nearest: 6"
     with pytest.raises(ConfigError, match="3 micro x 1 replica = 3; nearest: 3 or 6"):
         divide(recipe(4))
-
-
-def test_what_divides_is_whole_and_what_is_proposed_divides():
-    draw = random.Random(0)
-    for _ in range(300):
-        size, micro, replicas = draw.randrange(1, 500), draw.randrange(1, 9), draw.randrange(1, 9)
-        try:
-            made = divide(recipe(size, micro), replicas)
-            assert made.micro * made.accumulation * made.replicas == made.global_ == size
-        except ConfigError as error:
-            assert any(size != micro * replicas * whole for whole in range(size + 1))
-            nearest = [int(number) for number in str(error).rpartition(": ")[2].split(" or ")]
-            assert all(divide(recipe(proposal, micro), replicas).global_ == proposal for proposal in nearest)
-            below, above = [0, *nearest][-2:]
-            assert below < size < above == below + micro * replicas
 
 
 def test_lengths_of_the_published_run():

@@ -19,17 +19,33 @@ def recipe(*overrides):
         (("exchange.density_warmup=[0.1]",), "density_warmup goes with method topk or gtopk, not dense"),
         (("exchange.method=half", "exchange.dense_1d=true"), "dense_1d goes with method topk or gtopk, not half"),
         (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),
-        (("exchange.method=half", "exchange.wire=float32"), "use dense"),
-        (("exchange.method=gtopk", "exchange.wire=bfloat16"), "give wire=float16"),
+        (("exchange.method=half", "exchange.wire=float32"), "must be 'float16' or 'bfloat16'"),
+        (("exchange.method=gtopk", "exchange.wire=bfloat16"), "must be 'float32' or 'float16'"),
         (("exchange.method=gtopk", "exchange.factor_masking=true"), "momentum_correction=true"),
         (("exchange.method=gtopk", "exchange.density=0"), "exchange.density"),
         (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
         (("exchange.delay=-1",), "exchange.delay"),
+        (("exchange.conserve=7",), "exchange.conserve"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
     with pytest.raises(ConfigError, match=complaint):
         recipe(*overrides)
+
+
+def test_keys_that_only_say_how_another_method_sends_are_ignored():
+    plain = recipe("exchange.density=0.01")
+    assert recipe("exchange.density=0.01", "exchange.pattern=butterfly", "exchange.wire=float16") == plain
+    assert recipe("exchange.dense_1d=false", "exchange.density_warmup=[]", "exchange.density=0.01") == plain
+
+
+def test_a_section_becomes_that_of_another_method():
+    own = recipe("exchange.method=topk", "exchange.dense_1d=true", "exchange.density=0.01", "exchange.delay=2").exchange
+    assert own.to("gtopk", pattern="butterfly").model_dump(include={"method", "dense_1d", "density", "pattern"}) == {
+        "method": "gtopk", "dense_1d": True, "density": 0.01, "pattern": "butterfly",
+    }  # fmt: skip
+    assert own.refused_by("dense") == {"dense_1d": False} and own.refused_by("gtopk") == {}
+    assert own.to("dense") == recipe("exchange.density=0.01", "exchange.delay=2").exchange
 
 
 CORRECTED = ("exchange.method=gtopk", "exchange.momentum_correction=true")
@@ -70,18 +86,11 @@ def test_densities_by_step():
     assert recipe("exchange.method=topk").exchange.density_at(0, None) == 0.001  # an engine that does not train
 
 
-def test_what_travels():
-    assert recipe().exchange.sent == "float32"
-    assert recipe("exchange.method=half").exchange.sent == "float16"
-    assert recipe("exchange.method=half", "exchange.wire=bfloat16").exchange.sent == "bfloat16"
-    assert recipe("exchange.method=gtopk").exchange.sent == "float32"
-    assert recipe("exchange.method=topk", "exchange.wire=float16").exchange.sent == "float16"
-
-
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
         (("exchange.method=half",), "exchange half (float16), order fast"),
+        (("exchange.method=half", "exchange.wire=bfloat16"), "exchange half (bfloat16), order fast"),
         (("exchange.order=tree", "exchange.delay=1"), "exchange dense, order tree, gradients 1 step late"),
         (("exchange.method=topk", "exchange.wire=float16"), "exchange topk (float16), density 0.001"),
         (

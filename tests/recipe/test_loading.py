@@ -1,8 +1,6 @@
 """From files and overrides to a recipe: what is read, what wins, and that every refusal is one useful line."""
 
-import copy
 import os
-import random
 import subprocess
 import sys
 import tracemalloc
@@ -120,42 +118,15 @@ def test_several_faults_are_counted(write):
 
 
 def test_scalars_are_those_of_yaml_1_2():
-    """PyYAML's own reading, of YAML 1.1, in the comments."""
+    """Where YAML 1.1, as PyYAML reads it, has texts for 1e-5, booleans for on and no, 8 for 010, and dates."""
     for text, value in (
-        ("1e-5", 1e-5),  # '1e-5'
-        ("5e-05", 5e-5),  # '5e-05'
-        ("1E+3", 1000.0),  # '1E+3'
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("-.5e1", -5.0),  # '-.5e1'
-        ("010", 10),  # 8
-        ("-007", -7),
-        ("0", 0),
-        ("+1", 1),
-        ("on", "on"),  # True
-        ("no", "no"),  # False
-        ("yes", "yes"),  # True
-        ("Off", "Off"),  # False
-        ("True", "True"),  # True
-        ("true", True),
-        ("false", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("1_000", "1_000"),  # 1000
-        ("0x1F", "0x1F"),  # 31
-        ("0b1", "0b1"),  # 1
-        ("1:30", "1:30"),  # 90
-        ("2026-01-31", "2026-01-31"),  # a date
-        (".inf", ".inf"),  # infinity
-        ("=", "="),
-        (".", "."),
-        ("e5", "e5"),
-        ("1e", "1e"),
-        ("'1e-5'", "1e-5"),
-        ("[1e-5, 010, no]", [1e-5, 10, "no"]),
-        ("{on: 1e-5, <<: {a: 010}}", {"on": 1e-5, "<<": {"a": 10}}),
-    ):
+("1e-5", 1e-5), ("5e-05", 5e-5), ("1E+3", 1000.0), (".5", 0.5), ("1.", 1.0), ("-.5e1", -5.0), ("010", 10),
+        ("-007", -7), ("0", 0), ("+1", 1), ("on", "on"), ("no", "no"), ("yes", "yes"), ("Off", "Off"),
+        ("True", "True"), ("true", True), ("false", False), ("null", None), ("~", None), ("", None),
+        ("1_000", "1_000"), ("0x1F", "0x1F"), ("0b1", "0b1"), ("1:30", "1:30"), ("2026-01-31", "2026-01-31"),
+        (".inf", ".inf"), ("=", "="), (".", "."), ("e5", "e5"), ("1e", "1e"), ("'1e-5'", "1e-5"),
+        ("[1e-5, 010, no]", [1e-5, 10, "no"]), ("{on: 1e-5, <<: {a: 010}}", {"on": 1e-5, "<<": {"a": 10}}),
+    ):  # fmt: skip
         found = parse_yaml(text, "here")
         assert (found, type(found)) == (value, type(value)), text
     whole = 10**299
@@ -418,80 +389,15 @@ def test_dumps_read_alike_in_yaml_1_1(write):
     assert yaml.safe_load(dump(recipe)) == parse_yaml(dump(recipe), "here")
 
 
-FRAGMENTS = (
-    "{", "}", "[", "]", ":", ",", "&a", "*a", "!!int", "!!set", "!x", "|", ">", "-", "#", "'", '"', "?", "%", "@", "`",
-    "\t", "\n", "\n  ", "\r", "\x00", "\x85", "\u2028", "\ufeff", "\ud800", "null", "~", "1e999", "-1", "0", "010",
-    "1e-5", "true", "on", "<<", "extends: ", "extends: mine.yaml\n", "run:", "x" * 300, "9" * 400, "{a: {b: {c: 1}}}",
-    "[[1], {2: 3}]", "---\n", "...\n", '"\\0"', '"\\uD800"', "=",
-)  # fmt: skip
-
-
-def test_whatever_is_written_loads_or_is_refused_in_one_line(write):
-    """Mutations of a dump: keys renamed, moved and dropped, values swapped, text cut, doubled and littered.
-
-    A traceback of any other kind fails the test. The counts prove that the mutations are neither all
-    harmless nor all fatal, and that they reach behind the YAML parser.
-    """
-    draw = random.Random(20240229)
-    original = dump(load(ROOT / "configs" / "quickstart.yaml"))
-    parsed = parse_yaml(original, "here")
-    counts = {"loaded": 0, "yaml": 0, "recipe": 0}
-    for _ in range(300):
-        sections = copy.deepcopy(parsed)
-        text, overrides = original, []
-        for _ in range(draw.choice((1, 1, 2, 4))):
-            kind = draw.randrange(6)
-            section = draw.choice(list(sections))
-            content = sections[section] if isinstance(sections[section], dict) else {}
-            key = draw.choice([*content, "x"])
-            if kind == 0:
-                overrides.append(f"{section}.{key}={draw.choice([*FRAGMENTS, *map(str, VALUES)])}")
-            elif kind == 1:
-                overrides.append("".join(draw.choice([section, key, ".", "=", *FRAGMENTS]) for _ in range(3)))
-            elif kind == 2:
-                content[key] = draw.choice(VALUES)
-            elif kind == 3:
-                target = draw.choice([sections, content])
-                target[draw.choice(["x", "a\nb", "global_", "1e5", section + "s"])] = draw.choice([content, None, 5])
-            elif kind == 4:
-                sections.pop(section) if draw.random() < 0.3 else content.pop(key, None)
-            if kind < 5:
-                text = yaml.safe_dump(sections, sort_keys=False)
-            else:
-                start = draw.randrange(len(text))
-                stop = start + draw.choice((0, 0, 1, 20))
-                text = text[:start] + draw.choice(["", text[start:stop], *FRAGMENTS]) + text[stop:]
-            sections = sections or {"run": {}}
-        path = write("")
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        try:
-            recipe = load(path, overrides)
-        except ConfigError as error:
-            assert len(str(error).splitlines()) == 1
-            assert str(error).startswith((f"{path}:", "command line:"))
-            counts["yaml" if "not valid YAML" in str(error) else "recipe"] += 1
-        else:
-            assert load(write(dump(recipe))) == recipe
-            counts["loaded"] += 1
-    assert min(counts.values()) > 10, counts
-
-
 def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):
-    """Importing torch takes seconds; a typing error should cost a fraction of one."""
+    """Importing torch takes seconds; a typing error should cost a fraction of one. No file of the room needs it."""
     path = write(SMALLEST + "optimizer: {momentun: 0.9}")
+    modules = sorted(path.stem for path in (ROOT / "recipe").glob("*.py") if path.stem != "__init__")
     code = (
-        "import sys, train\n"
+        f"import sys, train, {', '.join(f'recipe.{name}' for name in modules)}\n"
         f"code = train.main(['--config', {str(path)!r}])\n"
-        "loaded = sorted({'torch', 'numpy', 'timm', 'torchvision'} & set(sys.modules))\n"
-        "print(code, loaded)\n"
+        "print(code, sorted({'torch', 'numpy', 'timm', 'torchvision'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=str(ROOT), capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n"
     assert done.stderr == f"{path}: optimizer.momentun: unknown key; did you mean optimizer.momentum?\n"
-
-
-def test_the_whole_room_works_without_torch_and_numpy():
-    modules = sorted(path.stem for path in (ROOT / "recipe").glob("*.py") if path.stem != "__init__")
-    code = "import sys\n" + "".join(f"import recipe.{name}\n" for name in modules)
-    code += "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
-    subprocess.run([sys.executable, "-c", code], cwd=str(ROOT), check=True)

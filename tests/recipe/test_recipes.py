@@ -25,26 +25,16 @@ def test_the_promised_recipes_are_there():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_every_recipe_plans(path, capsys):
+def test_every_recipe_plans_and_opens_with_command_cost_and_origin(path, capsys):
+    """The command names this very file, and what it quotes is said to be published, expected or measured."""
     assert train.main(["--config", str(path), "--dry-run"]) == 0
     assert "learning rate" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_every_recipe_opens_with_command_cost_and_origin(path):
-    """The command names this very file, and what it quotes is said to be published, expected or measured."""
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines()), "a recipe opens with its comment"
     if path.stem not in ("b4_g16", "pod"):  # bases of others
         assert f"--config {path.relative_to(ROOT)}" in head
-    assert re.search("Published|Expected|measured here", head)
-    assert re.search("[Mm]easured", head)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_a_recipe_is_named_after_its_file(path):
-    """So no two recipes train into the same run folder by default."""
-    assert load(path).run.name == path.stem
+    assert re.search("Published|Expected|measured here", head) and re.search("[Mm]easured", head)
+    assert load(path).run.name == path.stem, "no two recipes train into the same run folder by default"
 
 
 @pytest.mark.parametrize(("name", "replicas"), PODS.items())

@@ -23,34 +23,22 @@ def given(monkeypatch):
     return give
 
 
-@pytest.mark.parametrize(("number", "stages"), [(None, 1), (1, 1), (2, 2), (4, 4)])
-def test_auto_takes_what_the_launcher_gives_and_else_one(given, number, stages):
+@pytest.mark.parametrize(
+    ("number", "stages", "split"), [(None, 1, None), (1, 1, None), (2, 2, ["blocks.3.0"]), (4, 4, None)]
+)
+def test_auto_takes_what_the_launcher_gives_and_else_one(given, number, stages, split):
+    """The recipe's one cut, which is for two stages, gives way where there are others."""
     given(number)
-    recipe = load(POD256, ["parallel.stages=auto"])
-    assert recipe.parallel.stages == stages and type(recipe.parallel.stages) is int
+    parallel = load(POD256, ["parallel.stages=auto"]).parallel
+    assert parallel.stages == stages and type(parallel.stages) is int and parallel.split == split
 
 
-@pytest.mark.parametrize(("number", "split"), [(2, ["blocks.3.0"]), (4, None), (1, None)])
-def test_cuts_for_another_number_give_way(given, number, split):
-    """The recipe's one cut is for two stages."""
-    given(number)
-    assert load(POD256, ["parallel.stages=auto"]).parallel.split == split
-
-
-def test_cuts_of_a_written_number_do_not_give_way(given):
-    given(4)
-    with pytest.raises(ConfigError, match="split names 1 cut points but 4 stages need 3"):
-        load(POD256, ["parallel.stages=4"])
-
-
-def test_other_splits_stay(given):
-    given(4)
-    assert load(QUICKSTART, ["parallel.stages=auto", "parallel.split=counted"]).parallel.split == "counted"
-
-
-def test_a_written_number_wins_over_the_launcher(given):
+def test_what_is_written_does_not_give_way(given):
     given(4)
     assert load(POD256).parallel.stages == 2
+    assert load(QUICKSTART, ["parallel.stages=auto", "parallel.split=counted"]).parallel.split == "counted"
+    with pytest.raises(ConfigError, match="split names 1 cut points but 4 stages need 3"):
+        load(POD256, ["parallel.stages=4"])
 
 
 def test_what_was_resolved_stays_so_elsewhere(given):
@@ -69,14 +57,10 @@ def test_a_number_that_is_none_is_the_users_to_mend(given):
     load(QUICKSTART)
 
 
-def test_other_words_are_refused():
-    with pytest.raises(ConfigError, match="stages"):
-        load(QUICKSTART, ["parallel.stages=many"])
-    with pytest.raises(ConfigError, match="stages"):
-        load(QUICKSTART, ["parallel.stages=0"])
-
-
-def test_editors_accept_the_word_and_numbers_from_one():
+def test_auto_or_a_number_from_one_is_taken():
+    for word in ("many", "0"):
+        with pytest.raises(ConfigError, match="stages"):
+            load(QUICKSTART, [f"parallel.stages={word}"])
     node = Recipe.model_json_schema(by_alias=True)["$defs"]["Parallel"]["properties"]["stages"]
     assert node["anyOf"] == [{"const": "auto"}, {"type": "integer", "minimum": 1}]
     assert "type" not in node and "minimum" not in node
