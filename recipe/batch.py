@@ -163,9 +163,7 @@ def describe(recipe: Recipe) -> str:
     decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
     lines = [
         f"run        {recipe.run.name} -> {output_folder(recipe)}",
-        f"model      {model.name}, width {model.width:g}, depth {model.depth:g}, "
-        f"groups of {model.group_size} channels, expansion {model.expansion}, {model.image_size} px, "
-        f"{model.classes} classes",
+        f"model      {model.describe()}, {model.image_size} px, {model.classes} classes",
         f"batch      {batch.describe()}",
         *_describe_parallel(recipe),
         f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",

@@ -60,6 +60,10 @@ class Model(Kind):
         """Whether it normalises with statistics of a micro batch, of which it keeps running ones."""
         return False
 
+    def describe(self) -> str:
+        """The name and what matters of its size, for the plan."""
+        return self.name
+
 
 class EfficientNet(Model):
     """EfficientNet with group convolutions. Width, depth, resolution and dropout follow the name unless given."""
@@ -116,6 +120,12 @@ class EfficientNet(Model):
     @property
     def batch_statistics(self) -> bool:
         return self.norm == "batch"
+
+    def describe(self) -> str:
+        return (
+            f"{self.name}, width {self.width:g}, depth {self.depth:g}, groups of {self.group_size} channels, "
+            f"expansion {self.expansion}"
+        )
 
     def defaults(self) -> Dict[str, Any]:
         return {**super().defaults(), **SCALES[self.name]}
