@@ -26,9 +26,9 @@ class Run(Section):
     )
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = Field(
-        "auto", description="auto takes CUDA where there is one, else the CPU; IPUs are only taken by name"
+        "auto", description="auto takes CUDA if there is any, else the CPU; IPUs are used only if named"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="every draw of the run is a function of it")
+    seed: int = Field(0, ge=0, lt=2**63, description="every random draw of the run is a function of it")
     epochs: Optional[float] = Field(
         None, gt=0, le=1e6, description="length of the run in epochs (or give steps or images)"
     )
@@ -49,8 +49,8 @@ class Run(Section):
     loss_limit: float = Field(
         10.0,
         gt=1,
-        description="training loss, in multiples of that of guessing (ln classes), that ends the run as diverged when "
-        "it is exceeded in three lines of the log in a row",
+        description="the run ends as diverged when the training loss exceeds this multiple of the loss of guessing "
+        "(ln classes) in three consecutive lines of the log",
     )
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class Run(Section):
 
 
 class BatchSection(Section):
-    """Images per update, and per forward pass. Accumulation follows and is never written."""
+    """Images per update and per forward pass; accumulation follows from them."""
 
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
     micro: int = Field(3, gt=0, description="images per forward pass of one stage")
@@ -68,14 +68,17 @@ class BatchSection(Section):
 
 
 class Log(Parts):
-    """What is written down while training; each logger adds its keys."""
+    """What is recorded during training; each logger adds its keys."""
 
     every_steps: int = Field(
-        50, gt=0, description="updates between two lines of the log; only these wait for the device"
+        50, gt=0, description="updates between two lines of the log; only these updates wait for the device"
     )
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
     trace: int = Field(
-        0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is drawn and written"
+        0,
+        ge=0,
+        le=1000,
+        description="number of updates, from the second of a session on, whose timeline is recorded and drawn",
     )
 
 
@@ -98,21 +101,23 @@ class MLflow(Log):
 
 
 class Evaluation(Section):
-    """When the validation images are scored. The last step always is."""
+    """When the validation images are scored, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, description="epochs between evaluations")
 
 
 class Checkpoint(Section):
-    """When the run is saved. The last step always is."""
+    """When the run is saved, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, le=1, description="epochs between checkpoints")
-    keep_last: int = Field(2, ge=2, description="newest checkpoints kept; two, so that a damaged one has a predecessor")
+    keep_last: int = Field(
+        2, ge=2, description="newest checkpoints that are kept; at least two, in case the newest is damaged"
+    )
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
 
 class Recipe(Section):
-    """Everything that a run is."""
+    """Everything about a run."""
 
     run: Run = Field(default_factory=Run)
     model: Model = Field(default_factory=Model)

@@ -21,7 +21,7 @@ def _or_launchers(schema: dict) -> None:
 
 
 class Parallel(Section):
-    """How the model is cut and copied. One process that is started alone runs all stages itself."""
+    """How the model is cut and copied. A single process runs all stages itself."""
 
     stages: int = Field(
         1,
@@ -48,7 +48,8 @@ class Parallel(Section):
     )
     recompute: Union[bool, List[str]] = Field(
         False,
-        description="compute activations again in the backward pass, do not keep them: true, false, or the blocks",
+        description="compute activations again in the backward pass instead of keeping them: true, false, or a list "
+        "of blocks",
         json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
     )
     replicas: Optional[int] = Field(
@@ -62,8 +63,8 @@ class Parallel(Section):
         300.0,
         ge=1,
         le=86_400,
-        description="seconds without a sign of life after which a rank counts as lost and the run ends: stopped, hung, "
-        "or its host gone (one that dies is noticed at once)",
+        description="seconds of silence after which a rank counts as lost (stopped, hung, or its host gone) and the "
+        "run ends; a rank that dies is noticed at once",
     )
 
     @field_validator("replicas", mode="before")

@@ -12,18 +12,19 @@ class EngineSection(Section):
 
     compile: bool = Field(
         False,
-        description="torch.compile before the first step: the model's blocks on GPUs, the update on CPUs, where the "
-        "model gains nothing; where there is no compiler a line says so and nothing is compiled",
+        description="run torch.compile before the first step: on the model's blocks on GPUs, on the update only on "
+        "CPUs; without a compiler nothing is compiled, and a line reports it",
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
         "auto",
-        description="layout of activations on GPUs (CPUs: contiguous); auto measures both as a run begins and "
-        "keeps what it took in config.yaml; with run.deterministic it is contiguous",
+        description="layout of activations on GPUs (always contiguous on CPUs); auto measures both at the start of a "
+        "run and stores its choice in config.yaml; contiguous with run.deterministic",
     )
     kernels: Literal["auto", "torch", "group_norm", "group_conv", "triton"] = Field(
         "auto",
-        description="on GPUs, which of group normalisation with SiLU and group convolutions are our own in Triton: "
-        "none (torch), one of them, or both (triton); auto measures them with the layouts; with run.deterministic none",
+        description="our own Triton kernels on GPUs: for group normalisation with SiLU, for group convolutions, for "
+        "both (triton) or for none (torch); auto measures them together with the layouts; torch with "
+        "run.deterministic",
     )
 
 
@@ -34,7 +35,7 @@ class Ipu(Section):
         None,
         ge=1,
         description="IPUs of the pod that the recipe is for: plans, and run_pod.sh without --replicas, fill it with "
-        "replicas where parallel.replicas is auto; a run counts what it was given; null: unknown",
+        "replicas if parallel.replicas is auto; a run counts the IPUs that it was given; null: unknown",
     )
     available_memory_proportion: Optional[List[float]] = Field(
         None,
@@ -45,17 +46,18 @@ class Ipu(Section):
         None, description="what convolutions and matrix products add up in; null: half with float16, else float"
     )
     convolution_dithering: bool = Field(
-        False, description="start convolutions on different tiles, which evens out memory"
+        False, description="start convolutions on different tiles, which balances memory"
     )
     shard_optimizer_state: bool = Field(
         False,
-        description="divide the optimizer's state over an instance's replicas: less memory, one more gather an update",
+        description="divide the optimizer's state over the replicas of an instance: less memory, one more gather per "
+        "update",
     )
     executable_cache: Optional[str] = Field(
         None, description="folder of compiled programs, so that the same recipe compiles once; null: none"
     )
     synthetic_data: bool = Field(
-        False, description="numbers made on the device in the place of images, for timing: nothing sensible is learned"
+        False, description="use numbers made on the device instead of images, for timing: nothing sensible is learned"
     )
     profile: Optional[str] = Field(
         None, description="folder for Poplar's profile of compilation and run (slow, large); null: none"
@@ -64,7 +66,7 @@ class Ipu(Section):
     overlap_io: Optional[bool] = Field(
         None,
         description="move data while the device computes, on tiles of their own; impossible with pipelined stages; "
-        "null: wherever it is possible",
+        "null: whenever it is possible",
     )
     prefetch_depth: int = Field(3, ge=1, le=64, description="micro batches that the host keeps ready for each replica")
     keep_activations: List[str] = Field(

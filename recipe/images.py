@@ -19,7 +19,7 @@ class Data(Kind):
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = Field(
         "torch",
-        description="what decodes files: worker processes, or NVIDIA DALI, on a GPU where there is one",
+        description="decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one",
     )
     workers: int = Field(
         8,
@@ -64,11 +64,11 @@ class Data(Kind):
         description="evaluation resizes the short side to image_size / crop_fraction, then crops the centre",
     )
     bad_images: Literal["error", "skip"] = Field(
-        "error", description="what an unreadable image does: stop the run, or be left out and counted"
+        "error", description="an unreadable image: error stops the run, skip leaves the image out and counts it"
     )
     changed_images: Literal["error", "accept"] = Field(
         "error",
-        description="what other images (by name, label or shard) do to a run that is resumed: stop it, or be taken",
+        description="a resumed run finds other images (names, labels or shards): error stops it, accept continues",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
 
