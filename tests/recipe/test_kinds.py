@@ -133,9 +133,8 @@ def test_a_kind_defined_after_the_recipe_is_a_choice_like_any_other():
         found = Drawing.model_validate({"shape": {"name": "cube", "side": 3.0}}).shape
         assert type(found) is Square and found.model_dump() == {"name": "cube", "colour": "red", "side": 3.0}
         assert set(Shape.fields()) == {"name", "colour", "radius", "side"}
-        assert [each["$ref"] for each in Drawing.model_json_schema()["properties"]["shape"]["anyOf"]] == [
-            "#/$defs/Circle", "#/$defs/Square",
-        ]  # fmt: skip
+        circle, square = Drawing.model_json_schema()["properties"]["shape"]["anyOf"]
+        assert square["properties"]["radius"] == {"type": "null"} != circle["properties"]["radius"]
         with pytest.raises(TypeError, match=r"name cube is taken by .*Square; choose another"):
             type("Cube", (Square,), {"__module__": __name__})
         with pytest.raises(ValueError, match="radius belongs to circle, not to square"):
