@@ -1,12 +1,14 @@
-"""What a source of images promises."""
+"""The interface of a source of images."""
 
 import abc
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
+from recipe.config import Data
 from recipe.errors import DataError
+from recipe.kinds import Registry
 from recipe.randomness import bits32, key
 
 
@@ -24,28 +26,18 @@ class Box(NamedTuple):
 
 
 class Image(abc.ABC):
-    """One image, of which as much is decoded as is asked for.
+    """One image, of which only the requested part is decoded."""
 
-    Attributes:
-        height, width: in pixels, the image upright.
-    """
-
-    height: int
+    height: int  # in pixels, the image upright
     width: int
 
     @abc.abstractmethod
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        """The pixels of a box; all of them if None.
+        """The pixels of a box, or of the whole image: uint8 [3, height, width], RGB. Raises UnreadableImage.
 
         Args:
             enough: pixels a side that will do: the box may come at a half, a quarter or an eighth of its size, as
                 long as neither side has fewer. None: at its own size.
-
-        Returns:
-            uint8 [3, height, width], RGB, not necessarily contiguous.
-
-        Raises:
-            UnreadableImage.
         """
 
 
@@ -67,19 +59,13 @@ def cut(pixels: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 class Source(abc.ABC):
-    """Numbered images with labels. Safe to share with worker processes, which read from it at will.
+    """Numbered images with labels. Safe to share with worker processes."""
 
-    Attributes:
-        classes: names of the classes, by label, as they are printed (recipe.errors.printable).
-        labels: int64 [n], label of each image.
-        digest: of names and labels, in their order, wherever they lie; empty where the recipe alone says what they are.
-        notes: lines for the user on what was found beside the images, and left out.
-    """
-
-    classes: Tuple[str, ...]
-    labels: np.ndarray
-    digest: str = ""
-    notes: Tuple[str, ...] = ()
+    place: str  # folder, URL or key of the recipe, as errors name it
+    classes: Tuple[str, ...]  # names by label, as they are printed (recipe.errors.printable)
+    labels: np.ndarray  # int64 [n], label of each image
+    digest: str = ""  # of names and labels, in their order; empty where the recipe alone determines them
+    notes: Tuple[str, ...] = ()  # lines for the user on files that lie beside the images and were left out
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -90,14 +76,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """What logs and errors call an image, such as its path, as it is printed."""
+        """Path or number of an image, as logs and errors print it."""
 
     def open(self, index: int) -> Image:
-        """An image, its size known and its pixels to be asked for. Raises UnreadableImage."""
+        """An image with its size, not decoded where that can wait. Raises UnreadableImage."""
         return Pixels(self.read(index))
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
-        """Several images, in the order asked for; in the place of one that cannot be opened, the reason."""
+        """Several images, in the order of `indices`; in the place of one that cannot be opened, the error."""
         return [self._opened(index) for index in indices]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -111,10 +97,35 @@ class Source(abc.ABC):
             return error
 
 
+class Names:
+    """Names by number, held in one block of bytes.
+
+    As strings, the 1.28 million paths of ImageNet would take twice as much, and each worker would come to own a copy,
+    because to use a string is to write its reference count.
+    """
+
+    def __init__(self, blocks: Sequence[bytes], lengths: Sequence[np.ndarray]):
+        """
+        Args:
+            blocks: names one after the other, without separators.
+            lengths: integers [names], bytes of each name in a block.
+        """
+        self._block = b"".join(blocks)
+        self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
+
+    def __getitem__(self, index: int) -> bytes:
+        start = int(self._ends[index - 1]) if index else 0
+        return self._block[start : int(self._ends[index])]
+
+
+# By section class: opens the "train" or "validation" images of a recipe with so many classes. Raises DataError.
+SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of images")
+
+
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """An epoch's random order of `size` images: int64 [size], a permutation of range(size).
 
     Images are sorted by 32 random bits each, of which no two are the same, because `bits32` of one draw maps
-    numbers one to one. So no library's generator or sort, which may change between versions, has a say.
+    numbers one to one. So the order depends on no library's generator or sort, which may change between versions.
     """
     return np.argsort(bits32(key("order", seed, epoch), np.arange(size, dtype=np.int64)))

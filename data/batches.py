@@ -1,4 +1,4 @@
-"""What is asked of a reader, what it answers, and what an engine is given."""
+"""Requests to a reader, its answers, and the micro batches that an engine gets."""
 
 from typing import List, NamedTuple, Tuple
 
@@ -21,7 +21,7 @@ class MicroBatch(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a reader is asked for: one micro batch."""
+    """A micro batch to be read."""
 
     step: int
     epoch: int
@@ -31,10 +31,9 @@ class Request(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a reader answers: a `MicroBatch` in the making.
+    """A reader's answer, to become a `MicroBatch`.
 
-    Each tensor that leaves a worker costs the training process 0.2 to 0.3 ms, lists of numbers next to
-    nothing; so only the images are a tensor here.
+    Only the images are a tensor: each that leaves a worker costs the training process 0.2 to 0.3 ms.
     """
 
     images: torch.Tensor  # as in MicroBatch

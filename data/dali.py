@@ -1,8 +1,8 @@
 """Micro batches by NVIDIA DALI: several are decoded, cropped and resized in one run of its threads, or of a GPU.
 
-DALI draws nothing and keeps no state: what is shown of an image is the transform's `frame`, as for the other reader.
-So order, resume and evaluation are exact without it. What DALI does not do alike (rotated photographs, PNG, CMYK) or
-refuses goes the other reader's way, image by image, so that an image's pixels never depend on those beside it.
+DALI draws nothing and keeps no state: it shows the transform's `frame` of an image, as the other reader does, so order,
+resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses go the
+other reader's way, one by one, so that an image's pixels never depend on those beside it.
 """
 
 import contextlib
@@ -24,9 +24,8 @@ _IMAGES_PER_THREAD = 4  # of one run, at least: threads end at about the same ti
 class _Job(NamedTuple):
     """An image for DALI: the box that it decodes, and which part of that it resizes to which square.
 
-    The part is given by its first and last corner, in pixels and fractions of them. Where they are the wrong way
-    round it is mirrored. What lies around it in the box has a say in the pixels at its edges, as it has where a
-    larger picture is resized and the square cut out of that.
+    The part is given by its first and last corner, in pixels and fractions of them; it is mirrored where these are
+    swapped. Pixels around it in the box count at its edges, as where a larger picture is resized and then cut.
     """
 
     encoded: np.ndarray  # uint8 [bytes]
@@ -37,26 +36,16 @@ class _Job(NamedTuple):
     size: int
 
 
-class _Shown(NamedTuple):
-    """An image that was asked for; without a job, if it is not for DALI."""
-
-    image: Union[Image, UnreadableImage]
-    job: Optional[_Job]
-
-
-class _Group(NamedTuple):
-    """Requests of one image size that are answered together."""
-
-    requests: List[Request]
-    shown: List[_Shown]
+_Shown = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job, if it is not for DALI
 
 
 class DaliReader:
-    """Loads requested micro batches as data/reader.py does; the pixels differ by what resampling rounds.
+    """Loads requested micro batches as data/reader.py does; the pixels differ by the rounding of resampling.
 
-    Made on a GPU, images stay there. A box is decoded at its own size, which the other reader does not do where it is
-    shown much smaller. What of a damaged file can be shown is shown, which the other reader does to parts of images.
+    Images that are made on a GPU stay there. A box is always decoded at its own size.
     """
+
+    ahead = True  # by threads of its own
 
     def __init__(self, source: Source, rows: int, transform: Transform, threads: int, device: torch.device):
         """
@@ -82,42 +71,45 @@ class DaliReader:
         self._together = max(1, -(-_IMAGES_PER_THREAD * threads // rows))
 
     def load(self, requests: Iterable[Request]) -> Iterator[Loaded]:
-        """What is asked for, in the order of the requests. Closing the iterator ends DALI's threads.
+        """Answers in the order of the requests; while DALI makes the images of a group, those of the next are opened.
 
-        While DALI makes the images of a group of requests, those of the next are opened.
+        Closing the iterator ends DALI's threads.
         """
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with contextlib.closing(_Dali(self._rows * self._together, self._threads, self._device)) as dali:
-            before: Optional[_Group] = None
+            before: List[Request] = []
+            shown_before: List[_Shown] = []
             for asked in _groups(requests, self._together):
-                group = self._opened(asked)
+                shown = self._opened(asked)
                 made = dali.made()
-                dali.start([shown.job for shown in group.shown if shown.job is not None])
-                if before is not None:
-                    yield from self._loaded(before, made, stream)
-                before = group
-            if before is not None:
-                yield from self._loaded(before, dali.made(), stream)
+                dali.start([job for _, job in shown if job is not None])
+                yield from self._loaded(before, shown_before, made, stream)
+                before, shown_before = asked, shown
+            yield from self._loaded(before, shown_before, dali.made(), stream)
 
-    def _opened(self, requests: List[Request]) -> _Group:
+    def _opened(self, requests: List[Request]) -> List[_Shown]:
         indices = [index for request in requests for index in request.indices]
         epochs = [request.epoch for request in requests for _ in request.indices]
-        shown = []
+        shown: List[_Shown] = []
         for index, epoch, image in zip(indices, epochs, self._source.open_all(indices)):
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
                 job = _job(image, self._transform.frame(image, requests[0].image_size, epoch, index))
-            shown.append(_Shown(image, job))
-        return _Group(requests, shown)
+            shown.append((image, job))
+        return shown
 
     def _loaded(
-        self, group: _Group, made: List[Optional[torch.Tensor]], stream: Optional["torch.cuda.Stream"]
+        self,
+        requests: List[Request],
+        images: List[_Shown],
+        made: List[Optional[torch.Tensor]],
+        stream: Optional["torch.cuda.Stream"],
     ) -> List[Loaded]:
-        """The group's micro batches. Args: made: of the images with a job."""
+        """The micro batches of a group of requests. Args: made: of the images with a job."""
         on_stream: ContextManager[Any] = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         with on_stream:
-            shown, pixels = iter(group.shown), iter(made)
-            loaded = [self._micro_batch(request, shown, pixels) for request in group.requests]
+            shown, pixels = iter(images), iter(made)
+            loaded = [self._micro_batch(request, shown, pixels) for request in requests]
         if stream is not None:
             # Whoever takes the images uses another stream, and DALI is given back its memory after this.
             stream.synchronize()
@@ -126,7 +118,7 @@ class DaliReader:
     def _micro_batch(
         self, request: Request, shown: Iterator[_Shown], pixels: Iterator[Optional[torch.Tensor]]
     ) -> Loaded:
-        """Takes what is shown of a request's images from `shown`, and what DALI made of it from `pixels`."""
+        """Take a request's images from `shown`, and those that DALI made from `pixels`."""
         shape = self._rows, 3, request.image_size, request.image_size
         images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
 
@@ -168,20 +160,20 @@ class _Dali:
         self._pipeline.schedule_run()
 
     def made(self) -> List[Optional[torch.Tensor]]:
-        """Of the jobs that were started, uint8 [3, size, size] each; or None where DALI fails, as on damaged files."""
+        """Images of the started jobs, uint8 [3, size, size] each; None where DALI fails, as on damaged files."""
         jobs = self._jobs
         batch = self._output()
         if batch is not None:
             return list(batch.permute(0, 3, 1, 2))
         made: List[Optional[torch.Tensor]] = [None] * len(jobs)
-        # One image fails the run of all, and which it was is not told.
+        # One image fails the run of all, and the error does not name it.
         for place, job in enumerate(jobs if len(jobs) > 1 else ()):
             self.start([job])
             (made[place],) = self.made()
         return made
 
     def close(self) -> None:
-        """End DALI's threads, and what they were about."""
+        """End DALI's threads."""
         self._pipeline = None
         self._jobs = []
 
@@ -193,7 +185,7 @@ class _Dali:
             (images,) = self._pipeline.share_outputs()
             self._pipeline.release_outputs()
         except RuntimeError:
-            # From now on the pipeline, as the error says, is no longer valid.
+            # An error invalidates the pipeline.
             self._pipeline = None
             return None
         # DALI's executor leaves outputs alone as long as somebody holds them.

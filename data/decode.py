@@ -29,7 +29,7 @@ _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 class Header(NamedTuple):
-    """What a file says before its pixels."""
+    """Facts about an image from before its pixels in the file."""
 
     width: int
     height: int
@@ -103,7 +103,7 @@ def no_memory(name: str, width: int, height: int) -> UnreadableImage:
 
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
-    """What the frame header says, or None if the data end before it."""
+    """Read up to the frame header; None if the data end before it."""
     orientation = 1
     position = 2
     while True:
@@ -131,7 +131,7 @@ def _jpeg_header(encoded: bytes) -> Optional[Header]:
 
 
 def _png_header(encoded: bytes) -> Optional[Header]:
-    """What the first chunk says, or None if it or the last chunk is not there.
+    """Read the first chunk; None if it or the last chunk is not there.
 
     Pillow would accept a file that ends after its pixels, but not every file that ends within them.
     """
@@ -158,7 +158,7 @@ def _pillow_memory(width: int, height: int, channels: int) -> int:
 def _orientation(exif: bytes) -> int:
     """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none.
 
-    Damaged EXIF data do not make an image unreadable, so whatever does not parse is 1.
+    Damaged EXIF data do not make an image unreadable: they count as 1.
 
     Source: CIPA DC-008 (Exif 2.32), sections 4.5.2 and 4.6.4.
     """
@@ -198,7 +198,7 @@ def _decode_torchvision(encoded: bytes) -> torch.Tensor:
 
 def _decode_pillow(encoded: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
-        # Of oddities that do not matter here, such as a palette with transparency or damaged EXIF data.
+        # About oddities that do not matter here, such as a palette with transparency or damaged EXIF data.
         warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as image:
             if image.mode.startswith("I"):  # 16-bit grey, which convert("RGB") would clip at 255

@@ -1,4 +1,4 @@
-"""Images that lie somewhere as files: their headers are read at once, their pixels only as far as they are needed."""
+"""Images as JPEG and PNG files: their headers are read at once, their pixels only as far as they are needed."""
 
 import abc
 from typing import Optional

@@ -1,4 +1,4 @@
-"""Glyphs: images of up to a thousand kinds of characters, drawn as they are asked for, where there is no data.
+"""Glyphs: images of up to a thousand kinds of characters, drawn when they are needed; no download.
 
 Shapes come from the fonts inside matplotlib. What is drawn of them is a function of the image's number, so nothing
 is stored, but small sets are drawn once a process; Pillow 10.4 and 13.0 draw the same pixels.
@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from data.base import Source
+from data.base import SOURCES, Source
 from recipe.errors import DataError
+from recipe.images import Glyphs
 from recipe.randomness import Stream, bits32, key
 
 # The first is the only one at difficulty 0.
 FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSerif-Italic")
-# By class; never reorder. From what the fonts share, all were left out that resemble an earlier one, whichever fonts
-# the two are in, with place and size evened out and up to 10 degrees of rotation: Greek Alpha for A, O for 0, c for C.
-# Resemblance is the cosine of blurred images that tests/data/test_glyphs.py measures. It is at most 0.966: of digits
-# and Latin letters, which come first; of the rest, by code point, those below 0.92 come next, then those below 0.945.
+# By class; never reorder. Of the glyphs that all fonts have, those that resemble an earlier one were left out (Greek
+# Alpha for A, O for 0, c for C). Resemblance: the highest cosine of their images over fonts and 0 and 10 degrees of
+# rotation, fitted to 20 of 24 pixels and blurred by (1, 2, 1) / 4. It is at most 0.966 among digits and Latin letters,
+# which come first; of the rest, by code point, those below 0.92 come next, then those below 0.945.
 GLYPHS = (
     "0123456789ABCDEFGHJKLMNPQRSTUVWXYZabdefghkmnopqrtuy#$%&()*+/:;<=>?@^~¢£¤§©«¬±¶»¿Æ×ÞæþŒƁƄƆƇƑƒƔƕƛƜƝƢƤƦ"
     "ƧƩƫƴƸƺƾǁǂǶȜȠȡȤȴȵȸȹȻȾȿɀɁɕɖɘɚɝɧɬɮɰɱɲɳɸɹɻɽʁʇʍʎʐʑʕʛʝʞʤʦʧʩʪʫʬʭʮʯ˦˧˨˩ΞΨαβζνχωϗϙϚϞϟϠϻЂЉЋЏДЖЛФЧЪЫЮЯѣҐҔҖҘҚңҥҬ"
@@ -43,13 +44,13 @@ _KEPT_BYTES = 2**27  # of pixels, up to which a set's images are kept once drawn
 
 
 class GlyphsSource(Source):
-    """Glyphs of a class each, in many fonts, poses and colours, among clutter: how many is the difficulty's.
+    """One glyph an image, in more fonts, poses, colours and clutter the higher the difficulty.
 
     Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1 all of these are
-    drawn at random, over pieces of other glyphs, behind lines, blurred and noisy, but so that a person still
-    can tell. Some glyphs mirror others (b and d), so recipes do better with data.flip=0.
+    drawn at random, over pieces of other glyphs, behind lines, blurred and noisy; a person can still read them.
+    Some glyphs mirror others (b and d), so recipes do better with data.flip=0.
 
-    It holds names and labels; fonts and other tools are the process's, so that pickling is cheap.
+    Fonts and other tools belong to the process, so that pickling is cheap.
     """
 
     def __init__(self, classes: int, images: int, split: str, size: int, difficulty: float):
@@ -71,6 +72,7 @@ class GlyphsSource(Source):
                 f"data.source=glyphs: model.classes is {classes}, but there are glyphs for {len(GLYPHS)}; "
                 f"set model.classes={len(GLYPHS)} or lower"
             )
+        self.place = "data.source=glyphs"
         self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
         self.labels = np.arange(images, dtype=np.int64) % classes
         self._split = split
@@ -92,7 +94,7 @@ class GlyphsSource(Source):
         return kept.pixels[index]
 
     def draw_ahead(self) -> None:
-        """Draws all images, if they are kept: what is forked from this process need not."""
+        """Draw all images, if they are kept, so that forked processes need not."""
         if self._kept() is not None:
             for index in range(len(self.labels)):
                 self.read(index)
@@ -133,6 +135,11 @@ class GlyphsSource(Source):
         return torch.from_numpy(np.array(pixels, order="C"))
 
 
+@SOURCES.implements(Glyphs)
+def _open(data: Glyphs, classes: int, split: str) -> Source:
+    return GlyphsSource(classes, data.images(split), split, data.glyph_size, data.glyph_difficulty)
+
+
 class _Kept(NamedTuple):
     """The images of a set that this process has drawn, or was forked with."""
 
@@ -160,7 +167,7 @@ def _font_folder() -> str:
 
 
 class _Tools(NamedTuple):
-    """What every image of a size is drawn with."""
+    """Fonts and materials with which every image of a size is drawn."""
 
     fonts: Tuple[ImageFont.FreeTypeFont, ...]  # as FONTS
     scraps: Tuple[Image.Image, ...]  # coverage of small glyphs, for clutter
@@ -215,8 +222,7 @@ def _posed(glyph: str, font: ImageFont.FreeTypeFont, size: int, hard: float, str
     reach = min(0.02 + 0.13 * hard, (1 - share) / 2) * size
     x, y = (size / 2 + reach * stream.uniform(-1, 1) for _ in range(2))
 
-    # Pillow asks where in `upright` a pixel of the result comes from: the inverse of
-    # rotation x shear x stretch, about the centres of both.
+    # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the result to `upright`.
     scale = max(right - left, bottom - top) / (share * size)
     cos, sin = scale * math.cos(angle), scale * math.sin(angle)
     a, b = (cos + shear * sin) / stretch, (sin - shear * cos) / stretch
@@ -267,15 +273,7 @@ def _bytes(stream: Stream) -> bytes:
 
 
 def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
-    """Add noise of `strength` levels from end to end.
-
-    Args:
-        pixels: uint8, any strides.
-        noise: int16 in [-128, 128), as many.
-
-    Returns:
-        uint8, contiguous, of the shape of `pixels`.
-    """
+    """Add noise of `strength` levels from end to end. Args: pixels: uint8. noise: int16 in [-128, 128), as many."""
     levels = noise.reshape(pixels.shape) * np.int16(strength)
     levels >>= 8
     levels += pixels

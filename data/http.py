@@ -1,4 +1,4 @@
-"""fsspec's HTTP, but no answer is read further than it was asked for. Needs aiohttp, so imported only for such URLs."""
+"""fsspec's HTTP, which reads no answer further than requested. Needs aiohttp, so imported only for such URLs."""
 
 from typing import Any, Optional
 
@@ -6,12 +6,12 @@ from fsspec.implementations.http import HTTPFileSystem
 
 
 class BoundedHttp(HTTPFileSystem):
-    """Stops reading once more bytes came than were asked for: servers may ignore ranges, swell, or never end."""
+    """Stops reading once more bytes came than were requested: servers may ignore ranges, swell, or never end."""
 
     async def _cat_file(self, url: str, start: Optional[int] = None, end: Optional[int] = None, **kwargs: Any) -> bytes:
         """Bytes `start` to `end` of a file, or a few more than that where the server gives more.
 
-        Without `start` no range is asked for, as a server may not know them.
+        Without `start` no range is requested, as a server may not know them.
         """
         if end is None or start == end:
             return await super()._cat_file(url, start, end, **kwargs)

@@ -1,7 +1,7 @@
-"""Parts of JPEGs, and JPEGs at a fraction of their size: decoding that leaves out what nobody will look at.
+"""Parts of JPEGs, and JPEGs at a fraction of their size, both by libjpeg-turbo.
 
-Both are libjpeg-turbo's. nvimgcodec, which comes with DALI, decodes a box: the pixels are bit for bit those of the
-whole image, so machines without it only take longer. simplejpeg decodes at a fraction of the size.
+nvimgcodec, which comes with DALI, decodes a box: the pixels are bit for bit those of the whole image, so machines
+without it only take longer. simplejpeg decodes at a fraction of the size.
 """
 
 import os
@@ -78,7 +78,7 @@ def _nvimgcodec() -> Optional[tuple]:
 
 
 def _make_nvimgcodec() -> Optional[tuple]:
-    # It prints what it refuses; why a file is refused is told in other ways.
+    # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec

@@ -1,34 +1,32 @@
 """Micro batches in the order of the run: who gets which images, loaded ahead by worker processes.
 
-An epoch has one global order. Each step takes the next global batch of it, each micro batch the next
-images of that, each replica a contiguous range of the step's micro batches. So the number of replicas
-changes who computes a micro batch, and the number of workers who loads it, never what is in it.
+An epoch has one global order. Each step takes the next global batch of it, each micro batch the next images of that,
+each replica a contiguous range of the step's micro batches. So the number of replicas changes who computes a micro
+batch, and the number of workers who loads it, never its contents.
 """
 
 import errno
 import os
-from typing import Callable, Iterable, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, Union
 
 import torch
 
 from data.base import Source, UnreadableImage
 from data.batches import Loaded, MicroBatch, Request
 from data.prefetch import Prefetcher
-from data.reader import Reader
 from data.transforms import Evaluation, Training, Transform
-from data.workers import Loader, shared_memory_is_full
+from data.workers import WorkerReader, shared_memory_is_full
 from recipe.batch import steps_per_epoch
 from recipe.config import Data
+
+if TYPE_CHECKING:
+    from data.dali import DaliReader
 
 _CPU = torch.device("cpu")
 
 
 class NotLeftOut(UnreadableImage):
-    """An unreadable image where data.bad_images=error.
-
-    Attributes:
-        reason: what is wrong with which image.
-    """
+    """An unreadable image where data.bad_images=error. Attributes: reason: names the image and its fault."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -51,7 +49,7 @@ def training_batches(
 ) -> Prefetcher:
     """One replica's micro batches of the steps first_step <= step < last_step, in order.
 
-    Steps count updates from the start of the run, so a resumed run gets what it would have got. Workers
+    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers
     start here, once, and load ahead over the ends of epochs; closing the iterator ends them.
 
     Args:
@@ -73,8 +71,7 @@ def training_batches(
         source, image_size, global_batch, micro, seed, range(first_step, last_step),
         range(replica * share, (replica + 1) * share),
     )  # fmt: skip
-    reader = _reader(source, micro, Training(data, seed), data, device)
-    return Prefetcher(_delivered(reader(requests), data), device, _depth(data))
+    return _prefetched(_reader(source, micro, Training(data, seed), data, device), requests, data, device)
 
 
 class EvaluationBatches:
@@ -110,7 +107,7 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Raises UnreadableImage on the way, under data.bad_images=error."""
-        batches = Prefetcher(_delivered(self._reader(self._requests), self._data), self._device, _depth(self._data))
+        batches = _prefetched(self._reader, self._requests, self._data, self._device)
         try:
             yield from batches
         finally:
@@ -149,36 +146,20 @@ def _training_requests(
 
 def _reader(
     source: Source, rows: int, transform: Transform, data: Data, device: torch.device, again: bool = False
-) -> Callable[[Iterable[Request]], Iterator[Loaded]]:
-    """From requests to an iterator over what they ask for, in their order, loaded ahead.
-
-    Args:
-        again: whether it is called more than once, always with the same requests; one after the other.
-    """
+) -> Union[WorkerReader, "DaliReader"]:
+    """The recipe's reader. Args: again: whether it loads several times, always the same requests."""
     if data.reader == "dali":
         from data.dali import DaliReader
 
-        return DaliReader(source, rows, transform, max(1, data.workers), device).load
-    return _Workers(Reader(source, rows, transform), data, again)
+        return DaliReader(source, rows, transform, max(1, data.workers), device)
+    return WorkerReader(source, rows, transform, data, again)
 
 
-class _Workers:
-    """Reads by worker processes, or in this process if there are to be none."""
-
-    def __init__(self, reader: Reader, data: Data, again: bool):
-        self._reader, self._data, self._again = reader, data, again and data.workers > 0
-        self._loader: Optional[Loader] = None
-
-    def __call__(self, requests: Iterable[Request]) -> Iterator[Loaded]:
-        if self._loader is None or not self._again:
-            self._loader = Loader(self._reader, requests, self._data, self._again)
-        return iter(self._loader)
-
-
-def _depth(data: Data) -> int:
-    """Micro batches to be taken ahead: none where this process loads, as two threads that compute would be in each
-    other's way; DALI has threads of its own."""
-    return data.prefetch if data.workers or data.reader == "dali" else 0
+def _prefetched(
+    reader: Union[WorkerReader, "DaliReader"], requests: Iterable[Request], data: Data, device: torch.device
+) -> Prefetcher:
+    """Micro batches, taken ahead unless this process reads: two threads that compute would hinder each other."""
+    return Prefetcher(_delivered(reader.load(requests), data), device, data.prefetch if reader.ahead else 0)
 
 
 def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:

@@ -1,4 +1,4 @@
-"""Byte ranges of files: what a folder promises, and folders on this machine."""
+"""Byte ranges of files: the interface of a folder, and folders on this machine."""
 
 import abc
 import errno
@@ -42,17 +42,13 @@ class Range(NamedTuple):
 
 
 class Folder(abc.ABC):
-    """Files that are read in parts. May be shared by threads, copied by a fork and sent to another process.
+    """Files that are read in parts. May be shared by threads, copied by a fork and sent to another process."""
 
-    Attributes:
-        place: path or URL of the folder.
-    """
-
-    place: str
+    place: str  # path or URL
 
     @abc.abstractmethod
     def path(self, name: str) -> str:
-        """What errors call a file."""
+        """Path or URL of a file, as errors name it."""
 
     @abc.abstractmethod
     def size(self, name: str) -> Optional[int]:
@@ -64,14 +60,13 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        """Several ranges, in the order asked for; in the place of one that cannot be had, the reason."""
+        """Several ranges, in the order of `wanted`; in the place of one that cannot be read, the reason."""
 
 
 class LocalFolder(Folder):
     """Files in a folder on this machine."""
 
     def __init__(self, place: str):
-        """Args: place: path of the folder."""
         self.place = place
         self._opened = threading.local()
 
@@ -103,7 +98,7 @@ class LocalFolder(Folder):
         try:
             try:
                 read = self._file(wanted.name).read(wanted.start, wanted.length)
-            except OSError:  # what was opened long ago may have been replaced on a network's file system
+            except OSError:  # a file that was opened long ago may have been replaced on a network's file system
                 self._files().pop(wanted.name, None)
                 read = self._file(wanted.name).read(wanted.start, wanted.length)
         except OSError as error:
@@ -121,8 +116,8 @@ class LocalFolder(Folder):
         return file
 
     def _files(self) -> "OrderedDict[str, _File]":
-        """Files that this thread keeps open, last used last. With a lock around those of all, a fork could copy it
-        while it is held."""
+        """Files that this thread keeps open, last used last. One set for all threads would need a lock, which a fork
+        could copy while it is held."""
         if not hasattr(self._opened, "files"):
             self._opened.files = OrderedDict()
         return self._opened.files

@@ -1,4 +1,4 @@
-"""Mixup and cutmix of a micro batch: what is drawn on the host, what is done to images and targets on the device.
+"""Mixup and cutmix of a micro batch: draws on the host, images and targets mixed on the device.
 
 The rules are those of the published G16 recipe. Partners are rows of the same micro batch, and draws are a function
 of (seed, step, micro batch), so neither workers nor replicas nor a resumed run change them.
@@ -25,8 +25,8 @@ _SMALLEST_ALPHA = 1e-6  # such shares are 0 and 1 already; from 1e-100, numpy 1.
 class Mixing(NamedTuple):
     """How the N rows of one micro batch are mixed. Tensors are on the host.
 
-    Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on what came
-    out: inside the box, row i shows row donor[i]. Padding rows are their own partners and donors.
+    Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on the result:
+    inside the box, row i shows row donor[i]. Padding rows are their own partners and donors.
     """
 
     share: torch.Tensor  # float32 [N], from 0.5 to 1
@@ -89,7 +89,7 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
 
 
 def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> torch.Tensor:
-    """Each class's share in a row: by pixels, so the box counts with the area that it has.
+    """Each class's share of a row's pixels.
 
     Args:
         labels: int64 [N], on any device, from 0 to classes - 1.
@@ -122,9 +122,8 @@ def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
     """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count], each image with more of itself than of another.
 
-    Philox counts, so the draws are a function of the key. That they stay the same with later versions rests on
-    NumPy's Beta sampler, which may change in a release (NEP 19); versions 1.24 and 2.4 agree, and a test has the
-    values. To write a sampler here, for every alpha, would be code that is harder to trust.
+    Philox counts, so the draws are a function of the key, and of NumPy's Beta sampler, which may change in a release
+    (NEP 19); versions 1.24 and 2.4 agree, and a test has the values.
     """
     alpha = max(alpha, _SMALLEST_ALPHA)
     drawn = np.random.Generator(np.random.Philox(key=draw)).beta(alpha, alpha, count)

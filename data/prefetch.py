@@ -1,4 +1,4 @@
-"""Micro batches made ready ahead of the step that needs them: on the device, or at hand; and how long it waited."""
+"""Micro batches made ready ahead of the step that needs them, on the device; and how long that step waited for them."""
 
 import contextlib
 import queue
@@ -27,13 +27,13 @@ class Prefetcher:
         """
         Args:
             batches: with a method `close`, which is called in the end.
-            depth: micro batches taken ahead; 0 takes each when it is asked for, in the thread that asks.
+            depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
         """
         self._device = device
         self._waits = _DeviceWaits(device) if device.type == "cuda" else _HostWaits()
         self._started = False
         move = _ToCuda(device) if device.type == "cuda" else _stay
-        self._ahead = _Ahead(batches, move, depth) if depth else _InTurn(batches, move)
+        self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
         # Also when nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
 
@@ -53,22 +53,22 @@ class Prefetcher:
         return batch
 
     def waited(self) -> float:
-        """Seconds that the device stood still for want of images, as far as it has come.
-
-        Without the wait for the first micro batch, which is that for the workers to start.
-        """
+        """Seconds that the device has stood still for want of images, without the first wait, which starts workers."""
         return self._waits.seconds()
 
     def close(self) -> None:
-        """Ends what loads."""
+        """End the thread and the iterator that it reads."""
         self._end()
 
 
 class _Moved(NamedTuple):
-    """A batch whose images are on their way to the device, and the event of their arrival, if there is a way."""
+    """A batch whose images are on their way to the device, and the event of their arrival on CUDA."""
 
     batch: MicroBatch
     copied: Optional[torch.cuda.Event]
+
+
+_Move = Callable[[MicroBatch], _Moved]
 
 
 class _ToCuda:
@@ -91,20 +91,12 @@ def _stay(batch: MicroBatch) -> _Moved:
     return _Moved(batch, None)
 
 
-_Move = Callable[[MicroBatch], _Moved]
-
-
-class _InTurn:
-    """Each batch when it is asked for."""
-
-    def __init__(self, batches: Iterator[MicroBatch], move: _Move):
-        self._batches, self._move = batches, move
-
-    def __next__(self) -> _Moved:
-        return self._move(next(self._batches))
-
-    def close(self) -> None:
-        self._batches.close()
+def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:
+    """Each batch when it is needed."""
+    try:
+        yield from map(move, batches)
+    finally:
+        batches.close()
 
 
 class _Ahead:
@@ -138,7 +130,9 @@ class _Ahead:
         while self._thread.is_alive() and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
                 self._ready.get(timeout=0.05)
-        with contextlib.suppress(queue.Empty):  # an error that nobody asked for would keep what its frames hold
+        with contextlib.suppress(
+            queue.Empty
+        ):  # an error that is never raised would keep its frames alive
             while True:
                 self._ready.get_nowait()
         self._ended = True
@@ -146,7 +140,7 @@ class _Ahead:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                # Not kept by name: what waits in the queue is all that is held.
+                # No name for the batch: only those in the queue stay alive.
                 self._ready.put(self._move(next(self._batches)))
         except BaseException as error:  # handed over, to be raised where the batch is missed
             self._ready.put(error)
@@ -172,10 +166,10 @@ class _HostWaits:
 
 
 class _DeviceWaits:
-    """Waiting for images as the device sees it, which works through what it was given while the host waits.
+    """Waiting for images as the device sees it, which works through its queue while the host waits.
 
-    One event before and one behind each wait: between them the stream has nothing to do. They are read once the
-    device has passed them, so nothing waits for them.
+    One event is recorded before and one behind each wait: between them the stream has nothing to do. They are read
+    once the device has passed them, so nothing waits for them.
     """
 
     def __init__(self, device: torch.device):
@@ -184,21 +178,20 @@ class _DeviceWaits:
         self._seconds = 0.0
 
     def begin(self) -> None:
-        self._before = torch.cuda.Event(enable_timing=True)
-        self._before.record(torch.cuda.current_stream(self._device))
+        self._before = self._recorded()
 
     def end(self, counts: bool) -> None:
         if counts:
-            after = torch.cuda.Event(enable_timing=True)
-            after.record(torch.cuda.current_stream(self._device))
-            self._pending.append((self._before, after))
-        self._read()
+            self._pending.append((self._before, self._recorded()))
+        self.seconds()
 
     def seconds(self) -> float:
-        self._read()
-        return self._seconds
-
-    def _read(self) -> None:
         while self._pending and self._pending[0][1].query():
             before, after = self._pending.popleft()
             self._seconds += before.elapsed_time(after) / 1000
+        return self._seconds
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -32,7 +32,7 @@ def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Cal
     """The answer to a request; images that cannot be read are named in it and left out.
 
     Args:
-        images: room for it, uint8 [rows, 3, size, size]; what is not filled becomes 0.
+        images: room for it, uint8 [rows, 3, size, size]; rows that are not filled become 0.
         source: knows the labels.
         pixels: from an index of the request to uint8 [3, size, size]; called for each, in order. Raises
             UnreadableImage, which is not raised out of here: torch would wrap it into the traceback of a worker.
@@ -56,6 +56,6 @@ def _empty(rows: int, size: int) -> torch.Tensor:
     shape, strides = (rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
     if get_worker_info() is None:
         return torch.empty_strided(shape, strides, dtype=torch.uint8)
-    # A worker's answer travels in memory that processes share. What does not lie there would be copied there.
+    # A worker's answer travels in memory that processes share. Other memory would be copied there.
     storage = torch.UntypedStorage._new_shared(rows * strides[0])
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)

@@ -37,7 +37,7 @@ class _Connection(NamedTuple):
     process: int
 
     def file(self, name: str) -> str:
-        """What the file system calls a file."""
+        """Path of a file within the file system."""
         return f"{self.root}/{name}{self.query}"
 
     @property
@@ -46,7 +46,7 @@ class _Connection(NamedTuple):
         return isinstance(self.system, fsspec.asyn.AsyncFileSystem)
 
 
-# What is asked of a connection: the files or ranges with these numbers.
+# A function that fetches, by a connection, the files or ranges with these numbers.
 _Ask = Callable[[_Connection, List[int]], list]
 
 
@@ -55,14 +55,14 @@ class _NoAnswer(Exception):
 
 
 class _WrongLength(Exception):
-    """A server that gave more or less than it was asked for."""
+    """A server that gave more or fewer bytes than requested."""
 
 
 class RemoteFolder(Folder):
     """Files behind a URL.
 
-    What fails is tried again, three times in all, with pauses. Once that was in vain for a file, it is tried once each
-    time until it answers again, and for less time, so that a shard that is gone costs a run seconds, not hours.
+    A failed request is tried again, three times in all, with pauses. Once that was in vain for a file, it is tried once
+    each time until it answers again, and for less time, so that a shard that is gone costs a run seconds, not hours.
     """
 
     def __init__(self, place: str):
@@ -106,7 +106,7 @@ class RemoteFolder(Folder):
         return [_reason(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     def _answers(self, names: Sequence[str], ask: _Ask, size: int) -> list:
-        """What is asked of files, or the exception that is left of the last try.
+        """Answers to questions about files; in the place of one that failed, the exception of the last try.
 
         Args:
             names: of the file that each question is about.
@@ -135,14 +135,14 @@ class RemoteFolder(Folder):
         return not isinstance(answer, (FileNotFoundError, PermissionError))
 
     def _attempt(self, names: Sequence[str], pending: List[int], ask: _Ask, size: int) -> Dict[int, Any]:
-        """Asks once: each file by itself where that can be done at once, so that one that hangs holds up no other."""
+        """Ask once: each file by itself where that can be done at once, so that one that hangs holds up no other."""
         connection = self._connected()
         groups: Dict[str, List[int]] = {}
         for number in pending:
             groups.setdefault(names[number] if connection.concurrent else "", []).append(number)
         calls = [functools.partial(ask, connection, numbers) for numbers in groups.values()]
-        patience = [self._patience(name, connection, size) for name in groups]
         found: Dict[int, Any] = {}
+        patience = [self._patience(name, connection, size) for name in groups]
         for numbers, answer in zip(groups.values(), _together(calls, patience)):
             found.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
         return found
@@ -179,29 +179,26 @@ def _connect(place: str, access: str, query: str) -> _Connection:
 
 
 def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
+    """The bytes of each range, or the exception in its place."""
     answers = connection.system.cat_ranges(
         [connection.file(one.name) for one in wanted],
         [one.start for one in wanted],
         [one.start + one.length for one in wanted],
         on_error="return",
     )
-    return [_checked(one, answer) for one, answer in zip(wanted, answers)]
-
-
-def _checked(wanted: Range, answer: Any) -> Any:
-    if isinstance(answer, Exception) or len(answer) == wanted.length:
-        return answer
-    if len(answer) > wanted.length:  # how many more there were is not known: the rest was not read
-        return _WrongLength(f"more than {wanted.length:,} bytes came; the server does not know byte ranges")
-    return _WrongLength(f"{len(answer):,} bytes came instead of {wanted.length:,}")
+    for number, (one, answer) in enumerate(zip(wanted, answers)):
+        if isinstance(answer, Exception) or len(answer) == one.length:
+            continue
+        reason = f"{len(answer):,} bytes came instead of {one.length:,}"
+        if len(answer) > one.length:  # how many more there were is not known: the rest was not read
+            reason = f"more than {one.length:,} bytes came; the server does not know byte ranges"
+        answers[number] = _WrongLength(reason)
+    return answers
 
 
 def _together(calls: Sequence[Callable[[], Any]], patience: Sequence[float]) -> list:
-    """What the calls return or raise, each in a thread; those that take longer are left behind.
-
-    Args:
-        patience: seconds, of each call.
-    """
+    """Results or exceptions of the calls, each in a thread; those that take longer than `patience` seconds are left
+    behind."""
     answers: List[Any] = [_NoAnswer(f"no answer within {seconds:.0f} s") for seconds in patience]
 
     def run(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What lies beside tar shards: an index of each, and one manifest that names them all.
+"""The files beside tar shards: an index of each, and one manifest that names them all.
 
 Index, NAME.tar.index: a safetensors file with `offsets`, `lengths` (int64, bytes), `labels` (int32), `crc32` (uint32),
 `name_lengths` (int32), each [images], and `names` (uint8), all names one after the other. Its metadata have one key,
@@ -46,7 +46,7 @@ class Index(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What the manifest says of a shard."""
+    """A shard's line in the manifest."""
 
     name: str
     bytes: int
@@ -55,7 +55,7 @@ class Shard(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Which shards there are."""
+    """The classes and shards of a folder."""
 
     classes: Tuple[str, ...]
     shards: Tuple[Shard, ...]

@@ -8,35 +8,35 @@ from typing import Dict, List, Sequence, Union
 
 import numpy as np
 
-from data.base import Image, UnreadableImage, permutation
+from data.base import SOURCES, Image, Names, Source, UnreadableImage, permutation
 from data.encoded import EncodedImage, EncodedSource
-from data.local import Folder, LocalFolder, Range
-from data.names import Names
+from data.local import Folder, LocalFolder, MissingFile, Range
 from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
-from recipe.errors import printable
+from recipe.errors import DataError, printable
+from recipe.images import Shards, below, split_folder
 from recipe.randomness import bits32, key
 
-_AT_ONCE = 32  # indexes that are asked of a server
+_AT_ONCE = 32  # indexes that are requested from a server
 
 
 class ShardsSource(EncodedSource):
     """Tar shards in the WebDataset convention, with the indexes and the manifest that `tools.shards` makes.
 
-    Images are numbered through the shards in the order of the manifest, and in a shard as they lie in it. What is read
-    is compared with the checksum of the index; that takes a fiftieth of the time that decoding takes.
+    Images are numbered through the shards in the order of the manifest, and in a shard as they lie in it. Their bytes
+    are compared with the checksum of the index, in a fiftieth of the time that decoding takes.
     """
 
     def __init__(self, place: str, window: int):
         """
         Args:
-            place: folder, or URL that fsspec knows, with the shards and what lies beside them.
+            place: folder, or URL that fsspec knows, with the shards, their indexes and the manifest.
             window: images among which `order` shuffles beyond the order of shards; 1 leaves shards as they are.
 
         Raises:
             DataError: the manifest or an index is missing or damaged, or does not fit a shard.
         """
         assert window >= 1, window
-        self._folder = open_folder(place)
+        self.place, self._folder = place, open_folder(place)
         self._window = window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
@@ -58,7 +58,7 @@ class ShardsSource(EncodedSource):
         return self._checked(index, answer)
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
-        # In the order of their places, so that a disk reads on and a server is asked for neighbours together.
+        # In the order of their places, so that a disk reads on and neighbours are requested together.
         wanted = sorted(set(indices))
         answers = self._folder.ranges([self._range(index) for index in wanted])
         opened: Dict[int, Union[Image, UnreadableImage]] = {}
@@ -94,12 +94,34 @@ class ShardsSource(EncodedSource):
         return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
 
     def _checked(self, index: int, answer: Union[bytes, str]) -> bytes:
-        """What a folder answered. Raises UnreadableImage."""
+        """The bytes that a folder answered. Raises UnreadableImage."""
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
         if zlib.crc32(answer) != self._crc32[index]:
             raise UnreadableImage(f"{self.name(index)}: not the bytes that the index has the checksum of")
         return answer
+
+
+@SOURCES.implements(Shards)
+def _open(data: Shards, classes: int, split: str) -> Source:
+    """Open a split. Both must have the same classes by label; without training shards the validation's count."""
+    place, train = split_folder(data, split), below(str(data.root), data.train_folder)
+    source = ShardsSource(place, data.shuffle_window)
+    if split == "validation":
+        try:
+            trained = read_manifest(open_folder(train)).classes
+        except MissingFile:
+            return source
+        if len(trained) != len(source.classes):
+            raise DataError(
+                f"{place}: {len(source.classes)} classes, but {train} has {len(trained)}; both need the same classes"
+            )
+        for label, (here, there) in enumerate(zip(source.classes, trained)):
+            if here != there:
+                raise DataError(
+                    f"{place}: label {label} is {here!r}, but in {train} it is {there!r}; both need the same classes"
+                )
+    return source
 
 
 def open_folder(place: str) -> Folder:

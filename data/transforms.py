@@ -1,7 +1,7 @@
 """From an image to the pixels that the model is shown: random crops, flips and operations, centre crops.
 
-What is to be done (`Frame`) is separate from doing it, so that a reader that decodes and crops by itself is told
-the same. Everything stays uint8; mixing of images happens on the device.
+The plan (`Frame`) is separate from its execution, so that a reader that decodes and crops by itself follows the same.
+Everything stays uint8; mixing of images happens on the device.
 """
 
 import abc
@@ -23,36 +23,19 @@ _generator_in_use = threading.Lock()
 _GREY = 128  # what operations that move pixels leave behind, as in the TensorFlow reference
 
 
-class Augmentation(NamedTuple):
-    """What is drawn for one image of one epoch: a box in its pixels, and whether to mirror it."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    flip: bool
-
-
-def augmentation(seed: int, epoch: int, index: int, height: int, width: int, data: Data) -> Augmentation:
+def augmentation(seed: int, epoch: int, index: int, height: int, width: int, data: Data) -> Tuple[Box, bool]:
     """Draw the crop and flip of an image: a function of (seed, epoch, sample index) and the image's size."""
     stream = Stream(key("augment", seed, epoch, index))
     flip = stream.uniform() < data.flip
-    return Augmentation(*crop_box(stream, height, width, data.crop_area, data.crop_aspect), flip=flip)
+    return crop_box(stream, height, width, data.crop_area, data.crop_aspect), flip
 
 
-def crop_box(
-    stream: Stream, height: int, width: int, area: Tuple[float, float], aspect: Tuple[float, float]
-) -> Tuple[int, int, int, int]:
-    """Draw a random box inside an image of height x width pixels.
+def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float], aspect: Tuple[float, float]) -> Box:
+    """Draw a random box inside an image of height x width pixels; the largest central one if none fits in ten tries.
 
     Args:
-        stream: where the draws come from.
         area: low and high share of the image's area, uniform.
         aspect: low and high width over height, uniform in the logarithm.
-
-    Returns:
-        (top, left, height, width). If no box fits in ten tries, the largest central one whose aspect is in
-        range.
 
     Source: Szegedy et al., 1409.4842, section 6; limits and fallback as in torchvision's RandomResizedCrop.
     """
@@ -62,51 +45,46 @@ def crop_box(
         w = round(math.sqrt(target_area * target_aspect))
         h = round(math.sqrt(target_area / target_aspect))
         if 0 < w <= width and 0 < h <= height:
-            return stream.integer(height - h + 1), stream.integer(width - w + 1), h, w
+            return Box(stream.integer(height - h + 1), stream.integer(width - w + 1), h, w)
     h, w = height, width
     if width / height < aspect[0]:
         h = max(1, round(width / aspect[0]))
     elif width / height > aspect[1]:
         w = max(1, round(height * aspect[1]))
-    return (height - h) // 2, (width - w) // 2, h, w
+    return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
 class Frame(NamedTuple):
-    """What is shown of an image: a box of it, resized, of that the middle, mirrored or not.
+    """The part of an image that is shown: a box of it, resized, of that the middle, mirrored or not."""
 
-    box: in the image's pixels, the image upright. height, width: of the box after it has been resized. size: pixels
-    a side of the square that is cut out of the middle of that. flip: whether it is mirrored, left to right. exact:
-    whether the box must be decoded at its own size, however small it becomes.
-    """
-
-    box: Box
-    height: int
+    box: Box  # in the image's pixels, the image upright
+    height: int  # of the resized box
     width: int
-    size: int
-    flip: bool
-    exact: bool
+    size: int  # pixels a side of the square that is cut out of the middle of the resized box
+    flip: bool  # left to right
+    exact: bool  # whether the box must be decoded at its own size, however small it becomes
 
     @property
     def top(self) -> int:
-        """First row of the square, of the resized box."""
+        """First row of the square in the resized box."""
         return round((self.height - self.size) / 2)
 
     @property
     def left(self) -> int:
-        """First column of the square, of the resized box."""
+        """First column of the square in the resized box."""
         return round((self.width - self.size) / 2)
 
 
 class Transform(abc.ABC):
-    """What is done to each image of a split; goes to worker processes."""
+    """The work on each image of a split; goes to worker processes."""
 
     @abc.abstractmethod
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
-        """What is shown of an image. Args: size: pixels a side of the result. index: of the image in its source."""
+        """Frame of an image. Args: size: pixels a side of the result. index: of the image in its source."""
 
     @abc.abstractmethod
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """What is done to the pixels of the frame. Args: pixels: uint8 [3, size, size]."""
+        """Change the pixels of the frame. Args: pixels: uint8 [3, size, size]."""
 
     def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
         """uint8 [3, size, size]; channels last in memory, most likely. Raises UnreadableImage."""
@@ -114,17 +92,14 @@ class Transform(abc.ABC):
 
 
 class Training(Transform):
-    """Random crop, resized to a square, mirrored or not, then whatever data.augment says.
-
-    All that is drawn is a function of (seed, epoch, sample index).
-    """
+    """Random crop, resized to a square, mirrored or not, then data.augment; a function of (seed, epoch, index)."""
 
     def __init__(self, data: Data, seed: int):
         self._data, self._seed = data, seed
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
-        *box, flip = augmentation(self._seed, epoch, index, image.height, image.width, self._data)
-        return Frame(Box(*box), size, size, size, flip, exact=False)
+        box, flip = augmentation(self._seed, epoch, index, image.height, image.width, self._data)
+        return Frame(box, size, size, size, flip, exact=False)
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         return operated(pixels, self._data, self._seed, epoch, index)
@@ -166,15 +141,11 @@ def framed(image: Image, frame: Frame) -> torch.Tensor:
 def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int) -> torch.Tensor:
     """RandAugment, AutoAugment (its policy for ImageNet) or TrivialAugment, by torchvision; or the image as it is.
 
-    What is drawn is a function of (seed, epoch, sample index) and the installed torchvision, which draws in an
-    order of its own.
+    Draws are a function of (seed, epoch, sample index) and the installed torchvision, which draws in an order of
+    its own.
 
     Args:
-        image: uint8 [3, height, width].
-        seed, epoch, index: name the draws.
-
-    Returns:
-        uint8 [3, height, width].
+        image: uint8 [3, height, width], as the result.
 
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
     """

@@ -1,4 +1,4 @@
-"""Worker processes that load ahead: torch's loader, told to leave global state and signals alone."""
+"""Worker processes that load ahead: torch's loader, without effects on global state and signals."""
 
 import contextlib
 import copy
@@ -17,8 +17,10 @@ from typing import Iterable, Iterator, Optional
 import torch
 from torch.utils.data import DataLoader
 
+from data.base import Source
 from data.batches import Loaded, Request
 from data.reader import Reader
+from data.transforms import Transform
 from recipe.config import Data
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # all that ask a run to stop
@@ -26,8 +28,28 @@ _WAITS_FOR_SIGNALS = hasattr(signal, "sigtimedwait")  # not on macOS
 _GLANCE = 1.0  # seconds between two looks whether the parent is there
 
 
+class WorkerReader:
+    """Loads requested micro batches by worker processes, or in this process if there are to be none.
+
+    Attributes:
+        ahead: whether it works beside this process.
+    """
+
+    def __init__(self, source: Source, rows: int, transform: Transform, data: Data, again: bool = False):
+        """Args: rows: as of `Reader`. again: whether `load` is called several times, always for the same requests."""
+        self._reader, self._data, self.ahead = Reader(source, rows, transform), data, data.workers > 0
+        self._again = again and self.ahead
+        self._loader: Optional[Loader] = None
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Loaded]:
+        """Answers in the order of the requests, one iteration after the other, with the same workers if again."""
+        if self._loader is None or not self._again:
+            self._loader = Loader(self._reader, requests, self._data, self._again)
+        return iter(self._loader)
+
+
 class Loader(DataLoader):
-    """torch's loader, told to take whole micro batches as they are and to leave global state alone."""
+    """torch's loader, which takes whole micro batches as they are and leaves global state alone."""
 
     def __init__(self, reader: Reader, requests: Iterable[Request], data: Data, persistent_workers: bool = False):
         super().__init__(
@@ -51,7 +73,7 @@ class Loader(DataLoader):
             return super().__iter__()
 
     def _check_shared_memory(self) -> None:
-        """Raise OSError now if there is no room for what the workers are talked to by: torch would leave half of it."""
+        """Raise OSError now if there is no room for the workers' queues: torch would leave half of them behind."""
         context = self.multiprocessing_context
         try:
             context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
@@ -63,7 +85,7 @@ class Loader(DataLoader):
 
 
 def _quiet_context() -> BaseContext:
-    """The default context, but a queue whose reader was killed says nothing: torch tells of the worker that is gone.
+    """The default context, but a queue whose reader was killed is quiet: torch reports the worker that is gone.
 
     Otherwise the thread that feeds the queue may print a traceback while the loader is shut down. There is no public
     switch; concurrent.futures sets the same attribute.
@@ -91,7 +113,7 @@ def _as_it_is(loaded: Loaded) -> Loaded:
 
 
 def begin_work(worker: int) -> None:
-    """What a worker does first; it must be started within `signals_withheld`."""
+    """Set up a worker, which must be started within `signals_withheld`."""
     # Decoders that can use a GPU would each make a context there, in memory that the training needs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     obey_only_the_parent(worker)
@@ -111,11 +133,11 @@ def signals_withheld() -> Iterator[None]:
 
 
 def obey_only_the_parent(worker: int) -> None:
-    """Leave it to the training process to end this worker, which must be started within `signals_withheld`.
+    """Let only the training process end this worker, which must be started within `signals_withheld`.
 
-    Terminals and schedulers send their signals to every process of a job. The training process saves
-    before it ends, for that it must finish its step, and for that it needs its workers. If it dies
-    without ending them, they end by themselves: torch's watchdog does that only between two requests.
+    Terminals and schedulers send their signals to every process of a job. The training process needs its workers to
+    finish its step and save before it ends. If it dies without ending them, they end by themselves: torch's watchdog
+    does that only between two requests.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

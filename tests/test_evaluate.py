@@ -14,7 +14,7 @@ from PIL import Image
 
 import evaluate
 import train
-from data.sources import DigitsSource
+from data.digits import DigitsSource
 from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.data.test_decode import png

@@ -13,8 +13,8 @@ from PIL import Image
 
 import evaluate
 import train
+from data.folder import FolderSource
 from data.shards import ShardsSource
-from data.sources import FolderSource
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tools import export, report, shards
 

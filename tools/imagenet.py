@@ -12,14 +12,14 @@ import os
 import re
 import tarfile
 import zlib
-from typing import Iterator
+from collections import Counter
+from typing import BinaryIO
 
 import numpy as np
 
-from data.base import UnreadableImage
+from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
-from data.names import Names
 from recipe.errors import DataError, first_line, printable
 from tools import matlab
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
@@ -33,12 +33,9 @@ class ArchiveSource(EncodedSource):
     """Images in one tar file, each known by its offset."""
 
     def __init__(self, path: str, classes: tuple[str, ...], images: list[tuple[str, int, int]], labels: list[int]):
-        """
-        Args:
-            path: of the archive.
-            images: name, offset and bytes of each.
-            labels: of each.
-        """
+        """Args: images: name, offset and bytes of each. Raises DataError: there are none."""
+        if not images:
+            raise DataError(f"{path}: no images in this archive; give the right file")
         folder, self._file = os.path.split(path)
         self._folder = LocalFolder(folder)
         self.classes = classes
@@ -68,21 +65,20 @@ def training(path: str) -> ArchiveSource:
         DataError: the archive is missing or damaged, or not of this kind.
     """
     found = []
-    with _opened(path) as stream:
-        for wnid, start, size in _files(stream, path):
-            name, extension = split(wnid)
+    with _opened(path) as stream, open_archive(stream, path) as archive:
+        for member in members(archive, path):
+            name, extension = split(member.name)
             if extension != "tar" or not _WNID.fullmatch(name):
                 raise DataError(
-                    f"{path}: {wnid!r} is no archive of a class, such as n01440764.tar; give the right file"
+                    f"{path}: {member.name!r} is no archive of a class, such as n01440764.tar; give the right file"
                 )
-            part = _Part(stream, start, size)
-            images = sorted(_images(part, f"{path}/{wnid}"))
+            images, start = _images(archive.extractfile(member), f"{path}/{member.name}"), member.offset_data
             found.append((name, [(f"{name}/{image}", start + offset, length) for image, offset, length in images]))
     found.sort()
     _refuse_twice(path, [name for name, _ in found])
     classes = tuple(name for name, _ in found)
     labels = [label for label, (_, images) in enumerate(found) for _ in images]
-    return _source(path, classes, [image for _, images in found for image in images], labels)
+    return ArchiveSource(path, classes, [image for _, images in found for image in images], labels)
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
@@ -90,14 +86,14 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
 
     Args:
         ground_truth: file with a line for each image: its WordNet number, or its number in the devkit.
-        devkit: ILSVRC2012_devkit_t12.tar.gz, which says which WordNet number a number is.
+        devkit: ILSVRC2012_devkit_t12.tar.gz, which maps its numbers to WordNet numbers.
 
     Raises:
         DataError: a file is missing, damaged or does not fit the others.
     """
     lines = _lines(ground_truth)
     with _opened(path) as stream:
-        images = sorted(_images(stream, path))
+        images = _images(stream, path)
     if len(images) != len(lines):
         raise DataError(
             f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give the list of these images"
@@ -108,7 +104,7 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         wnids, known = _by_number(lines, ground_truth, devkit)
     classes = tuple(sorted(known))
     label = {wnid: number for number, wnid in enumerate(classes)}
-    return _source(path, classes, images, [label[wnid] for wnid in wnids])
+    return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
 
 
 def _by_number(lines: list[str], ground_truth: str, devkit: str | None) -> tuple[list[str], set[str]]:
@@ -132,13 +128,13 @@ def _by_number(lines: list[str], ground_truth: str, devkit: str | None) -> tuple
 
 
 def _devkit(path: str) -> dict[int, str]:
-    """WordNet number of each class's number; without the groups of classes, which have no images of their own."""
+    """WordNet number of each class's number; without the groups of classes, which have no images."""
     content = _meta(path)
     try:
         rows = matlab.structs(content, "synsets")
         leaves = [row for row in rows if row.get("num_children", int(row["ILSVRC2012_ID"] > _CLASSES)) == 0]
         meaning = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in leaves}
-    except Exception as error:  # of damaged files: nearly everything
+    except Exception as error:  # damaged files raise nearly everything
         raise DataError(f"{path}: data/meta.mat cannot be read ({first_line(error)}); copy it again") from None
     if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
         raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
@@ -181,55 +177,16 @@ def _opened(path: str) -> io.BufferedReader:
         raise DataError(f"{path}: {error.strerror}; name the archive as it was downloaded") from None
 
 
-def _files(stream: io.IOBase, place: str) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and bytes of each file in an archive."""
+def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:
+    """Name, offset and bytes of each image in an archive, by name."""
     with open_archive(stream, place) as archive:
-        for member in members(archive, place):
-            yield member.name, member.offset_data, member.size
-
-
-def _images(stream: io.IOBase, place: str) -> list[tuple[str, int, int]]:
-    found = [file for file in _files(stream, place) if split(file[0])[1] in EXTENSIONS]
+        files = [(member.name, member.offset_data, member.size) for member in members(archive, place)]
+    found = sorted(file for file in files if split(file[0])[1] in EXTENSIONS)
     _refuse_twice(place, [name for name, _, _ in found])
     return found
 
 
 def _refuse_twice(place: str, names: list[str]) -> None:
-    seen = set()
-    for name in names:
-        if name in seen:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise DataError(f"{place}: {name!r} is in it twice; copy the archive again")
-        seen.add(name)
-
-
-def _source(path: str, classes: tuple[str, ...], images: list, labels: list[int]) -> ArchiveSource:
-    if not images:
-        raise DataError(f"{path}: no images in this archive; give the right file")
-    return ArchiveSource(path, classes, images, labels)
-
-
-class _Part(io.RawIOBase):
-    """Part of a file, as a file."""
-
-    def __init__(self, stream: io.BufferedReader, start: int, size: int):
-        self._stream, self._start, self._size, self._place = stream, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._place)
-        self._stream.seek(self._start + self._place)
-        content = self._stream.read(left if size < 0 else min(size, left))
-        self._place += len(content)
-        return content

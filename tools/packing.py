@@ -11,7 +11,7 @@ import re
 import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Callable, Iterator, List, NamedTuple, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import numpy as np
 from PIL import Image
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What was made."""
+    """The shards, and how they came to be."""
 
     manifest: Manifest
     kept: int  # shards that had been made before
@@ -68,9 +68,8 @@ def pack(
     bytes, whatever the number of workers. Shards that an earlier, interrupted call has finished are kept.
 
     Args:
-        folder: is made if it is not there.
         workers: processes.
-        advance: is called with the shards that are done and with all of them, each time one more is.
+        advance: is called with the numbers of finished and of all shards, each time one more is finished.
 
     Raises:
         DataError: `folder` holds other shards; a shard would have no images.
@@ -78,49 +77,51 @@ def pack(
         OSError: while writing.
     """
     order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
-    task = _Task(source, folder, options, _digest(source, options), order)
-    count = -(-len(source) // options.images_per_shard)
-    names = [f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count)]
+    size = options.images_per_shard
+    count = -(-len(source) // size)
+    shards = {
+        f"{number:0{max(6, len(str(count - 1)))}d}.tar": order[number * size : (number + 1) * size].tolist()
+        for number in range(count)
+    }
+    task = _Task(source, Path(folder), options, _digest(source, options))
     os.makedirs(folder, exist_ok=True)
-    indexes = _finished(folder, names, task)
+    indexes = _finished(task, shards)
     kept = len(indexes)
-    missing = [number for number, name in enumerate(names) if name not in indexes]
+    missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, count)
-    reasons: dict[int, list[str]] = {}
-    for done, (number, made) in enumerate(_all_packed(task, names, missing, min(workers, len(missing))), start=1):
-        indexes[names[number]], reasons[number] = made
+    reasons: dict[str, list[str]] = {}
+    for done, (name, made) in enumerate(_all_packed(task, missing, min(workers, len(missing))), start=1):
+        indexes[name], reasons[name] = made
         advance(kept + done, count)
-    shards = tuple(Shard(name, indexes[name].bytes, len(indexes[name].labels), indexes[name].sha256) for name in names)
-    manifest = Manifest(source.classes, shards)
-    write_whole(os.path.join(folder, MANIFEST), encode_manifest(manifest))
-    told = tuple(reason for number in sorted(reasons) for reason in reasons[number])
-    return Packed(manifest, kept, len(source) - sum(shard.images for shard in shards), told)
+    manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
+    write(Path(folder, MANIFEST), encode_manifest(manifest), durable=True)
+    skipped = len(source) - sum(shard.images for shard in manifest.shards)
+    return Packed(manifest, kept, skipped, tuple(reason for name in sorted(reasons) for reason in reasons[name]))
 
 
-def write_whole(path: str, content: bytes) -> None:
-    """Write a file, which is there with all of its content or not at all."""
-    write(Path(path), content, durable=True)
+def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
+    """The manifest of shards. Args: indexes: by the shard's name, in the order of the shards."""
+    shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
+    return Manifest(classes, tuple(shards))
 
 
 class _Task(NamedTuple):
-    """What a process needs to know to make any shard."""
+    """Everything that a process needs to make any shard."""
 
     source: EncodedSource
-    folder: str
+    folder: Path
     options: Options
     plan: str
-    order: np.ndarray  # int64 [images]: which image comes first, and so on through all shards
 
-    def images(self, number: int) -> list[int]:
-        """Numbers of the images of a shard, in their order there."""
-        size = self.options.images_per_shard
-        return self.order[number * size : (number + 1) * size].tolist()
+
+_Shards = Dict[str, List[int]]  # numbers of the images, in their order, by the shard's name
+_Made = Tuple[Index, List[str]]
 
 
 def _digest(source: EncodedSource, options: Options) -> str:
-    """Of all that shards are a function of, but for the images' bytes.
+    """Digest of all that shards are a function of, but for the images' bytes.
 
-    Not of options.skip_bad: who is told of a bad image after an hour goes on with it.
+    Not of options.skip_bad: a user who learns of a bad image after an hour goes on with it.
     """
     digest = hashlib.sha256(json.dumps([options._replace(skip_bad=False), source.classes]).encode())
     digest.update(source.labels.tobytes())
@@ -129,26 +130,25 @@ def _digest(source: EncodedSource, options: Options) -> str:
     return digest.hexdigest()
 
 
-def _finished(folder: str, names: list[str], task: _Task) -> dict[str, Index]:
-    """Indexes of the shards that are complete. Raises DataError: there are shards of something else."""
-    local = LocalFolder(folder)
-    numbers = {name: number for number, name in enumerate(names)}
+def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
+    """Indexes of the shards that are complete. Raises DataError: there are other shards."""
+    local = LocalFolder(str(task.folder))
     found = {}
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(os.listdir(task.folder)):
         if name.startswith(".") or not name.endswith(".tar"):
             continue
         try:
             index = decode_index(local.read(index_name(name), MOST_OF_INDEX), local.path(index_name(name)))
         except MissingFile:
-            if name in numbers:  # a process was killed between the two
+            if name in shards:  # a process was killed between the two
                 continue
             raise DataError(f"{local.path(name)}: not packed by this command; name an empty folder") from None
-        if name not in numbers or index.plan != task.plan:
+        if name not in shards or index.plan != task.plan:
             raise DataError(
                 f"{local.path(name)}: packed from other images or with other options; name an empty folder, repeat "
                 "those options, or remove these shards"
             )
-        whole = task.options.skip_bad or len(index.labels) == len(task.images(numbers[name]))
+        whole = task.options.skip_bad or len(index.labels) == len(shards[name])
         if whole and local.size(name) == index.bytes:
             found[name] = index
     return found
@@ -156,20 +156,18 @@ def _finished(folder: str, names: list[str], task: _Task) -> dict[str, Index]:
 
 _task: _Task | None = None  # in a worker
 
-_Made = Tuple[Index, List[str]]
 
-
-def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int) -> Iterator[tuple[int, _Made]]:
-    """Each shard's number and what was made of it, as they are finished."""
+def _all_packed(task: _Task, shards: _Shards, workers: int) -> Iterator[tuple[str, _Made]]:
+    """Each shard's name, index and reasons why images were left out, as they are finished."""
     if workers <= 1:
-        for number in numbers:
-            yield number, _pack_shard(task, names[number], number)
+        for name, images in shards.items():
+            yield name, _pack_shard(task, name, images)
         return
     # Not forked: the process that asks may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
         try:
-            running = {pool.submit(_work, names[number], number): number for number in numbers}
+            running = {pool.submit(_work, name, images): name for name, images in shards.items()}
             for future in as_completed(running):
                 yield running[future], future.result()
         except BaseException:
@@ -180,22 +178,21 @@ def _all_packed(task: _Task, names: list[str], numbers: list[int], workers: int)
 def _begin(task: _Task) -> None:
     global _task
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent
     _task = task
 
 
-def _work(name: str, number: int) -> _Made:
+def _work(name: str, images: list[int]) -> _Made:
     assert _task is not None
-    return _pack_shard(_task, name, number)
+    return _pack_shard(_task, name, images)
 
 
-def _pack_shard(task: _Task, name: str, number: int) -> _Made:
-    """Its index, and why images were left out."""
+def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
     reasons = []
-    path = os.path.join(task.folder, name)
-    with replacing(Path(path), durable=True) as temporary, open(temporary, "wb") as file:
-        writer, written = Writer(file), 0
-        for image in task.images(number):
+    path = task.folder / name
+    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
+        writer = Writer(file)
+        for image in images:
             called = task.source.name(image)
             try:
                 encoded, extension = _ready(task.source.encoded(image), called, task.options)
@@ -206,17 +203,16 @@ def _pack_shard(task: _Task, name: str, number: int) -> _Made:
                 continue
             stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
             writer.add(f"{image:08d}-{stem}", extension, encoded, int(task.source.labels[image]))
-            written += 1
-        if not written:
+        if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
         index = writer.close(task.plan)
-    write_whole(os.path.join(task.folder, index_name(name)), encode_index(index))
+    write(task.folder / index_name(name), encode_index(index), durable=True)
     return index, reasons
 
 
 def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:
     """An image as it is packed, and its extension. Raises UnreadableImage."""
-    # All of it is decoded: what is damaged is cheaper to find now than in every epoch.
+    # All of it is decoded: damage is cheaper to find now than in every epoch.
     pixels = decode.decode(encoded, name)
     height, width = pixels.shape[1:]
     if options.short_side is None or min(height, width) <= options.short_side:

@@ -22,7 +22,7 @@ _END = bytes(1024)  # two blocks of zeros: where an archive ends
 
 
 class StrictInfo(tarfile.TarInfo):
-    """A member of an archive, where Python's own would take a damaged header for the end of the archive."""
+    """A member of an archive; Python's own class would take a damaged header for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -67,7 +67,7 @@ def open_archive(stream: BinaryIO, place: str, mode: str = "r:") -> tarfile.TarF
 
 
 class Writer:
-    """Writes a shard and notes what its index says. The same images give the same bytes."""
+    """Writes a shard and collects its index. The same images give the same bytes."""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
@@ -140,7 +140,7 @@ def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, by
 
 
 def split(name: str) -> tuple[str, str]:
-    """Key and extension, in small letters: what is before and after the first dot in the last part of a path.
+    """Key and extension (in small letters), before and after the first dot in the last part of a path.
 
     Source: the WebDataset convention.
     """
@@ -186,7 +186,7 @@ class _Stream(io.RawIOBase):
         return answer
 
     def sha256(self) -> str:
-        """Of all of the file."""
+        """Hexadecimal SHA-256 of the whole file; reads the rest of it."""
         while self.read():
             pass
         return self._sha256.hexdigest()

@@ -21,11 +21,13 @@ import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
 from data import decode
 from data.base import UnreadableImage
 from data.encoded import EncodedSource
+from data.folder import FolderSource
 from data.local import Folder, LocalFolder
 from data.shard_index import (
     MANIFEST,
@@ -39,14 +41,14 @@ from data.shard_index import (
     read_manifest,
 )  # fmt: skip
 from data.shards import open_folder
-from data.sources import FolderSource
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
+from recipe.files import write
 from tools import imagenet
-from tools.packing import Options, pack, write_whole
+from tools.packing import Options, make_manifest, pack
 from tools.shard_tar import scan
 from training.command import Parser, fail, one_line
 
-_TOLD = 20  # faults that verify names, and images that pack names
+_NAMED = 20  # faults that verify names, and images that pack names
 _LINES = 20  # of progress, without a terminal
 _MOST_NUMBERED = 100_000  # classes without names
 
@@ -111,7 +113,7 @@ def _pack(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dic
         print(note, flush=True)
     packed = pack(source, folder, how, options.workers, advance)
     text, data = _summary(folder, packed.manifest)
-    named = packed.reasons[:_TOLD]
+    named = packed.reasons[:_NAMED]
     for reason in named:
         print(f"left out: {reason}", file=sys.stderr)
     text += f"; {packed.kept} shards were there before, {packed.skipped} unreadable images left out"
@@ -119,7 +121,7 @@ def _pack(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dic
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
-    """What to pack, and where to. Raises DataError."""
+    """The images to pack, and the folder for the shards. Raises DataError."""
     archives = options.imagenet_train, options.imagenet_validation
     given = sum(archive is not None for archive in archives)
     if given > 1 or len(options.places) != 2 - given:
@@ -137,18 +139,12 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
         source = FolderSource(options.places[0])
         if options.devkit is not None:
             raise DataError("--devkit goes with --imagenet-validation; leave it out")
-    _check_destination(options.places)
-    return source, options.places[-1]
-
-
-def _check_destination(places: Sequence[str]) -> None:
-    """Raises DataError where shards would go to a URL or among the images."""
-    folder = places[-1]
+    *images, folder = options.places
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
-    inside = os.path.realpath(places[0]) + os.sep
-    if len(places) == 2 and (os.path.realpath(folder) + os.sep).startswith(inside):
-        raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {places[0]}")
+    if images and (os.path.realpath(folder) + os.sep).startswith(os.path.realpath(images[0]) + os.sep):
+        raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {images[0]}")
+    return source, folder
 
 
 def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
@@ -166,24 +162,18 @@ def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, di
     largest = max(int(index.labels.max()) for index in indexes.values())
     classes = _classes(options.classes, largest, folder)
     for name in names:
-        write_whole(folder.path(index_name(name)), encode_index(indexes[name]))
-    shards = [
-        Shard(name, indexes[name].bytes, len(indexes[name].labels), indexes[name].sha256) for name in names
-    ]  # fmt: skip
-    manifest = Manifest(classes, tuple(shards))
-    write_whole(folder.path(MANIFEST), encode_manifest(manifest))
+        write(Path(folder.path(index_name(name))), encode_index(indexes[name]), durable=True)
+    manifest = make_manifest(classes, {name: indexes[name] for name in names})
+    write(Path(folder.path(MANIFEST)), encode_manifest(manifest), durable=True)
     text, data = _summary(options.folder, manifest)
     return DONE, text, data
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
-    """Names of the classes: of the file, else those that a manifest had before, else numbers.
+    """Names of the classes: of the file, else those of an earlier manifest, else numbers. Raises DataError.
 
     Args:
         largest: label in the shards.
-
-    Raises:
-        DataError.
     """
     if file is None:
         with contextlib.suppress(DataError):
@@ -218,21 +208,18 @@ def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, d
     found = dict(_by_threads(check, manifest.shards, advance))
     faults = [fault for shard in manifest.shards for fault in found[shard]]
     text, data = _summary(folder.place, manifest)
-    for fault in faults[:_TOLD]:
+    counted = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    for fault in faults[:_NAMED]:
         print(fault, file=sys.stderr)
     if faults:
-        more = f", {_TOLD} of them named above" if len(faults) > _TOLD else ""
-        print(f"{folder.place}: {_faults_told(faults)}{more}; copy or make these shards again", file=sys.stderr)
-    text += f"; {_faults_told(faults)}"
-    return WRONG_INPUT if faults else DONE, text, {**data, "faults": len(faults), "named": faults[:_TOLD]}
-
-
-def _faults_told(faults: Sequence[str]) -> str:
-    return "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        more = f", {_NAMED} of them named above" if len(faults) > _NAMED else ""
+        print(f"{folder.place}: {counted}{more}; copy or make these shards again", file=sys.stderr)
+    code = WRONG_INPUT if faults else DONE
+    return code, f"{text}; {counted}", {**data, "faults": len(faults), "named": faults[:_NAMED]}
 
 
 def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[str]:
-    """What is wrong with a shard."""
+    """Faults of a shard, a message each."""
     faults: list[str] = []
     place = folder.path(shard.name)
 
@@ -251,7 +238,7 @@ def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[s
 
 
 def _differences(index: Index, found: Index, place: str) -> list[str]:
-    """Where a shard is not what its index says. Args: found: the index that fits the shard."""
+    """Differences between a shard and its index. Args: found: the index made from the shard."""
     if (index.names, index.offsets.tolist(), index.lengths.tolist()) != (
         found.names, found.offsets.tolist(), found.lengths.tolist(),
     ):  # fmt: skip
@@ -270,7 +257,7 @@ def _differences(index: Index, found: Index, place: str) -> list[str]:
 
 
 def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
-    """What a set of shards holds, for people and for programs."""
+    """Size and place of a set of shards, for people and for programs."""
     data = {
         "folder": place,
         "shards": len(manifest.shards),
@@ -290,7 +277,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def _by_threads(work: Callable, tasks: Sequence, advance: _Advance) -> Iterator[tuple]:
-    """(task, what work makes of it), as they are finished. Checksums and decoders let other threads run."""
+    """(task, its result), as they are finished. Checksums and decoders let other threads run."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             running = {pool.submit(work, task): task for task in tasks}
@@ -306,7 +293,7 @@ def _by_threads(work: Callable, tasks: Sequence, advance: _Advance) -> Iterator[
 def _progress() -> Iterator[_Advance]:
     """How many shards are done: a bar in a terminal, else a line now and then."""
     if not sys.stdout.isatty():
-        yield _tell
+        yield _print_some
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -315,7 +302,7 @@ def _progress() -> Iterator[_Advance]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _tell(done: int, total: int) -> None:
+def _print_some(done: int, total: int) -> None:
     if done and (done == total or done % max(1, total // _LINES) == 0):
         print(f"{done} of {total} shards", flush=True)
 

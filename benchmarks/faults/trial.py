@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks.faults.kinds import KINDS, Kind, small_disk
 from benchmarks.faults.site import ROOT, Result, Site, Topology
-from data.sources import DigitsSource
+from data.digits import DigitsSource
 from parallel.parent_death import bound_to_parent
 
 _SESSIONS = 3  # in which a run that nothing more happens to must end

@@ -10,8 +10,8 @@ from PIL import Image
 
 from benchmarks import loader, photographs
 from benchmarks.loader_parts import Side, shown
+from data.folder import FolderSource
 from data.loader import training_batches
-from data.sources import FolderSource
 from data.transforms import framed
 from recipe.config import Data
 

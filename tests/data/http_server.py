@@ -37,7 +37,8 @@ class Server(http.server.ThreadingHTTPServer):
 @functools.lru_cache
 def _swelling():
     packer = zlib.compressobj(1, wbits=31)
-    return b"".join(packer.compress(bytes(1 << 20)) for _ in range(512)) + packer.flush()
+    first, second = (packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    return first + second * 511  # after a full flush nothing depends on the bytes before
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -18,17 +18,23 @@ def jpeg(number, size=(20, 16)):
     return stream.getvalue()
 
 
-def write_tar(path, files):
+def tar_bytes(files):
     """A tar of (name, bytes) pairs."""
-    with tarfile.open(path, "w") as archive:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, content in files:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def write_tar(path, files):
+    path.write_bytes(tar_bytes(files))
 
 
 def write_shards(folder, counts, classes=2):
-    """Shards of so many images each, image i with label i % classes, and what lies beside them. Returns the images."""
+    """Shards of so many images each, image i with label i % classes, with index and manifest. Returns the images."""
     folder.mkdir(parents=True)
     images = [jpeg(number) for number in range(sum(counts))]
     numbers = iter(range(len(images)))

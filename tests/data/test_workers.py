@@ -18,32 +18,29 @@ from tests.conftest import QUICKSTART, ROOT, TINY
 @pytest.mark.parametrize(("others", "quiet"), [(0, True), (5, True), (10**6, False)])
 def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error, others, quiet):
     """It may break a moment before: then `others` more answers still name the parent."""
-    told, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
-    monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: told.append(kind))
+    shown, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: shown.append(kind))
     monkeypatch.setattr(os, "getppid", lambda: next(answers))
     workers._say_nothing_when_orphaned(7)
     sys.excepthook(error, error(), None)
-    assert told == ([] if quiet else [error])
+    assert shown == ([] if quiet else [error])
     sys.excepthook(ValueError, ValueError(), None)
-    assert told[-1] is ValueError
+    assert shown[-1] is ValueError
 
 
-def test_workers_receive_none_of_the_signals_that_ask_a_run_to_stop():
+def test_workers_block_the_signals_that_ask_a_run_to_stop_and_see_no_gpu(monkeypatch):
+    """Decoders that can use a GPU would each take hundreds of megabytes of its memory."""
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     with workers.signals_withheld():
-        withheld = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert withheld >= {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-
-
-def test_a_worker_sees_no_gpu(monkeypatch):
-    """Decoders that can use one would each take hundreds of megabytes of its memory."""
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= signals
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & signals
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(workers, "obey_only_the_parent", lambda worker: None)
     workers.begin_work(0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_queue_to_a_killed_worker_tells_nothing(capfd):
+def test_a_queue_to_a_killed_worker_prints_nothing(capfd):
     """Nobody reads it any more; without this the thread that feeds it prints a traceback, if it is about to write."""
     queue = workers._quiet_context().Queue()
     queue._reader.close()
@@ -72,14 +69,14 @@ next(iter(Loader(Hung(), [Request(0, 0, 0, 8, [0])], Data(source="digits", worke
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     worker = tmp_path / "worker"
     try:
-        until(lambda: worker.exists() and worker.read_text())
+        _wait_until(lambda: worker.exists() and worker.read_text())
     finally:
         run.kill()
         run.wait()
-    until(lambda: ended(worker.read_text()))
+    _wait_until(lambda: _ended(worker.read_text()))
 
 
-def ended(process):
+def _ended(process):
     """Whether it is gone, or waits for its parent to look at how it ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{process}/status").read_text()
@@ -87,7 +84,7 @@ def ended(process):
         return True
 
 
-def until(condition):
+def _wait_until(condition):
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -104,7 +101,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("size", ["4k", "64k"])
+@pytest.mark.parametrize("size", [pytest.param("4k", marks=pytest.mark.slow), "64k"])
 def test_shared_memory_that_is_full_is_named(tmp_path, size):
     """Full before workers are started, or by their first images: one line, which names neither folder nor internals."""
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
@@ -116,5 +113,4 @@ def test_shared_memory_that_is_full_is_named(tmp_path, size):
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 1, ended.stderr
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("/dev/shm: No space left on device (images pass through it to the training process; ")
-    assert "--shm-size" in line and "data.workers" in line
+    assert line.startswith("/dev/shm: No space left on device") and "--shm-size" in line and "data.workers" in line

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.sources import DigitsSource
+from data.digits import DigitsSource
 from recipe import batch
 from recipe.batch import divide, image_count, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe

@@ -94,7 +94,7 @@ def test_a_longer_step_is_measured_by_few_micro_batches(examined):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, workers):
-    from data.sources import DigitsSource
+    from data.digits import DigitsSource
 
     read = DigitsSource.read
 

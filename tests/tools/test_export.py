@@ -18,7 +18,7 @@ from PIL import Image
 
 import evaluate
 import train
-from data.sources import DigitsSource
+from data.digits import DigitsSource
 from engines import state
 from models.efficientnet import build, timm_name
 from recipe import loading

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from data.base import permutation
-from data.sources import FolderSource
+from data.folder import FolderSource
 from parallel.parent_death import bound_to_parent
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from data.base import permutation
-from data.sources import FolderSource
+from data.folder import FolderSource
 from engines.factory import create
 from recipe import loading
 from recipe.batch import divide

@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 
 from data.decode import decode
+from data.digits import DigitsSource
+from data.folder import FolderSource
 from data.loader import NotLeftOut
-from data.sources import DigitsSource, FolderSource, open_source
+from data.sources import open_source
 from recipe import loading
 from recipe.errors import DataError
 from tests.conftest import QUICKSTART

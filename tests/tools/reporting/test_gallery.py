@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from data.base import Pixels
-from data.sources import DigitsSource, open_source
+from data.digits import DigitsSource
+from data.sources import open_source
 from data.transforms import Evaluation
 from engines import factory
 from engines.feed import Feed

@@ -1,0 +1,197 @@
+"""Class folders on disk: one folder per class, JPEG and PNG files at any depth inside it."""
+
+import errno
+import hashlib
+import os
+from typing import Dict, FrozenSet, Iterator, List, Tuple
+
+import numpy as np
+
+from data.base import SOURCES, Names, Source
+from data.encoded import EncodedSource, read_image
+from recipe.errors import DataError, printable
+from recipe.images import Folder, split_folder
+
+_EXTENSIONS = (b".jpg", b".jpeg", b".png")
+_OTHER_IMAGES = frozenset(
+    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
+)  # a user who has these beside others may think that they are read
+_NAMED = 3  # files that a note names
+
+_Identities = FrozenSet[Tuple[int, int]]  # device and number of folders
+
+
+class FolderSource(EncodedSource):
+    """The images of a folder of class folders.
+
+    Classes come in the order of their names, images in the order of class and path (both compared as bytes,
+    so the order is the same everywhere). Hidden files and folders, other files, files beside the class
+    folders, and links that lead back to a folder around them are left out.
+    """
+
+    def __init__(self, folder: str):
+        """Scan `folder`.
+
+        Raises:
+            DataError: it is missing or cannot be listed, has no class folders, or one without images.
+        """
+        self.place, self._folder = folder, os.fsencode(folder)
+        scan = _Scan(folder)
+        blocks: List[bytes] = []
+        lengths: List[np.ndarray] = []
+        counts = []
+        digest = hashlib.sha256()
+        names = scan.classes()
+        for name in names:
+            paths = sorted(scan.images(os.fsencode(name)))
+            if not paths:
+                raise DataError(
+                    f"{os.path.join(folder, name)}: no .jpg, .jpeg or .png files in this class folder; "
+                    "fill it or remove it"
+                )
+            blocks.append(b"".join(paths))
+            lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
+            counts.append(len(paths))
+            digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
+        self.digest = digest.hexdigest()
+        self.classes = tuple(printable(name) for name in names)
+        self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
+        self._paths = Names(blocks, lengths)
+        self.notes = scan.notes()
+
+    def name(self, index: int) -> str:
+        return printable(self._path(index))
+
+    def encoded(self, index: int) -> bytes:
+        return read_image(self._path(index))
+
+    def _path(self, index: int) -> str:
+        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
+
+
+@SOURCES.implements(Folder)
+def _open(data: Folder, classes: int, split: str) -> Source:
+    """Open a split. Both splits must have the same class folders; without a training folder the validation's count."""
+    place = split_folder(data, split)
+    train = os.path.join(str(data.root), data.train_folder)
+    if split == "validation" and os.path.isdir(train):
+        for here, there in (place, train), (train, place):
+            missing = sorted(set(_Scan(here).classes()) - set(_Scan(there).classes()))
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                raise DataError(
+                    f"{os.path.join(here, missing[0])}: this class is not in {there}{more}; "
+                    "training and validation need the same class folders"
+                )
+    return FolderSource(place)
+
+
+class _Scan:
+    """Lists a folder of class folders, and notes what it leaves out."""
+
+    def __init__(self, folder: str):
+        self._place, self._folder = folder, os.fsencode(folder)
+        self._kinds: Dict[str, int] = {}
+        self._files: List[bytes] = []  # the first of other kinds
+        self._loops: List[bytes] = []
+        self._around: _Identities = frozenset()
+
+    def classes(self) -> Tuple[str, ...]:
+        """Names of the class folders, in the order of their labels. Raises DataError."""
+        self._around = _ancestors(self._folder)
+        names = sorted(
+            entry.name
+            for entry in _entries(self._folder)
+            if not entry.name.startswith(b".") and self._is_folder(entry, entry.name, self._around)
+        )
+        if not names:
+            raise DataError(f"{self._place}: no class folders; it must hold one folder of images per class")
+        return tuple(os.fsdecode(name) for name in names)
+
+    def images(self, name: bytes) -> Iterator[bytes]:
+        """Paths, relative to the folder, of the images at any depth in its class folder `name`, in no order."""
+        return self._images(name, self._around)
+
+    def _images(self, below: bytes, around: _Identities) -> Iterator[bytes]:
+        """Args: around: the folders that `below` lies in."""
+        folder = os.path.join(self._folder, below)
+        around |= {_identity(folder)}
+        for entry in _entries(folder):
+            if entry.name.startswith(b"."):
+                continue
+            path = below + b"/" + entry.name
+            # Extensions first: asking for the kind of every file can cost a call to the file system each. An image's
+            # name on something that is no file is found when it is read.
+            if entry.name.lower().endswith(_EXTENSIONS):
+                yield path
+            elif self._is_folder(entry, path, around):
+                yield from self._images(path, around)
+            else:
+                self._leave_out(path)
+
+    def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: _Identities) -> bool:
+        """Whether an entry is a folder, or a link to one that does not lead back to those `around`."""
+        try:
+            if not entry.is_dir():
+                return False
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise DataError(f"{os.fsdecode(entry.path)}: {error.strerror}") from None
+            leads_back = True
+        else:
+            leads_back = entry.is_symlink() and _identity(entry.path) in around
+        if leads_back:
+            self._loops.append(path)
+        return not leads_back
+
+    def _leave_out(self, path: bytes) -> None:
+        kind = os.path.splitext(path)[1].lower()
+        if kind in _OTHER_IMAGES:
+            self._kinds[kind.decode()] = self._kinds.get(kind.decode(), 0) + 1
+            self._files += [path] if len(self._files) < _NAMED else []
+
+    def notes(self) -> Tuple[str, ...]:
+        """A line for each kind of thing that was left out."""
+        found = []
+        if self._kinds:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._kinds.items()))
+            found.append(
+                f"{self._place}: left out images that are neither JPEG nor PNG: {kinds}; {_first(self._files)}; "
+                "convert them if they belong to the data"
+            )
+        if self._loops:
+            found.append(
+                f"{self._place}: left out links that lead back to a folder around them: {len(self._loops):,}; "
+                f"{_first(self._loops)}"
+            )
+        return tuple(printable(note) for note in found)
+
+
+def _first(paths: List[bytes]) -> str:
+    return f"the first: {', '.join(os.fsdecode(path) for path in paths[:_NAMED])}"
+
+
+def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+
+
+def _ancestors(folder: bytes) -> _Identities:
+    """Device and number of a folder and of those around it."""
+    path = os.path.realpath(folder)
+    found = set()
+    while os.path.dirname(path) != path:
+        found.add(_identity(path))
+        path = os.path.dirname(path)
+    return frozenset(found)
+
+
+def _identity(folder: bytes) -> Tuple[int, int]:
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+    return found.st_dev, found.st_ino
