@@ -130,9 +130,7 @@ class _Ahead:
         while self._thread.is_alive() and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
                 self._ready.get(timeout=0.05)
-        with contextlib.suppress(
-            queue.Empty
-        ):  # an error that is never raised would keep its frames alive
+        with contextlib.suppress(queue.Empty):  # an error that is never raised would keep its frames alive
             while True:
                 self._ready.get_nowait()
         self._ended = True

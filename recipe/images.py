@@ -1,7 +1,7 @@
 """The section of a recipe that says where images come from, and where they are, without opening any of them."""
 
 import os
-from typing import Any, List, Literal, Optional, Tuple
+from typing import Any, ClassVar, List, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -131,6 +131,7 @@ class Data(Kind):
 class Files(Data):
     """Keys of the sources that read files."""
 
+    urls: ClassVar[bool] = False  # whether root may be a URL
     root: Optional[str] = Field(
         None,
         description="folder that holds the training and the validation folder; for shards also a URL that fsspec "
@@ -171,6 +172,7 @@ class Folder(Files):
 class Shards(Files):
     """Tar shards, on disk or behind a URL."""
 
+    urls: ClassVar[bool] = True
     source: Literal["shards"] = "shards"
     shuffle_window: int = Field(
         16_384,
@@ -212,14 +214,14 @@ class Glyphs(Data):
             raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
 
 
-def split_folder(data: Data, split: str) -> str:
+def split_folder(data: Files, split: str) -> str:
     """The folder, or the URL, of the "train" or "validation" images. Raises DataError where there is no such folder."""
     if data.root is None:
         raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
     name_key = "train_folder" if split == "train" else "validation_folder"
     name = getattr(data, name_key)
     folder = below(data.root, name)
-    if data.source == "shards" and "://" in data.root:
+    if data.urls and "://" in data.root:
         return folder  # whether it is there, its manifest tells
     if not os.path.isdir(data.root):
         raise DataError(f"{data.root}: no such folder; correct data.root")
