@@ -116,14 +116,14 @@ def _prepare(output: Path) -> None:
 
 def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
     # Imported late: a wrong command line is refused before torch is loaded.
-    from tools.diagnosis import picture, telling
+    from tools.diagnosis import picture, rendering
     from tools.diagnosis.examination import examine
     from tools.planning.machine import dump
 
     found = examine(recipe, options.seconds, lambda line: print(line, flush=True))
     if found is None:
         return
-    telling.tell(found, options.config)
+    rendering.render(found, options.config)
     files = [options.output / "step.png"]
     with writing(options.output):
         picture.draw(found, options.config, files[0])
@@ -132,7 +132,7 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
             files[1].write_text(dump(found.machine), encoding="utf-8")
     print(f"files      {', '.join(map(str, files))}")
     if options.json:
-        print(json.dumps({**telling.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
+        print(json.dumps({**rendering.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
 
 
 def _interrupt(*_: object) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Dict, List, NamedTuple, Optional
 
 from engines.choice import Candidate, pick
+from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
 from training.timeline import ideal
 
@@ -85,7 +86,7 @@ def advise(figures: Figures) -> Advice:
     unexplained = figures.share("rest")
     if abs(unexplained) < _UNEXPLAINED:
         return advice
-    what = f"{_percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
+    what = f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
     workers = "workers that read take cores from computing, or " if figures.workers else ""
     return advice._replace(
         text=f"{advice.text} But {what}: {workers}the machine is busy with something else; measure again when it is "
@@ -95,12 +96,12 @@ def advise(figures: Figures) -> Advice:
 
 def _input(figures: Figures) -> Advice:
     share, needed = figures.share("input"), workers_needed(figures.workers, figures.share("input"))
-    said = f"Waiting for images takes {_percent(share)} of a step"
+    said = f"Waiting for images takes {percent(share)} of a step"
     more = [f"data.workers={needed}"]
     if figures.reading is not None and figures.reading >= 0.5:
         return Advice(
             "input",
-            f"{said}, and {_percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
+            f"{said}, and {percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
             "shards (python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
             f"{more[0]} would keep up.",
             more,
@@ -126,11 +127,11 @@ def _input(figures: Figures) -> Advice:
 
 def _straggling(figures: Figures) -> Advice:
     share = figures.share("straggling")
-    said = f"Waiting for the slowest replica takes {_percent(share)} of a step"
+    said = f"Waiting for the slowest replica takes {percent(share)} of a step"
     if figures.lag is not None and figures.lag >= _LAG:
         return Advice(
             "straggling",
-            f"{said}: rank {figures.slowest} on host {figures.host} computes {_percent(figures.lag)} slower than the "
+            f"{said}: rank {figures.slowest} on host {figures.host} computes {percent(figures.lag)} slower than the "
             "others. Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it.",
             [],
         )
@@ -144,8 +145,8 @@ def _straggling(figures: Figures) -> Advice:
 
 def _exchange(figures: Figures) -> Advice:
     share = figures.share("exchange")
-    link = f" over links of {_bits(figures.bandwidth)}" if figures.bandwidth else ""
-    said = f"The exchange takes {_percent(share)} of a step{link}"
+    link = f" over links of {scaled(8 * figures.bandwidth, 'bit/s')}" if figures.bandwidth else ""
+    said = f"The exchange takes {percent(share)} of a step{link}"
     larger = f"batch.global={2 * figures.batch} makes it once in twice as many images"
     faster = _faster_exchange(figures)
     if faster is not None:
@@ -154,8 +155,8 @@ def _exchange(figures: Figures) -> Advice:
         overrides += figures.reset[method]
         return Advice(
             "exchange",
-            f"{said}: {' '.join(overrides)} takes {_milliseconds(faster.seconds)} by itself in place of "
-            f"{_milliseconds(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
+            f"{said}: {' '.join(overrides)} takes {duration(faster.seconds)} by itself in place of "
+            f"{duration(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
             f"Without that, {larger}.",
             overrides,
         )
@@ -187,8 +188,8 @@ def _bubble(figures: Figures) -> Advice:
     share, stages, virtual = figures.share("bubble"), figures.stages, figures.virtual
     now = ideal(figures.accumulation, stages, virtual)
     said = (
-        f"A pipeline's stages stand still for {_percent(share)} of a step: {figures.accumulation} micro "
-        f"{'batch' if figures.accumulation == 1 else 'batches'} on {stages} stages leave {_percent(1 - now)} at best"
+        f"A pipeline's stages stand still for {percent(share)} of a step: {figures.accumulation} micro "
+        f"{'batch' if figures.accumulation == 1 else 'batches'} on {stages} stages leave {percent(1 - now)} at best"
     )
     doubled = ideal(2 * figures.accumulation, stages, virtual)
     least = 2 if figures.mixes else 1
@@ -196,12 +197,12 @@ def _bubble(figures: Figures) -> Advice:
         override = f"batch.micro={figures.micro // 2}"
     else:
         override = f"batch.global={2 * figures.batch}"
-    return Advice("bubble", f"{said}; {override} makes twice as many, and that {_percent(1 - doubled)}.", [override])
+    return Advice("bubble", f"{said}; {override} makes twice as many, and that {percent(1 - doubled)}.", [override])
 
 
 def _imbalance(figures: Figures) -> Advice:
     share = figures.share("imbalance")
-    said = f"The slowest stage takes {_percent(share)} of a step longer than the mean of all"
+    said = f"The slowest stage takes {percent(share)} of a step longer than the mean of all"
     if figures.split:
         return Advice(
             "imbalance",
@@ -222,7 +223,7 @@ def _update(figures: Figures) -> Advice:
     first = "engine.compile=true makes one program of it where there is a compiler; " if compiled else ""
     return Advice(
         "update",
-        f"The optimizer's update takes {_percent(figures.share('update'))} of a step: {first}it is made once a "
+        f"The optimizer's update takes {percent(figures.share('update'))} of a step: {first}it is made once a "
         f"step, so batch.global={2 * figures.batch} makes it once in twice as many images.",
         overrides,
     )
@@ -230,7 +231,7 @@ def _update(figures: Figures) -> Advice:
 
 def _compute(figures: Figures) -> Advice:
     said = (
-        f"No other part takes {_percent(_WORTH)} of a step: computing is the limit, at {_percent(figures.mfu)} of what "
+        f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {percent(figures.mfu)} of what "
         "large matrix products reach here (MFU)."
     )
     if figures.accumulation % 2 == 0:
@@ -253,16 +254,3 @@ _RULES = {
     "update": _update,
     "compute": _compute,
 }
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
-
-
-def _bits(bandwidth: float) -> str:
-    bits = 8 * bandwidth
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

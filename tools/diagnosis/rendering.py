@@ -1,10 +1,11 @@
-"""The findings in words for a terminal of 80 columns, and as one object for JSON."""
+"""The findings as text for a terminal of 80 columns, and as one object for JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
-from typing import Callable, Dict
+from typing import Callable, Dict, NamedTuple, Optional, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,22 +14,23 @@ from rich.text import Text
 from recipe.division import count
 from tools.diagnosis import splitting
 from tools.diagnosis.examination import Findings
-from tools.diagnosis.looks import LOOKS
+from tools.diagnosis.picture import LOOKS
 from tools.diagnosis.splitting import Spread
+from tools.formats import duration, number, percent, scaled
 
 _WIDTH = 80
-_INDENT = 11  # of what is said, behind the word for it
+_INDENT = 11  # of a line's text, behind its name
 _MOST_RANKS = 16  # rows of the table of ranks
 
 
-def tell(found: Findings, config: str) -> None:
+def render(found: Findings, config: str) -> None:
     """Prints everything."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
     def line(name: str, text: str, style: str = "") -> None:
         indent = " " * _INDENT
-        for number, part in enumerate(textwrap.wrap(text, console.width - _INDENT)):
-            console.print(Text(f"{name:<{_INDENT}}" if number == 0 else indent).append(part, style=style))
+        for place, part in enumerate(textwrap.wrap(text, console.width - _INDENT)):
+            console.print(Text(f"{name:<{_INDENT}}" if place == 0 else indent).append(part, style=style))
 
     about = found.about
     ranks, hosts = len(found.hosts), len(set(found.hosts))
@@ -44,7 +46,7 @@ def tell(found: Findings, config: str) -> None:
     if found.methods:
         _print_methods(console, found)
     _print_ranks(console, found)
-    line("straggling", f"{_percent(found.straggling, 1)}: deviation of a replica's passes, over replicas and steps")
+    line("straggling", f"{percent(found.straggling, 1)}: deviation of a replica's passes, over replicas and steps")
     line("next", _doubling(found))
     console.print()
     line("first", found.advice.text, "bold")
@@ -52,26 +54,13 @@ def tell(found: Findings, config: str) -> None:
 
 def as_data(found: Findings, config: str) -> dict:
     """One object with all figures; spreads have median, low, high and repetitions."""
-    reading, links, row = found.reading, found.links, found.doubling
-    batch, times = found.batch, found.times
-    steps = {
-        "as_trained": times.as_trained,
-        "waited": times.waited,
-        "from_memory": times.from_memory,
-        "without_exchange": times.without_exchange,
-        "update": times.update,
-    }
+    reading, links, batch, times = found.reading, found.links, found.batch, found.times
+    steps = ("as_trained", "waited", "from_memory", "without_exchange", "update")
     return {
         "config": config,
         "machine": found.about,
         "hosts": sorted(set(found.hosts)),
-        "batch": {
-            "global": batch.global_,
-            "micro": batch.micro,
-            "accumulation": batch.accumulation,
-            "replicas": batch.replicas,
-            "stages": batch.stages,
-        },
+        "batch": {key.rstrip("_"): value for key, value in dataclasses.asdict(batch).items()},
         "training_images": found.images,
         "images": {
             "per_core": reading.rate._asdict(),
@@ -87,7 +76,7 @@ def as_data(found: Findings, config: str) -> dict:
         "measured": {
             "accumulation": times.shape.accumulation,
             "waiting_is_complete": found.complete,
-            "seconds": {name: splitting.spread(values)._asdict() if values else None for name, values in steps.items()},
+            "seconds": {name: _or_none(_spread(getattr(times, name))) for name in steps},
             "parts": splitting.parts(times),
         },
         "step_seconds": found.step,
@@ -97,25 +86,25 @@ def as_data(found: Findings, config: str) -> dict:
         "mfu": found.mfu,
         "ranks": [rank._asdict() for rank in found.ranks],
         "straggling": found.straggling,
-        "links": {
+        "links": links
+        and {
             "latency": links.latency._asdict(),
             "bytes_per_second": links.bandwidth._asdict(),
             "between": "processes of one host" if links.loopback else "replicas",
-        }
-        if links
-        else None,
-        "methods": [
-            {"name": each.name, "predicted": each.predicted, "measured": _or_none(each.measured)}
-            for each in found.methods
-        ],
-        "next_doubling": row._asdict() if row else None,
+        },
+        "methods": [{**each._asdict(), "measured": _or_none(each.measured)} for each in found.methods],
+        "next_doubling": _or_none(found.doubling),
         "advice": found.advice._asdict(),
         "notes": found.notes,
         "seconds": found.seconds,
     }
 
 
-def _or_none(found: Spread | None) -> dict | None:
+def _spread(values: Sequence[float]) -> Optional[Spread]:
+    return splitting.spread(values) if values else None
+
+
+def _or_none(found: Optional[NamedTuple]) -> Optional[dict]:
     return found._asdict() if found else None
 
 
@@ -125,21 +114,21 @@ def _print_step(console: Console, line: Callable[..., None], found: Findings) ->
     own = splitting.spread(times.as_trained)
     measured = times.shape.accumulation
     if measured == found.batch.accumulation:
-        spread = f" ({_time(own.low)} to {_time(own.high)}, {own.repetitions} times)"
+        spread = f" ({_range(own)}, {own.repetitions} times)"
     else:
         micro_batches = f"{measured} micro " + ("batch" if measured == 1 else "batches")
-        spread = f", from steps of {micro_batches}: {_time(own.median)} ({_time(own.low)} to {_time(own.high)})"
-    line("a step", f"{_time(step)}{spread}")
-    rate = f"{_number(found.images_per_second)} images/s"
-    line("", f"{rate}, MFU {_percent(found.mfu)} of {_number(found.peak.median / 1e9)} GFLOP/s")
+        spread = f", from steps of {micro_batches}: {duration(own.median)} ({_range(own)})"
+    line("a step", f"{duration(step)}{spread}")
+    rate = f"{number(found.images_per_second)} images/s"
+    line("", f"{rate}, MFU {percent(found.mfu)} of {scaled(found.peak.median, 'FLOP/s')}")
     console.print(_bar(found.parts, console.width))
     table = Table(box=None, show_header=False, padding=(0, 1))
     for side in ("left", "left", "right", "right"):
         table.add_column(justify=side)
-    for name, (letter, words, style, _) in LOOKS.items():
+    for name, look in LOOKS.items():
         seconds = found.parts[name]
         if seconds:
-            table.add_row(Text(letter, style=style), words, _time(seconds), _percent(seconds / step))
+            table.add_row(Text(look.letter, style=look.style), look.words, duration(seconds), percent(seconds / step))
     _print_table(console, table)
     if not found.complete:
         line(
@@ -151,34 +140,35 @@ def _print_step(console: Console, line: Callable[..., None], found: Findings) ->
 
 def _bar(parts: Dict[str, float], width: int) -> Text:
     """The parts side by side, each as many letters as it takes of the step; of negative ones nothing."""
-    shown = {name: max(0.0, seconds) for name, seconds in parts.items()}
-    total, bar, edge, done = sum(shown.values()), Text(), 0, 0.0
-    for name, seconds in shown.items():
-        letter, _, style, _ = LOOKS[name]
-        done += seconds
+    bar, edge, done = Text(), 0, 0.0
+    total = sum(max(0.0, seconds) for seconds in parts.values())
+    for name, seconds in parts.items():
+        done += max(0.0, seconds)
         end = round(width * done / total)
-        bar.append(letter * (end - edge), style=style)
+        bar.append(LOOKS[name].letter * (end - edge), style=LOOKS[name].style)
         edge = end
     return bar
 
 
 def _images(found: Findings) -> str:
     reading = found.reading
-    text = f"{_number(reading.rate.median)} a second of one core, read, decoded and augmented"
+    text = f"{number(reading.rate.median)} a second of one core, read, decoded and augmented"
     if reading.unreadable:
         text += f" ({reading.unreadable:,} of {reading.tried:,} cannot be read and are left out)"
     if reading.image_bytes is None:
         return f"{text}; they are no files"
-    text += f", from files of {reading.image_bytes / 1e3:,.0f} kB"
+    text += f", from files of {scaled(reading.image_bytes, 'B')}"
     if reading.remote:
-        return f"{text}, over the network at {_bytes(reading.cached.median)}/s"
-    disk = f"{_bytes(reading.disk.median)}/s from the disk" if reading.disk else "the disk alone was not measurable"
-    return f"{text}: {_bytes(reading.cached.median)}/s out of the page cache, {disk}"
+        return f"{text}, over the network at {scaled(reading.cached.median, 'B/s')}"
+    disk = (
+        f"{scaled(reading.disk.median, 'B/s')} from the disk" if reading.disk else "the disk alone was not measurable"
+    )
+    return f"{text}: {scaled(reading.cached.median, 'B/s')} out of the page cache, {disk}"
 
 
 def _to_device(found: Findings) -> str:
     note = "" if found.about["device"] != "cpu" else ", a copy in memory: there is no other device"
-    return f"{_bytes(found.to_device.median)}/s{note}"
+    return f"{scaled(found.to_device.median, 'B/s')}{note}"
 
 
 def _links(found: Findings) -> str:
@@ -186,16 +176,16 @@ def _links(found: Findings) -> str:
     if links is None:
         return "two processes of this host could not be connected: no link, and so no prediction"
     where = "between two processes of this host" if links.loopback else "between replicas"
-    latency = f"latency {_time(links.latency.median)} ({_time(links.latency.low)} to {_time(links.latency.high)})"
-    return f"{latency}, {_number(8 * links.bandwidth.median / 1e6)} Mbit/s {where}"
+    latency = f"latency {duration(links.latency.median)} ({_range(links.latency)})"
+    return f"{latency}, {scaled(8 * links.bandwidth.median, 'bit/s')} {where}"
 
 
 def _print_methods(console: Console, found: Findings) -> None:
     table = _table("exchange by itself", "measured", "fastest to slowest", "predicted, network")
     for each in found.methods:
         own = each.measured
-        cells = (_time(own.median), f"{_time(own.low)} to {_time(own.high)}") if own else ("not, too long", "")
-        table.add_row(each.name, *cells, _time(each.predicted))
+        cells = (duration(own.median), _range(own)) if own else ("not, too long", "")
+        table.add_row(each.name, *cells, duration(each.predicted))
     _print_table(console, table)
 
 
@@ -208,7 +198,7 @@ def _print_ranks(console: Console, found: Findings) -> None:
     for row in rows:
         who = f"{row.rank} (replica {row.replica}, stage {row.stage})"
         lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
-        table.add_row(who, Text(row.host), _time(row.mean), _time(row.deviation), lag)
+        table.add_row(who, Text(row.host), duration(row.mean), duration(row.deviation), lag)
     _print_table(console, table)
 
 
@@ -218,16 +208,20 @@ def _doubling(found: Findings) -> str:
         return "not predicted"
     grown = f", with batch.global={row.global_batch}" if row.grown else ""
     return (
-        f"{count(row.replicas, 'replica')} are predicted to make {_number(row.images_per_second)} images/s{grown}: "
-        f"{_percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
+        f"{count(row.replicas, 'replica')} are predicted to make {number(row.images_per_second)} images/s{grown}: "
+        f"{percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
     )
+
+
+def _range(found: Spread) -> str:
+    return f"{duration(found.low)} to {duration(found.high)}"
 
 
 def _table(*columns: str, text: int = 1) -> Table:
     """Args: text: columns to the left that are no numbers."""
     table = Table(box=None, padding=(0, 1), header_style="")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < text else "right", overflow="fold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < text else "right", overflow="fold")
     return table
 
 
@@ -243,22 +237,3 @@ def _described(about: dict) -> str:
     device = "" if about["device"] == "cpu" else f"{about['device']}, "
     threads = count(about["threads"], "thread")
     return f"{device}{about['cpu']}, {count(about['cores'], 'core')}, {threads}, torch {about['torch']}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _percent(share: float, digits: int = 0) -> str:
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no minus before 0
-
-
-def _time(seconds: float) -> str:
-    size = abs(seconds)
-    if size >= 1:
-        return f"{seconds:,.3g} s" if size < 100 else f"{seconds:,.0f} s"
-    return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} us"
-
-
-def _bytes(rate: float) -> str:
-    return f"{rate / 1e9:,.3g} GB" if rate >= 1e9 else f"{rate / 1e6:,.3g} MB"

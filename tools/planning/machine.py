@@ -1,4 +1,4 @@
-"""What a plan must know of a machine: few figures, each with its source, cited, or measured by `tools.doctor`."""
+"""A machine as plans know it: a few figures, each with its source, published or measured by `tools.doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import List, Literal, Optional
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+from typing_extensions import Annotated
 
 from recipe.errors import ConfigError
 from recipe.loading import parse_yaml
@@ -22,11 +23,14 @@ class Figure(Section):
     source: str = Field(min_length=1)
 
 
-def _at_work(value: Figure) -> Figure:
-    """What is divided by; a millionth a second of anything is as good as nothing."""
-    if value.value < 1e-6:
+def _positive(figure: Figure) -> Figure:
+    """Refuse what cannot be divided by; a millionth a second of anything is as good as nothing."""
+    if figure.value < 1e-6:
         raise ValueError("must be positive")
-    return value
+    return figure
+
+
+Rate = Annotated[Figure, AfterValidator(_positive)]
 
 
 class Reach(Section):
@@ -34,12 +38,7 @@ class Reach(Section):
 
     devices: Optional[int] = Field(None, ge=1, description="how many devices these links join; null: any number")
     latency: Figure = Field(description="seconds of a message however short")
-    bandwidth: Figure = Field(description="bytes a second that a device sends, while it receives as many")
-
-    @field_validator("bandwidth")
-    @classmethod
-    def _carries(cls, value: Figure) -> Figure:
-        return _at_work(value)
+    bandwidth: Rate = Field(description="bytes a second that a device sends, while it receives as many")
 
 
 class Machine(Section):
@@ -49,21 +48,21 @@ class Machine(Section):
     device: Literal["cpu", "cuda", "ipu"]
     devices_per_host: int = Field(1, ge=1)
     memory: Figure = Field(description="bytes")
-    rate: Figure = Field(
+    rate: Rate = Field(
         description="multiply-adds a second in training: convolutions and linear layers, forward once, backward twice, "
         "and once more where activations are recomputed"
     )
     calibrated_on: str = Field(description="what the rate was found with: model, image size, micro batch, precision")
-    update: Figure = Field(description="parameters a second that the optimizer steps")
+    update: Rate = Field(description="parameters a second that the optimizer steps")
     straggling: Figure = Field(description="standard deviation of the seconds a replica's step takes, over their mean")
     links: List[Reach] = Field(min_length=1, description="from the nearest devices to the farthest")
     overlap: float = Field(
         0.0, ge=0, le=1, description="share of a step's last backward pass beside which the exchange runs"
     )
     cores: float = Field(gt=0, description="processor cores for each device")
-    decode: Figure = Field(description="images a second that one core reads, decodes and augments")
+    decode: Rate = Field(description="images a second that one core reads, decodes and augments")
     disk: Optional[Figure] = Field(None, description="bytes a second that one process reads from where the images are")
-    to_device: Figure = Field(description="bytes a second from the host to one device")
+    to_device: Rate = Field(description="bytes a second from the host to one device")
 
     @field_validator("links")
     @classmethod
@@ -72,11 +71,6 @@ class Machine(Section):
         if far is not None or None in near or sorted(set(near)) != near:
             raise ValueError("must join more devices from one to the next, and the last any number (devices left out)")
         return value
-
-    @field_validator("rate", "update", "decode", "to_device")
-    @classmethod
-    def _positive(cls, value: Figure) -> Figure:
-        return _at_work(value)
 
 
 def names() -> List[str]:

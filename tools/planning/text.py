@@ -1,10 +1,11 @@
-"""A plan for people, and for programs."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
 from typing import Iterator, List, Sequence, Tuple
 
 from recipe.division import count
+from tools.formats import duration, number, scaled
 from tools.planning.machine import names
 from tools.planning.memory import Widest
 from tools.planning.scaling import Row
@@ -18,7 +19,7 @@ def lines(plan: Summary) -> Iterator[str]:
     if plan.recipe.run.device == "auto" and machine.device == "cpu":
         yield f"           others by --machine {', '.join(names())}, or a file that tools.doctor has written"
     yield (
-        f"model      {work.parameters:,} parameters, {_count(work.multiply_adds)} multiply-adds an image forward; "
+        f"model      {work.parameters:,} parameters, {scaled(work.multiply_adds, '')} multiply-adds an image forward; "
         f"stages: {work.cut}"
     )
     yield from _stages(plan)
@@ -31,27 +32,22 @@ def lines(plan: Summary) -> Iterator[str]:
 
 def as_data(plan: Summary) -> dict:
     """The same as JSON has it: seconds, bytes, images a second."""
-    stages = []
-    for number, stage in enumerate(plan.workload.stages):
-        stages.append(
-            {
-                "blocks": stage.names,
-                "parameters": stage.parameters,
-                "multiply_adds": stage.multiply_adds,
-                "state_bytes": plan.memory.recipe[number].state,
-                "activation_bytes": plan.memory.recipe[number].activations,
-                "activation_bytes_kept": plan.memory.plain[number].activations,
-                "activation_bytes_recomputed": plan.memory.recomputed[number].activations,
-            }
-        )
+    memory, work = plan.memory, plan.workload
+    stages = [
+        {
+            "blocks": stage.names,
+            "parameters": stage.parameters,
+            "multiply_adds": stage.multiply_adds,
+            "state_bytes": own.state,
+            "activation_bytes": own.activations,
+            "activation_bytes_kept": plain.activations,
+            "activation_bytes_recomputed": recomputed.activations,
+        }
+        for stage, own, plain, recomputed in zip(work.stages, memory.recipe, memory.plain, memory.recomputed)
+    ]
     return {
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
-        "model": {
-            "parameters": plan.workload.parameters,
-            "multiply_adds": plan.workload.multiply_adds,
-            "cut": plan.workload.cut,
-            "imbalance": plan.workload.imbalance,
-        },
+        "model": {key: getattr(work, key) for key in ("parameters", "multiply_adds", "cut", "imbalance")},
         "stages": stages,
         "memory": {"available": plan.memory.available, "fits": plan.memory.fits},
         "widest": [each._asdict() for each in plan.widest],
@@ -67,27 +63,13 @@ def _stages(plan: Summary) -> Iterator[str]:
     rows: List[Tuple] = [
         ("stage", "blocks", "parameters", "work", "state MB", "kept MB", "recomputed MB", "here MB", "of MB")
     ]
-    total = sum(stage.multiply_adds for stage in plan.workload.stages)
-    memory = plan.memory
-    for number, stage in enumerate(plan.workload.stages):
-        rows.append(
-            (
-                str(number),
-                f"{stage.names[0]} to {stage.names[-1]}",
-                f"{stage.parameters:,}",
-                f"{stage.multiply_adds / total:.0%}",
-                *(
-                    f"{size / 1e6:,.0f}"
-                    for size in (
-                        memory.recipe[number].state,
-                        memory.plain[number].activations,
-                        memory.recomputed[number].activations,
-                        memory.recipe[number].total,
-                        memory.available,
-                    )
-                ),
-            )
-        )
+    total, memory = sum(stage.multiply_adds for stage in plan.workload.stages), plan.memory
+    stages = zip(plan.workload.stages, memory.recipe, memory.plain, memory.recomputed)
+    for place, (stage, own, plain, recomputed) in enumerate(stages):
+        sizes = (own.state, plain.activations, recomputed.activations, own.total, memory.available)
+        blocks, share = f"{stage.names[0]} to {stage.names[-1]}", f"{stage.multiply_adds / total:.0%}"
+        megabytes = (f"{size / 1e6:,.0f}" for size in sizes)
+        rows.append((str(place), blocks, f"{stage.parameters:,}", share, *megabytes))
     yield from _table(rows)
     if not memory.fits:
         yield "           DOES NOT FIT: lower batch.micro, recompute, or take more stages"
@@ -117,11 +99,11 @@ def _step(plan: Summary) -> Iterator[str]:
     parts = ", ".join(
         f"{name} {part / row.seconds:.1%}" for name, part in row.parts.items() if part >= 0.0005 * row.seconds
     )
-    hours = f", {_duration(plan.own_hours)} of training" if plan.own_hours is not None else ""
+    hours = f", {_training_time(plan.own_hours)} of training" if plan.own_hours is not None else ""
     pixels = f" at {plan.workload.image_size} px" if plan.recipe.data.image_sizes else ""
     yield (
-        f"step       on {count(row.replicas, 'replica')}{pixels}: {_seconds(row.seconds)}, "
-        f"{_rate(row.images_per_second)} images/s{hours}"
+        f"step       on {count(row.replicas, 'replica')}{pixels}: {duration(row.seconds)}, "
+        f"{number(row.images_per_second)} images/s{hours}"
     )
     yield f"           {parts}"
 
@@ -129,7 +111,7 @@ def _step(plan: Summary) -> Iterator[str]:
 def _exchange(plan: Summary) -> Iterator[str]:
     if plan.own.replicas == 1:
         return
-    yield "exchange   " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in plan.methods.items())
+    yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.methods.items())
 
 
 def _input(plan: Summary) -> Iterator[str]:
@@ -154,10 +136,10 @@ def _scaling(plan: Summary) -> Iterator[str]:
                 f"{row.devices:,}",
                 f"{row.global_batch:,}" + ("*" if row.grown else ""),
                 f"{row.accumulation:,}",
-                _seconds(row.seconds),
-                _rate(row.images_per_second),
+                duration(row.seconds),
+                number(row.images_per_second),
                 f"{row.efficiency:.0%}",
-                _duration(hours) if hours is not None else "",
+                _training_time(hours) if hours is not None else "",
                 _share(row),
             )
         )
@@ -186,23 +168,9 @@ def _table(rows: Sequence[Tuple[str, ...]]) -> Iterator[str]:
         yield "           " + "  ".join(cells).rstrip()
 
 
-def _seconds(value: float) -> str:
-    if value >= 600:
-        return f"{value:,.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(hours: float) -> str:
+def _training_time(hours: float) -> str:
     if hours >= 48:
         return f"{hours / 24:.3g} days" if hours < 24000 else f"{hours / 24:,.0f} days"
     if hours >= 1:
         return f"{hours:.3g} h"
-    return f"{hours * 60:.3g} min" if hours * 60 >= 1 else _seconds(hours * 3600)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
+    return f"{hours * 60:.3g} min" if hours * 60 >= 1 else duration(hours * 3600)

@@ -1,25 +1,29 @@
-"""The machine that is written down makes the plan predict what was measured."""
+"""The machine that is written down makes the plan predict what was measured; every kind of exchange can be tried."""
 
 import platform
 
 import pytest
 import torch
 
+from engines import choice
+from engines.choice import Gradient
+from parallel.costs import Link
 from recipe import batch as arithmetic
-from recipe import loading
+from recipe import exchange, loading
+from recipe.exchange import Exchange
 from tests.conftest import QUICKSTART
-from tools.diagnosis import machine
+from tools.diagnosis import links, machine
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Passes, Shape, Times, spread
 from tools.planning import scaling, workload
 
-ALONE = 0.010  # seconds of the exchange by itself
+BY_ITSELF = 0.010  # seconds of the exchange
 MICRO_BATCH = 0.150  # seconds on the slowest stage
 
 
 def planned_exchange(exposed, *overrides, measured=True):
-    """Machine that was measured with an exchange that adds `exposed` seconds to a step; what its plan says of that."""
+    """Machine that was measured with an exchange that adds `exposed` seconds to a step; its plan's seconds of that."""
     recipe = loading.load(QUICKSTART, ["parallel.replicas=2", "exchange.method=dense", *overrides])
     stages, work = recipe.parallel.stages, workload.of(recipe)
     batch = arithmetic.divide(recipe, 2)
@@ -31,9 +35,9 @@ def planned_exchange(exposed, *overrides, measured=True):
     step = whole + exposed + 0.01
     times = Times(Shape(batch.accumulation, stages), [step], [0.0], [step], [whole + 0.01], [0.01], passes)
     # A ring of two: each sends half of the gradient twice.
-    bandwidth = work.gradient_bytes * parameters / ALONE
+    bandwidth = work.gradient_bytes * parameters / BY_ITSELF
     links = Links(spread([0.0]), spread([bandwidth]), False)
-    method = Method("dense", ALONE, spread([ALONE]) if measured else None)
+    method = Method("dense", BY_ITSELF, spread([BY_ITSELF]) if measured else None)
     reading, to_device = Reading(spread([1e9]), 10, 0), spread([1e12])
     hosts = [platform.node()] * 2 * stages
     found = machine.described(recipe, batch, torch.device("cpu"), hosts, times, work, reading, to_device, links, method)
@@ -45,7 +49,7 @@ def planned_exchange(exposed, *overrides, measured=True):
 def test_the_plan_predicts_the_exchange_that_a_step_was_seen_to_wait_for(exposed, overrides):
     found, predicted = planned_exchange(exposed, *overrides)
     # Figures are written with five digits.
-    assert predicted == pytest.approx(exposed, abs=1e-4 * ALONE)
+    assert predicted == pytest.approx(exposed, abs=1e-4 * BY_ITSELF)
     assert 0 <= found.overlap <= 1
 
 
@@ -53,16 +57,40 @@ def test_overlap_is_a_share_of_the_backward_pass():
     """5 of 10 ms are hidden behind a pass of two thirds of 150 ms, or a half of them where blocks are recomputed."""
     assert planned_exchange(0.005)[0].overlap == pytest.approx(0.05)
     assert planned_exchange(0.005, "parallel.recompute=true")[0].overlap == pytest.approx(1 / 15)
-
-
-def test_an_exchange_that_takes_longer_beside_a_step_overlaps_nothing():
+    # An exchange that takes longer beside a step, was not measured, or comes late.
     assert planned_exchange(0.02)[0].overlap == 0.0
-
-
-def test_no_more_is_hidden_than_the_backward_pass_is_long():
+    assert planned_exchange(0.005, measured=False)[0].overlap == 0.0
+    assert planned_exchange(0.0, "exchange.delay=1")[0].overlap == 0.0
     assert machine._overlap(0.0, Method("dense", 1.0, spread([1.0])), 0.1) == 1.0
 
 
-def test_nothing_is_known_to_overlap_where_the_exchange_was_not_measured_or_comes_late():
-    assert planned_exchange(0.005, measured=False)[0].overlap == 0.0
-    assert planned_exchange(0.0, "exchange.delay=1")[0].overlap == 0.0
+HALF = ("exchange.method=half", "exchange.wire=bfloat16")
+GTOPK = (
+    "exchange.method=gtopk", "exchange.pattern=butterfly", "exchange.momentum_correction=true",
+    "exchange.factor_masking=true", "exchange.dense_1d=true", "exchange.density_warmup=[0.5]", "exchange.delay=1",
+)  # fmt: skip
+RECIPES = [
+    (), HALF, ("exchange.order=tree",), ("exchange.method=none",), ("exchange.method=auto",),
+    ("exchange.method=topk", "exchange.wire=float16", "exchange.density=0.01"), GTOPK,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", RECIPES)
+def test_each_method_has_a_section_that_goes_with_the_recipe(overrides):
+    recipe = loading.load(QUICKSTART, overrides)
+    sections = links._sections(recipe)
+    auto = sections.pop("auto")
+    predicted = choice.predict(auto, 4, Gradient(1000, 0), Link(1e-4, 1e-8), 0.0, 0.0)
+    assert [candidate.name for candidate in predicted if candidate.name not in sections] == []
+    for name, section in sections.items():
+        assert links.name_of(section) == name
+        # As if it had been written: model_copy checks nothing.
+        exchange.check(recipe.model_copy(update={"exchange": Exchange(**section.model_dump())}))
+        assert section.delay == 0
+
+
+def test_keys_of_the_recipes_own_method_are_kept():
+    recipe = loading.load(QUICKSTART, GTOPK)
+    expected = recipe.exchange.model_copy(update={"density_warmup": [], "delay": 0})
+    assert links._sections(recipe)["gtopk butterfly"] == expected
+    assert links._sections(loading.load(QUICKSTART, HALF))["half"].wire == "bfloat16"

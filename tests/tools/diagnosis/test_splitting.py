@@ -1,11 +1,12 @@
-"""A step's parts from measured times: they add up, and they are those from which the times were made."""
+"""A step's parts from measured times: they add up, and they are those from which the times were made; how they look."""
 
 import math
 
 import pytest
 
 from engines.timeline import Span
-from tools.diagnosis import splitting
+from tools.diagnosis import rendering, splitting
+from tools.diagnosis.picture import LOOKS
 from tools.diagnosis.splitting import PARTS, Passes, Shape, Times
 
 
@@ -13,21 +14,34 @@ def times(lengths, own=None, stages=1, accumulation=4, virtual=1, exchange=(), u
     """Times of steps without noise: each replica's pass of such length in each step, then exchange and update."""
     steps = len(next(iter(lengths.values())))
     slowest = [max(values[step] for values in lengths.values()) for step in range(steps)]
-    alone = [length + update for length in slowest]
-    memory = [whole + exchange[0] for whole in alone] if exchange else alone
+    without = [length + update for length in slowest]
+    memory = [whole + exchange[0] for whole in without] if exchange else without
     trained = [whole + waited + extra for whole in memory]
     found = Passes(own or {replica * stages: values for replica, values in lengths.items()}, lengths)
     shape = Shape(accumulation, stages, virtual)
-    return Times(shape, trained, [waited] * steps, memory, alone if exchange else [], [update] * steps, found)
+    return Times(shape, trained, [waited] * steps, memory, without if exchange else [], [update] * steps, found)
 
 
-def test_parts_are_those_that_were_put_in():
-    found = splitting.parts(times({0: [4.0, 4.0, 4.0], 1: [5.0, 5.0, 5.0]}, exchange=(2.0,), extra=0.125))
-    expected = {
-        "compute": 4.5, "input": 0.25, "imbalance": 0.0, "bubble": 0.0, "exchange": 2.0, "straggling": 0.5,
-        "update": 0.5, "rest": 0.125,
-    }  # fmt: skip
-    assert found == pytest.approx(expected)
+def parts(**seconds):
+    return {**dict.fromkeys(PARTS, 0.0), **seconds}
+
+
+TWO_STAGES = {"lengths": {0: [6.5, 6.5]}, "own": {0: [3.0, 3.0], 1: [5.0, 5.0]}, "stages": 2}
+TWO_REPLICAS = {"lengths": {0: [4.0, 4.0, 4.0], 1: [5.0, 5.0, 5.0]}, "exchange": (2.0,), "extra": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (TWO_REPLICAS, {"compute": 4.5, "exchange": 2.0, "straggling": 0.5, "rest": 0.125}),
+        # An exchange that seems to take less than nothing.
+        ({"lengths": {0: [4.0], 1: [4.0]}, "exchange": (-0.5,)}, {"compute": 4.0, "rest": -0.5}),
+        (TWO_STAGES, {"compute": 4.0, "imbalance": 1.0, "bubble": 1.5}),
+    ],
+)
+def test_parts_are_those_that_were_put_in(given, expected):
+    found = splitting.parts(times(**given))
+    assert found == pytest.approx(parts(input=0.25, update=0.5, **expected))
     assert list(found) == list(PARTS)
 
 
@@ -38,61 +52,33 @@ def test_parts_add_up_to_the_step_whatever_was_measured(noise):
     assert math.fsum(splitting.parts(measured).values()) == pytest.approx(sorted(measured.as_trained)[1])
 
 
-def test_an_exchange_that_seems_to_take_less_than_nothing_is_rest():
-    found = splitting.parts(times({0: [4.0], 1: [4.0]}, exchange=(-0.5,)))
-    assert found["exchange"] == 0 and found["rest"] == pytest.approx(-0.5)
-
-
-def test_a_pipeline_has_imbalance_and_bubble():
-    """Two stages that compute 3 and 5 s of a replica's 6.5."""
-    found = splitting.parts(times({0: [6.5, 6.5]}, own={0: [3.0, 3.0], 1: [5.0, 5.0]}, stages=2))
-    assert (found["compute"], found["imbalance"], found["bubble"]) == (4.0, 1.0, 1.5)
-    assert found["rest"] == pytest.approx(0.0)
+def scaled(measured, accumulation):
+    return splitting.scaled(splitting.parts(measured), measured, accumulation)
 
 
 def test_a_longer_step_has_more_of_what_comes_with_each_micro_batch():
-    measured = times({0: [4.0, 4.0], 1: [5.0, 5.0]}, exchange=(2.0,), extra=0.125)
-    found = splitting.scaled(splitting.parts(measured), measured, 16)
     # The second replica is always the slower one, so its lead grows with the step.
-    expected = {
-        "compute": 18.0, "input": 1.0, "imbalance": 0.0, "bubble": 0.0, "exchange": 2.0, "straggling": 2.0,
-        "update": 0.5, "rest": 0.5,
-    }  # fmt: skip
-    assert found == pytest.approx(expected)
-
-
-def test_an_error_of_what_comes_once_a_step_does_not_grow():
-    """An update that took longer when it was measured alone: the step is not so many times as short for that."""
-    measured = times({0: [4.0, 4.0]})
-    measured = measured._replace(update=[0.75, 0.75])
-    found = splitting.scaled(splitting.parts(measured), measured, 64)
+    expected = parts(compute=18.0, input=1.0, exchange=2.0, straggling=2.0, update=0.5, rest=0.5)
+    assert scaled(times(**TWO_REPLICAS), 16) == pytest.approx(expected)
+    # An update that took longer when it was measured by itself: that error does not grow.
+    found = scaled(times({0: [4.0, 4.0]})._replace(update=[0.75, 0.75]), 64)
     assert (found["update"], found["rest"]) == (0.75, -0.25)
+    # Replicas that are slow in turn, on average neither is: chance grows with the root of the micro batches.
+    assert scaled(times({0: [4.0, 5.0], 1: [5.0, 4.0]}), 16)["straggling"] == pytest.approx(1.0)
 
 
 def test_a_step_of_as_many_micro_batches_is_left_as_it_is():
     measured = times({0: [4.0, 4.5], 1: [5.0, 3.5]}, exchange=(2.0,))
-    parts = splitting.parts(measured)
-    assert splitting.scaled(parts, measured, 4) == pytest.approx(parts)
-
-
-def test_chance_grows_with_the_root_of_the_micro_batches():
-    """Replicas that are slow in turn: on average neither is."""
-    measured = times({0: [4.0, 5.0], 1: [5.0, 4.0]})
-    parts = splitting.parts(measured)
-    assert parts["straggling"] == 0.5
-    assert splitting.scaled(parts, measured, 16)["straggling"] == pytest.approx(1.0)
+    assert scaled(measured, 4) == pytest.approx(splitting.parts(measured))
 
 
 def test_a_pipeline_fills_once_however_long_the_step():
-    """4 micro batches on 2 even stages take 5 turns of 1 s, 16 take 17: both are one turn longer than the work."""
-    measured = times({0: [5.0, 5.0]}, own={0: [4.0, 4.0], 1: [4.0, 4.0]}, stages=2)
-    found = splitting.scaled(splitting.parts(measured), measured, 16)
+    """4 micro batches on 2 even stages take 5 turns of 1 s, 16 take 17: both are one turn longer than the work. A wait
+    beyond that comes with each micro batch."""
+    even = {0: [4.0, 4.0], 1: [4.0, 4.0]}
+    found = scaled(times({0: [5.0, 5.0]}, own=even, stages=2), 16)
     assert found["compute"] + found["imbalance"] + found["bubble"] == pytest.approx(17.0)
-
-
-def test_what_a_pipeline_waits_beyond_filling_comes_with_each_micro_batch():
-    measured = times({0: [5.4, 5.4]}, own={0: [4.0, 4.0], 1: [4.0, 4.0]}, stages=2)
-    assert splitting.scaled(splitting.parts(measured), measured, 16)["bubble"] == pytest.approx(1.0 + 4 * 0.4)
+    assert scaled(times({0: [5.4, 5.4]}, own=even, stages=2), 16)["bubble"] == pytest.approx(1.0 + 4 * 0.4)
 
 
 def test_straggling_is_the_deviation_over_replicas_and_steps():
@@ -109,8 +95,7 @@ def test_spans_become_seconds_of_ranks_and_replicas():
     spans = []
     for step in (3, 4):
         for rank, (start, end) in enumerate(((0, 2), (1, 3), (0, 3), (2, 6))):
-            who = (rank // 2, rank % 2, rank)
-            middle = (start + end) / 2
+            who, middle = (rank // 2, rank % 2, rank), (start + end) / 2
             spans.append(Span(*who, "load", 0, step, start - 0.5, start))
             spans.append(Span(*who, "forward", 0, step, start, middle))
             spans.append(Span(*who, "backward", 0, step, middle, end))
@@ -125,8 +110,13 @@ def test_a_rank_is_compared_with_those_of_its_stage():
     rows = splitting.ranks(Passes(own, {}), 2, ["a", "a", "b", "b"])
     assert [row.lag for row in rows] == pytest.approx([-0.2, 0.0, 0.25, 0.0])
     assert splitting.slowest(rows) == (2, 1, 0, "b", 1.25, 0.25, 0.25)
+    assert splitting.slowest(splitting.ranks(Passes({0: [1.0], 1: [4.0]}, {}), 2, ["a", "a"])) is None
 
 
-def test_of_one_replica_no_rank_is_the_slowest():
-    rows = splitting.ranks(Passes({0: [1.0], 1: [4.0]}, {}), 2, ["a", "a"])
-    assert splitting.slowest(rows) is None
+@pytest.mark.parametrize("width", [20, 79, 80, 200])
+def test_the_bar_is_as_wide_as_asked_for_and_has_the_parts_in_their_shares(width):
+    bar = rendering._bar(parts(compute=1 / 3, update=1 / 3, bubble=1 / 7, straggling=0.001, rest=-0.2), width)
+    assert len(bar.plain) == width and "r" not in bar.plain
+    bar = rendering._bar(parts(compute=0.5, input=0.25, exchange=0.125, rest=0.125), 80)
+    assert bar.plain == "C" * 40 + "I" * 20 + "X" * 10 + "r" * 10
+    assert len({look.letter for look in LOOKS.values()}) == len(PARTS) and list(LOOKS) == list(PARTS)
