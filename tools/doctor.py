@@ -1,4 +1,4 @@
-"""Why a recipe does not scale here, and what to fix first: python -m tools.doctor [--config FILE] [overrides]
+"""Find why a recipe does not scale here, and what to fix first: python -m tools.doctor [--config FILE] [overrides]
 
 Measures, within about a minute and with the recipe's own model, micro batch and images: reading and decoding, copies to
 the device, links between replicas, every kind of exchange, and training steps, each split into its parts. Under
@@ -59,7 +59,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m tools.doctor",
-        description="Measure where a training step's time goes on these machines, and say what to fix first.",
+        description="Measure where a training step's time goes on these machines, and name what to fix first.",
         epilog="Several processes: torchrun --nproc-per-node N -m tools.doctor ... (docs/doctor.md).",
     )
     parser.add_argument(
@@ -93,7 +93,7 @@ def _is_main() -> bool:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raises ConfigError for what can be told without loading torch."""
+    """Raises ConfigError for faults that can be found without loading torch."""
     if recipe.run.device == "ipu":
         raise ConfigError(
             "run.device ipu: the doctor measures CPUs and GPUs; PopVision's profiler shows where an IPU's time goes "

@@ -40,7 +40,7 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be started: `replicas` x `recipe.parallel.stages` processes of `command` over `hosts`."""
+    """Processes to start: `replicas` x `recipe.parallel.stages` processes of `command` over `hosts`."""
 
     recipe: Recipe
     hosts: hosts.Hosts
@@ -128,7 +128,7 @@ def _whole(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace, program: Path) -> Plan:
-    """What the options ask for. Raises UserError."""
+    """The plan of these options. Raises UserError."""
     overrides = list(options.overrides)
     if options.replicas:
         overrides.append(f"parallel.replicas={options.replicas}")
@@ -159,7 +159,7 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
 
 
 def _check_instances(recipe: Recipe, instances: int) -> None:
-    """Whether poprun's processes can have equal shares of the replicas, and PopTorch their IPUs. Raises UserError."""
+    """Refuse poprun processes without equal shares of the replicas, or of too many IPUs. Raises UserError."""
     replicas = recipe.parallel.replicas
     if replicas % instances:
         raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
@@ -188,7 +188,7 @@ def _with_stages(options: argparse.Namespace, overrides: List[str]) -> tuple:
 
 
 def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
-    """As many as the GPUs of all hosts, taken to be like this one, can hold; on CPUs one per host."""
+    """Number of replicas: as many as the GPUs of all hosts, taken to be like this one, hold; on CPUs one per host."""
     if recipe.run.device == "ipu":
         replicas = batch.whole_pod(recipe).parallel.replicas
         if replicas or dry_run:

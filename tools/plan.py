@@ -1,4 +1,4 @@
-"""Says what a recipe would do and cost, without an accelerator:
+"""Plan of a recipe, its steps and its costs, made without an accelerator:
 
     python -m tools.plan --config FILE [--machine NAME|FILE] [--picture FILE.png] [--json] [section.key=value ...]
 
@@ -37,7 +37,7 @@ _MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores", "auto": "
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = Parser(prog="python -m tools.plan", description="Check a recipe and say what it would do and cost.")
+    parser = Parser(prog="python -m tools.plan", description="Check a recipe and print what it would do and cost.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe")
     parser.add_argument(
         "--machine",

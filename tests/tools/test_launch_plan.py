@@ -1,4 +1,4 @@
-"""The launcher's decisions: what it refuses, how many replicas it takes, what SLURM tells it and what poprun gets."""
+"""The launcher's decisions: refusals, number of replicas, hosts under SLURM, arguments of poprun."""
 
 import os
 import re
@@ -14,7 +14,6 @@ from tests.conftest import QUICKSTART, ROOT
 from tools import launch
 
 DONE, WRONG_INPUT, STOPPED = 0, 2, 75
-FOUR = ("--replicas", "4")
 
 
 @pytest.fixture
@@ -31,64 +30,46 @@ def tool(tmp_path, monkeypatch):
     return make
 
 
-def refusal(capfd, *arguments):
-    """The one line with which the launcher refuses the arguments."""
-    try:
-        code = launch.main(["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu", *arguments])
-    except SystemExit as end:
-        code = end.code
-    lines = capfd.readouterr().err.splitlines()
-    assert code == WRONG_INPUT, lines
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
-POD = ("run.device=ipu", "optimizer.trust=momentum", "parallel.stages=2", "batch.global=6144", "batch.micro=3")
+POD = "run.device=ipu optimizer.trust=momentum parallel.stages=2 batch.global=6144 batch.micro=3"
+HOSTS = "--nnodes 2 --node-rank 0 --master"
 
 
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
-        (("--replicas", "4", "batch.micro=100"), f"{QUICKSTART}: batch.global 768 is not a multiple of 100 micro x 4 "),
-        (
-            ("--nnodes", "3", "--node-rank", "0", "--master", "a", *FOUR),
-            "4 processes = 4 replicas x 1 stage do not divide",
-        ),
-        (("--node-rank", "1"), "--node-rank and --master go with --nnodes"),
-        (("--nnodes", "2"), "--nnodes 2 also needs --node-rank and --master, "),
-        (("--nnodes", "2", "--node-rank", "2", "--master", "a"), "--node-rank 2 is none of 0 to 1"),
-        (("--nnodes", "2", "--node-rank", "0", "--master", "a:b"), "--master a:b is not HOST or HOST:PORT"),
-        (
-            ("--nnodes", "2", "--node-rank", "0", "--master", "fd00::1:3"),
-            "--master fd00::1:3: write an IPv6 address in",
-        ),
-        (("--nnodes", "0"), "run_pod.sh: argument --nnodes: must be 1 or more; see"),
-        (("--replicas", "two"), "run_pod.sh: argument --replicas: 'two' is no number; see"),
-        (("--replica", "2"), "run_pod.sh: unrecognized arguments: --replica"),
-        (("--config", "missing.yaml"), "missing.yaml: No such file"),
-        (("run.sed=1",), "command line: run.sed: unknown key; did you mean run.seed?"),
-        (
-            ("--stages", "2", "parallel.split=[a,b]"),
-            "command line: parallel: split names 2 cut points but 2 stages need 1",
-        ),
-        (("--stages", "2", "run.sed=1"), "command line: run.sed: unknown key"),
-        ((*POD, "--replicas", "128", "--instances", "3"), "--instances 3 does not divide 128 replicas; give a divisor"),
-        ((*POD, "--replicas", "128"), "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
-        ((*POD, "--replicas", "8", "--max-restarts", "1"), "--max-restarts is for ranks of torchrun"),
-        (("--poprun=--host=a",), "--poprun goes with run.device=ipu, but run.device is cpu"),
-        (("--instances", "2"), "--instances goes with run.device=ipu, but run.device is cpu"),
-        (("run.device=ipu",), "how many IPUs there are is not known here; give the number of replicas"),
-        (("run.device=ipu", "optimizer.trust=momentum", "--replicas", "2"), "run.device=ipu needs poprun on the PATH"),
-        (("run.device=ipu", "--nnodes", "2", "--node-rank", "0", "--master", "a"), "poprun itself starts all hosts"),
-        (
-            ("run.device=cuda", "--replicas", "2"),
-            "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU",
-        ),
+        ("--replicas 4 batch.micro=100", f"{QUICKSTART}: batch.global 768 is not a multiple of 100 micro x 4 "),
+        ("--nnodes 3 --node-rank 0 --master a --replicas 4", "4 processes = 4 replicas x 1 stage do not divide"),
+        ("--node-rank 1", "--node-rank and --master go with --nnodes"),
+        ("--nnodes 2", "--nnodes 2 also needs --node-rank and --master, "),
+        ("--nnodes 2 --node-rank 2 --master a", "--node-rank 2 is none of 0 to 1"),
+        (f"{HOSTS} a:b", "--master a:b is not HOST or HOST:PORT"),
+        (f"{HOSTS} fd00::1:3", "--master fd00::1:3: write an IPv6 address in"),
+        ("--nnodes 0", "run_pod.sh: argument --nnodes: must be 1 or more; see"),
+        ("--replicas two", "run_pod.sh: argument --replicas: 'two' is no number; see"),
+        ("--replica 2", "run_pod.sh: unrecognized arguments: --replica"),
+        ("--config missing.yaml", "missing.yaml: No such file"),
+        ("run.sed=1", "command line: run.sed: unknown key; did you mean run.seed?"),
+        ("--stages 2 parallel.split=[a,b]", "command line: parallel: split names 2 cut points but 2 stages need 1"),
+        ("--stages 2 run.sed=1", "command line: run.sed: unknown key"),
+        (f"{POD} --replicas 128 --instances 3", "--instances 3 does not divide 128 replicas; give a divisor"),
+        (f"{POD} --replicas 128", "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
+        (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for ranks of torchrun"),
+        ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
+        ("--instances 2", "--instances goes with run.device=ipu, but run.device is cpu"),
+        ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),
+        ("run.device=ipu optimizer.trust=momentum --replicas 2", "run.device=ipu needs poprun on the PATH"),
+        (f"run.device=ipu {HOSTS} a", "poprun itself starts all hosts"),
+        ("run.device=cuda --replicas 2", "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(arguments, start, capfd, monkeypatch):
+def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start, capfd, monkeypatch):
     monkeypatch.setattr(launch, "_gpus", lambda recipe: 1 if recipe.run.device == "cuda" else 0)
-    assert refusal(capfd, *arguments).startswith(start)
+    try:
+        code = launch.main(["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu", *arguments.split()])
+    except SystemExit as end:
+        code = end.code
+    lines = capfd.readouterr().err.splitlines()
+    assert (code, len(lines)) == (WRONG_INPUT, 1) and lines[0].startswith(start), lines
 
 
 def test_replicas_follow_the_gpus(capfd, monkeypatch):
@@ -154,25 +135,25 @@ def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(ipus, comm
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "31234"}
 
 
-def test_slurm_names_the_hosts(tool):
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({**SLURM, "SLURM_JOB_NODELIST": "gpu[07-08]"}, hosts.Hosts(2, 1, "gpu07", 21234)),
+        # A batch script, too, has SLURM_NNODES and SLURM_NODEID, but runs on the first node alone.
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, hosts.Hosts()),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, hosts.Hosts()),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, "SLURM started 16 tasks on 2 nodes; start one each"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "x"}, "scontrol cannot expand the nodes 'x'"),
+    ],
+)
+def test_hosts_under_slurm(tool, variables, expected):
     tool("scontrol", '[ "$*" = "show hostnames gpu[07-08]" ] && printf "gpu07\\ngpu08\\n"')
-    found = hosts.find(None, None, None, {**SLURM, "SLURM_JOB_NODELIST": "gpu[07-08]"})
-    assert found == hosts.Hosts(2, 1, "gpu07", 21234)
-    assert hosts.find(2, 0, "mine:7", SLURM) == hosts.Hosts(2, 0, "mine", 7)
-
-
-def test_outside_a_slurm_step_there_is_one_host():
-    """A batch script, too, has SLURM_NNODES and SLURM_NODEID, but runs on the first node alone."""
-    assert hosts.find(None, None, None, {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}) == hosts.Hosts()
-    assert hosts.find(None, None, None, {**SLURM, "SLURM_STEP_NUM_NODES": "1"}) == hosts.Hosts()
-
-
-def test_slurm_that_does_not_fit(tool):
-    with pytest.raises(UserError, match="SLURM started 16 tasks on 2 nodes; start one each"):
-        hosts.find(None, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
-    tool("scontrol", "exit 1")
-    with pytest.raises(UserError, match="scontrol cannot expand the nodes 'x'"):
-        hosts.find(None, None, None, {**SLURM, "SLURM_JOB_NODELIST": "x"})
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            hosts.find(None, None, None, variables)
+    else:
+        assert hosts.find(None, None, None, variables) == expected
+    assert hosts.find(2, 0, "mine:7", variables) == hosts.Hosts(2, 0, "mine", 7)
 
 
 def test_the_interface_towards_this_host_is_the_loopback():

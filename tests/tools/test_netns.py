@@ -139,36 +139,38 @@ def test_no_launcher_stays_when_the_link_between_hosts_is_cut(two_hosts, tmp_pat
         for number, name in enumerate(two_hosts):
             nobody = f"neigh replace 10.83.0.{2 - number} lladdr 02:00:00:00:00:99 dev cable nud permanent"
             assert ip("-n", name, *nobody.split()).returncode == 0
-        end = (
-            time.monotonic() + silence + 60
-        )  # 10 and what a busy machine adds; TCP gives up after a quarter of an hour
+        # 10 and what a busy machine adds; TCP gives up after a quarter of an hour.
+        end = time.monotonic() + silence + 60
         ended = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in processes]
     assert [process.returncode for process in processes] == [1] * 4, ended
 
 
-@pytest.mark.slow
-def test_two_hosts_train_what_one_process_trains(two_hosts, tmp_path):
-    """Two replicas of two stages, a replica on each host, by the command of docs/cluster.md on each."""
-    train_to_the_end(1, *TWO_STAGES, f"run.output={tmp_path / 'alone'}")
-    recipe = ["--config", str(QUICKSTART), *ranks.RECIPE, *TWO_STAGES, f"run.output={tmp_path / 'run'}"]
-    pod = [ROOT / "run_pod.sh", "--nnodes", "2", "--master", "10.83.0.1", "--replicas", "2", *recipe]
+@contextlib.contextmanager
+def training(two_hosts, tmp_path, *recipe):
+    """Processes of the command of docs/cluster.md on each host; at the end they have trained what one process does."""
+    train_to_the_end(1, *recipe, f"run.output={tmp_path / 'single'}")
+    pod = [ROOT / "run_pod.sh", "--nnodes", "2", "--master", "10.83.0.1", "--replicas", "2", "--config", QUICKSTART]
+    pod += [*ranks.RECIPE, *recipe, f"run.output={tmp_path / 'run'}"]
     commands = [["ip", "netns", "exec", name, *pod, "--node-rank", str(rank)] for rank, name in enumerate(two_hosts)]
     with started(commands) as processes:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        yield processes
+        outputs = [process.communicate(timeout=300) for process in processes]
     assert [(process.returncode, errors) for process, (_, errors) in zip(processes, outputs)] == [(0, ""), (0, "")]
     assert [len(out.splitlines()) > 1 for out, _ in outputs] == [True, False]
-    assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "alone"))
+    assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "single"))
+
+
+@pytest.mark.slow
+def test_two_hosts_train_what_one_process_trains(two_hosts, tmp_path):
+    """Two replicas of two stages, a replica on each host."""
+    with training(two_hosts, tmp_path, *TWO_STAGES):
+        pass
 
 
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_for_twenty_seconds_is_survived(two_hosts, tmp_path):
     """Two replicas, one on each host; less than `parallel.silence`, so both wait, and end as one process does."""
-    longer = "run.epochs=6"
-    train_to_the_end(1, longer, f"run.output={tmp_path / 'alone'}")
-    recipe = ["--config", str(QUICKSTART), *ranks.RECIPE, longer, f"run.output={tmp_path / 'run'}"]
-    pod = [ROOT / "run_pod.sh", "--nnodes", "2", "--master", "10.83.0.1", "--replicas", "2", *recipe]
-    commands = [["ip", "netns", "exec", name, *pod, "--node-rank", str(rank)] for rank, name in enumerate(two_hosts)]
-    with started(commands) as processes:
+    with training(two_hosts, tmp_path, "run.epochs=6") as processes:
         while lines_of(tmp_path / "run") < 3:
             assert all(process.poll() is None for process in processes), processes[0].communicate()
             time.sleep(0.01)
@@ -178,6 +180,3 @@ def test_a_cable_that_is_pulled_for_twenty_seconds_is_survived(two_hosts, tmp_pa
         time.sleep(18)
         assert lines_of(tmp_path / "run") == before and all(process.poll() is None for process in processes)
         assert ip("-n", two_hosts[1], "link", "set", "cable", "up").returncode == 0
-        outputs = [process.communicate(timeout=300) for process in processes]
-    assert [(process.returncode, errors) for process, (_, errors) in zip(processes, outputs)] == [(0, ""), (0, "")]
-    assert_same_outcome(tmp_path / "run", Outcome(tmp_path / "alone"))

@@ -97,19 +97,24 @@ class Pod:
             assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=10)
             time.sleep(0.002)
 
-    def kill_all(self):
-        for pid in [process.pid for process in self._started if process.poll() is None] + list(self.processes()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for process in self._started:
-            process.communicate()
+    def kill(self, process, rank):
+        """In mid-run, one rank; its data worker is left to the launcher. All pids, and when."""
+        self.wait_for_lines(process, 5)
+        before = self.processes()
+        assert min(list(before.values()).count(number) for number in (0, 1)) >= 2, "each rank has a data worker"
+        os.kill(min(pid for pid, number in before.items() if number == rank), signal.SIGKILL)
+        return before, time.monotonic()
 
 
 @pytest.fixture
 def pod(tmp_path):
     made = Pod(tmp_path)
     yield made
-    made.kill_all()
+    for pid in [process.pid for process in made._started if process.poll() is None] + list(made.processes()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in made._started:
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +122,6 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train_to_the_end(1, *LONG, f"run.output={folder}")
     return Outcome(folder)
-
-
-def kill_a_rank(pod, process, rank):
-    """In mid-run; its data worker is left to the launcher."""
-    pod.wait_for_lines(process, 5)
-    before = pod.processes()
-    assert min(list(before.values()).count(number) for number in (0, 1)) >= 2, "each rank has a data worker"
-    os.kill(min(pid for pid, number in before.items() if number == rank), signal.SIGKILL)
-    return before, time.monotonic()
 
 
 def line_about(rank):
@@ -138,7 +134,7 @@ WITH_WORKERS = (*ranks.RECIPE, *LONG, "data.workers=1")
 def test_a_killed_rank_ends_the_run_which_the_same_command_resumes(pod, undisturbed):
     arguments = ("--replicas", "2", *WITH_WORKERS)
     process = pod.start(*arguments)
-    before, then = kill_a_rank(pod, process, 1)
+    before, then = pod.kill(process, 1)
     while any(alive(pid) for pid in before):
         assert time.monotonic() - then < 10, pod.processes()
         time.sleep(0.02)
@@ -153,8 +149,7 @@ def test_a_killed_rank_ends_the_run_which_the_same_command_resumes(pod, undistur
 @pytest.mark.slow
 def test_a_killed_main_rank_is_started_again_by_itself(pod, undisturbed):
     process = pod.start("--stages", "2", "--replicas", "1", "--max-restarts", "1", *WITH_WORKERS)
-    pod.wait_for_lines(process, 5)
-    os.kill(min(pid for pid, rank in pod.processes().items() if rank == 0), signal.SIGKILL)
+    pod.kill(process, 0)
     code, out, errors = pod.end(process)
     assert (code, errors) == (DONE, [line_about(0), "restart 1 of 1: the run goes on from its last checkpoint"])
     assert len([line for line in out if line.startswith("resuming at step ")]) == 1

@@ -1,4 +1,4 @@
-"""What to change first, by rule from the measured figures: the part of a step that costs most beside computing."""
+"""First thing to change, by rule from the measured figures: the part of a step that costs most beside computing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNEXPLAINED = 0.15
 
 
 class Figures(NamedTuple):
-    """What the rules look at.
+    """Figures that the rules depend on.
 
     parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda. cores: of a rank. threads: in which a rank
     computes on a CPU. split: whether the recipe says itself where stages are cut. mixes: whether images of a micro
@@ -64,7 +64,7 @@ class Figures(NamedTuple):
         return self.micro * self.accumulation * self.replicas
 
     def share(self, part: str) -> float:
-        """Of a step."""
+        """Share of a step."""
         return self.parts[part] / self.step
 
 

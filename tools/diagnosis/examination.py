@@ -19,7 +19,7 @@ from recipe.batch import Lengths
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.distribution import Parallel
-from recipe.division import Batch
+from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
@@ -73,7 +73,7 @@ class Findings(NamedTuple):
 
     @property
     def images_per_second(self) -> float:
-        """Of all replicas."""
+        """Rate of all replicas."""
         return self.batch.global_ / self.step
 
 
@@ -82,7 +82,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
 
     Args:
         seconds: that measuring may take; large steps take longer.
-        say: is told on the main rank what goes on.
+        say: prints a line of progress; called on the main rank only.
 
     Raises:
         UserError: recipe or data cannot be used, or ranks do not meet.
@@ -91,15 +91,15 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     place, processes = _met(recipe)
     _check_one_recipe(recipe, processes)
     batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
-    source, lengths, count = _opened(recipe, processes)
+    source, lengths, training_images = _opened(recipe, processes)
     notes: List[str] = []
-    say = say if place.is_main else _nothing
+    say = say if place.is_main else lambda line: None
     recipe = tuning.resolve(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
     device = processes.together(lambda: device_of(recipe, place))
-    ranks = f"{place.world} rank" + ("" if place.world == 1 else "s")
-    say(f"measuring for about {seconds:.0f} s on {ranks}: images, links, steps, exchanges")
+    say(f"measuring for about {seconds:.0f} s on {count(place.world, 'rank')}: images, links, steps, exchanges")
     reading = _reading(recipe, source, processes, _READING * seconds)
-    to_device = _slower(processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds)))
+    copies = processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds))
+    to_device = min(copies, key=lambda each: each.median)
     found_links = links.measure(processes, device)
     measured = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
     engine = measured.engine
@@ -127,14 +127,10 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
         doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
     return Findings(
-        batch, count, facts[0][1], hosts, reading, to_device, found_links, methods, times, measured.complete, parts,
-        rows, splitting.straggling(times, batch.accumulation), peak, mfu, machine, doubling, advice.advise(figures),
-        notes, time.perf_counter() - started,
+        batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, measured.complete,
+        parts, rows, splitting.straggling(times, batch.accumulation), peak, mfu, machine, doubling,
+        advice.advise(figures), notes, time.perf_counter() - started,
     )  # fmt: skip
-
-
-def _nothing(_: str) -> None:
-    """What ranks other than the main one say."""
 
 
 def _met(recipe: Recipe) -> Tuple[Topology, Processes]:
@@ -167,7 +163,7 @@ def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Len
         return open_source(recipe.data, recipe.model.classes, "train")
 
     source = processes.together(opened)
-    counts = [count for count in processes.gather(None if source is None else len(source)) if count is not None]
+    counts = [each for each in processes.gather(None if source is None else len(source)) if each is not None]
     if len(set(counts)) > 1:
         text = f"ranks find {min(counts)} to {max(counts)} training images; give all hosts the same data.root"
         raise DataError(text if processes.topology.is_main else "")
@@ -175,7 +171,7 @@ def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Len
 
 
 def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, seconds: float) -> Reading:
-    """That of the slowest rank, as a step waits for it; images that cannot be read are those of all ranks."""
+    """Reading of the slowest rank, as a step waits for it; unreadable images are those of all ranks."""
     place = processes.topology
 
     def read() -> Optional[Reading]:
@@ -186,12 +182,8 @@ def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, sec
     return slowest._replace(tried=sum(each.tried for each in found), unreadable=sum(each.unreadable for each in found))
 
 
-def _slower(found: List[Spread]) -> Spread:
-    return min(found, key=lambda each: each.median)
-
-
 def _planned(recipe: Recipe, stages: int) -> Recipe:
-    """As it was measured: at one image size, and a process that computes all stages by itself has one device."""
+    """The recipe as it was measured: at one image size; a process that computes all stages by itself is one device."""
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": None})})
     if stages == recipe.parallel.stages:
         return recipe
@@ -211,7 +203,7 @@ def _figures(
     rows: List[Rank],
     mfu: float,
 ) -> Figures:
-    """What the rules look at."""
+    """Figures that the rules of advice depend on."""
     exchange, slowest = recipe.exchange, splitting.slowest(rows)
     ranks_here = sum(row.host == rows[0].host for row in rows)
     reset = {
@@ -246,5 +238,5 @@ def _figures(
 
 
 def _value(default: object) -> str:
-    """As the command line writes it."""
+    """Format as on the command line."""
     return str(default).lower()

@@ -1,4 +1,4 @@
-"""What one core makes of the recipe's images, what reading them takes of that, and how fast they reach the device."""
+"""Images that one core reads and decodes in a second, the share of reading in that, and copies to the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COPIES = 0.02  # seconds of copies in a repetition
 
 
 class Reading(NamedTuple):
-    """Of one core, by the torch reader in the process itself.
+    """Rates of one core, by the torch reader in the process itself.
 
     rate: images a second, files being in the page cache. tried: images that were read for it; unreadable: those of
     them that could not be, and that training leaves out. Where images are files: image_bytes, of one on average;
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
     @property
     def share_of_bytes(self) -> Optional[float]:
-        """Of the time that an image takes, what reading its bytes takes, from the disk where that is known."""
+        """Share of reading its bytes, from the disk where that is known, in the time that an image takes."""
         if self.image_bytes is None:
             return None
         out_of_cache = self.image_bytes / self.cached.median
@@ -149,7 +149,7 @@ class _Read(NamedTuple):
 def _bytes_a_second(
     source: EncodedSource, indices: Iterator[int], seconds: float, prepare: Callable[[int], bool]
 ) -> Optional[_Read]:
-    """Of reading files that `prepare` has prepared, empty ones aside; None where that is mostly in vain."""
+    """Rate of reading files that `prepare` has prepared, empty ones aside; None where that fails for most of them."""
     rates, lengths, vain = [], [], 0
     for _ in _repetitions(seconds):
         length, spent, passed = 0, 0.0, 0.0
@@ -174,7 +174,7 @@ def _bytes_a_second(
 
 
 def _length(source: EncodedSource, index: int) -> int:
-    """Bytes of an image, which are read; 0 if they cannot be, which the whole reader will tell."""
+    """Bytes of an image, which are read; 0 if that fails, which the whole reader reports later."""
     try:
         return len(source.encoded(index))
     except UnreadableImage:
@@ -206,17 +206,17 @@ def _forgotten(path: Optional[str]) -> bool:
 
 
 def _resident(file: int) -> float:
-    """Share of a file's pages that are in memory. To read without waiting would tell as well, but begins to fetch."""
+    """Share of a file's pages that are in memory. Reading without waiting would show it, but begins to fetch."""
     with mmap.mmap(file, 0, access=mmap.ACCESS_COPY) as mapped:
         pages = -(-len(mapped) // mmap.PAGESIZE)
-        told = (ctypes.c_ubyte * pages)()
+        resident = (ctypes.c_ubyte * pages)()
         first = ctypes.c_char.from_buffer(mapped)
         place, length = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped))
-        failed = ctypes.CDLL(None, use_errno=True).mincore(place, length, told)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(place, length, resident)
         del first  # or the file stays mapped
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
-    return sum(page & 1 for page in told) / pages
+    return sum(page & 1 for page in resident) / pages
 
 
 def _repetitions(seconds: float, more: int = 0) -> Iterator[None]:

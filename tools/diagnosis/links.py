@@ -1,4 +1,4 @@
-"""What messages between replicas cost, and how long each exchange of this model's gradient takes by itself."""
+"""Cost of messages between replicas, and seconds of each exchange of this model's gradient by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Links(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """As predictions take it."""
+        """The link of predictions."""
         return Link(self.latency.median, 1 / self.bandwidth.median)
 
 
@@ -67,7 +67,7 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
 
 
 def gradient_of(engine: TorchEngine, recipe: Recipe, processes: Processes) -> Gradient:
-    """Of the largest stage, the same on all ranks."""
+    """Gradient of the largest stage, the same on all ranks."""
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
     return max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
@@ -123,7 +123,7 @@ def _sections(recipe: Recipe) -> Dict[str, Exchange]:
 def _seconds(
     engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, seconds: float
 ) -> Sequence[float]:
-    """Of one exchange, of the slowest rank, again and again."""
+    """Seconds of an exchange on the slowest rank, by repetition."""
     weights = engine.weights
     run = GradientExchange(weights, recipe, batch, processes, 1)
     for view in weights.gradients.views:

@@ -1,6 +1,6 @@
-"""The link between two processes of this host, for who has started one: python -m tools.diagnosis.loopback FILE RANK
+"""The link between two processes of this host, of a single process: python -m tools.diagnosis.loopback FILE RANK
 
-Both meet in FILE and measure as the replicas of a run would, by gloo; rank 0 prints what they found as JSON.
+Both connect through FILE and measure by gloo as the replicas of a run would; rank 0 prints the links as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE = 60.0  # seconds, in which two processes also load torch
 
 
 def measure() -> Optional[List[Link]]:
-    """What a message costs between two processes of this host, several times; None where they do not meet."""
+    """Cost of a message between two processes of this host, several times; None where they cannot connect."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": _loopback()}
         processes = [

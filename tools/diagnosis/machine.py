@@ -11,7 +11,7 @@ from typing import Optional, Sequence
 import torch
 
 from recipe.config import Recipe
-from recipe.division import Batch
+from recipe.division import Batch, count
 from tools.diagnosis import splitting
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
@@ -22,7 +22,7 @@ from tools.planning.workload import Workload
 
 
 def about(device: torch.device) -> dict:
-    """What the figures depend on besides the program."""
+    """Hardware and versions that the figures depend on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": _cpu(),
@@ -39,7 +39,7 @@ def cores() -> int:
 
 
 def threads() -> int:
-    """In which torch computes on a CPU."""
+    """Threads in which torch computes on a CPU."""
     return torch.get_num_threads()
 
 
@@ -69,7 +69,7 @@ def described(
         own_cores = cores() / local
     else:
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory = _figure(whole / local, f"of the host, over {local} {'rank' if local == 1 else 'ranks'}")
+        memory = _figure(whole / local, f"of the host, over {count(local, 'rank')}")
     measured = splitting.parts(times)
     micro_batch = measured["compute"] / times.shape.accumulation  # of one device, of its part of the model
     passes = sum(stage.multiply_adds for stage in work.stages)
@@ -80,10 +80,7 @@ def described(
         memory=memory,
         rate=_figure(batch.micro * passes / (times.shape.stages * micro_batch), source),
         calibrated_on=_calibration(recipe, batch),
-        update=_figure(
-            max(stage.parameters for stage in work.stages) / measured["update"],
-            source,
-        ),
+        update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
         straggling=_figure(splitting.straggling(times, batch.accumulation), source),
         links=[
             Reach(
@@ -96,10 +93,7 @@ def described(
         cores=own_cores,
         decode=_figure(reading.rate.median, f"{source}, one core, {_images(recipe, reading)}"),
         disk=_disk(reading, source),
-        to_device=_figure(
-            to_device.median,
-            source if device.type == "cuda" else f"{source}, a copy in memory",
-        ),
+        to_device=_figure(to_device.median, source + ("" if device.type == "cuda" else ", a copy in memory")),
     )
 
 
@@ -109,8 +103,7 @@ def _figure(value: float, source: str) -> Figure:
 
 
 def _source(device: torch.device, hosts: Sequence[str]) -> str:
-    date, ranks = about(device)["date"], len(hosts)
-    return f"measured by tools.doctor on {date}, {_device(device)}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return f"measured by tools.doctor on {about(device)['date']}, {_device(device)}, {count(len(hosts), 'rank')}"
 
 
 def _device(device: torch.device) -> str:

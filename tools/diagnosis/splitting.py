@@ -24,12 +24,12 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one repetition."""
+    """Spread of at least one repetition."""
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 class Shape(NamedTuple):
-    """Of a replica's step: micro batches, ranks that share the replica, and parts of the model on each of them."""
+    """Shape of a replica's step: micro batches, ranks that share the replica, and cuts of the model on each of them."""
 
     accumulation: int
     stages: int
@@ -66,7 +66,7 @@ class Times(NamedTuple):
 
 
 def passes(spans: Sequence[Span], stages: int) -> Passes:
-    """What traced steps say; spans of all ranks, each of which has some in every step."""
+    """Passes of traced steps, from the spans of all ranks, each of which has some in every step."""
     steps = sorted({span.step for span in spans})
     computed = [span for span in spans if span.kind in _PASSES]
     own: Dict[int, Dict[int, float]] = {}

@@ -35,7 +35,7 @@ _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as
 
 
 class Measured(NamedTuple):
-    """What was measured, and the engine of the recipe, on which more can be.
+    """Times of steps, and the engine of the recipe, on which more can be measured.
 
     complete: whether enough images were used up that those which were loaded ahead of the first step do not count.
     """
@@ -129,7 +129,7 @@ def measure(
         recipe: without `auto` in exchange and engine.
         source: None where images do not enter.
         seconds: that this may take; with large steps it takes longer, since each is repeated `_FEWEST` times.
-        say: is told how long, then.
+        say: prints how long, then.
     """
     recipe = _settled(recipe)
     fewest = min(batch.accumulation, batch.stages)
@@ -169,8 +169,8 @@ def measure(
 
 
 def _settled(recipe: Recipe) -> Recipe:
-    """As it trains when its first epochs are over: the full image size, the last density. Late gradients take the same
-    time however late they are."""
+    """The recipe as it trains when its first epochs are over: the full image size, the last density. Late gradients
+    take the same time however late they are."""
     exchange, settled = recipe.exchange, {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
     exchange = exchange.model_copy(update={**settled, "delay": min(1, exchange.delay)})
     data = recipe.data.model_copy(update={"image_sizes": None})
@@ -195,7 +195,7 @@ def _traced(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _passes(bench: _Bench) -> Passes:
-    """Of the steps that the engine has recorded, which begin with its second."""
+    """Passes of the steps that the engine has recorded, which begin with its second."""
     spans = bench.engine.recorder.collect()
     return bench.processes.from_main(lambda: splitting.passes(spans, bench.engine.topology.stages))
 
@@ -272,7 +272,7 @@ def _as_trained(
 
 
 def _rounds(processes: Processes, seconds: float) -> Iterator[int]:
-    """Numbers of repetitions, as many on every rank, until the main one's clock says that it is enough."""
+    """Numbers of repetitions, as many on every rank, until the main one has spent `seconds`."""
     start, number = time.perf_counter(), 0
 
     def goes_on() -> bool:

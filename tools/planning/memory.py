@@ -1,4 +1,4 @@
-"""Bytes of each device, and the widest model that fits: what is kept of parameters and of micro batches in flight."""
+"""Bytes of each device, of parameters and of micro batches in flight, and the widest model that fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDEST = 64.0
 
 
 class StageBytes(NamedTuple):
-    """Of one device. state: parameters, with all that belongs to them. activations: of micro batches in flight."""
+    """Bytes of one device. state: parameters and all that belongs to them. activations: of micro batches in flight."""
 
     state: int
     activations: int
@@ -51,7 +51,7 @@ def by_stage(
 
     Args:
         device: kind of the devices: cpu, cuda or ipu.
-        again: the blocks that are recomputed, where others than the recipe's are asked about.
+        again: the blocks that are recomputed, if not the recipe's.
     """
     again = work.recomputed if again is None else again
     entering = _inputs(work.shapes)
@@ -78,8 +78,7 @@ def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[in
         return [1] * stages
     if device == "ipu":
         return [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
-    asked = parallel.model_copy(update={"stages": stages})
-    return asked.in_flight(batch.accumulation)[:stages]
+    return parallel.model_copy(update={"stages": stages}).in_flight(batch.accumulation)[:stages]
 
 
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:

@@ -7,7 +7,7 @@ from pathlib import Path
 from recipe.errors import UserError
 from tools.planning.summary import Summary
 
-# Of the parts of a step, in all pictures of them: Okabe and Ito's, which all eyes tell apart.
+# Colours of the parts of a step in all pictures: Okabe and Ito's, distinct for the colour-blind as well.
 COLOURS = {
     "compute": "#0072b2",
     "imbalance": "#56b4e9",
@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def draw(plan: Summary, path: Path) -> None:
-    """Writes the picture. Raises UserError where the name is that of no kind of picture, OSError as the disk does."""
+    """Write the picture. Raises UserError where the name is that of no kind of picture, OSError as the disk does."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 

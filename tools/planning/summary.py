@@ -1,4 +1,4 @@
-"""All that a plan says about a recipe on a machine, as numbers; text and picture are made of them."""
+"""A plan of a recipe on a machine as numbers, from which text and picture are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.planning.memory import StageBytes, Widest
 from tools.planning.scaling import Row
 from tools.planning.workload import Workload
 
-STAGES = (1, 2, 4, 8)  # GPipe's question is asked of these
+STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
 _FILES = ("folder", "shards")
 
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What must be read for all replicas: bytes a second of files (None: not from files) and to devices, cores."""
+    """Input of all replicas: bytes a second from files (None: not from files) and to devices, and cores to decode."""
 
     images_per_second: float
     file_bytes_per_second: Optional[float]
@@ -118,7 +118,7 @@ def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
 
 
 def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Workload]) -> Optional[float]:
-    """Of training alone; None where the number of images is not known, or so large a batch cannot be trained with.
+    """Hours of training; None where the number of images is not known, or so large a batch cannot be trained with.
 
     Epochs with other image sizes take other times, those of images whose size changes in the midst of an epoch are
     counted in whole steps.

@@ -1,4 +1,4 @@
-"""What a recipe asks of each device: its blocks by stage, with their work, parameters and bytes. Needs no torch."""
+"""Work, parameters and bytes of each device: a recipe's blocks by stage. Needs no torch."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ class Workload(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return sum(shape.parameters for shape in self.shapes.values())
 
     @property
     def multiply_adds(self) -> int:
-        """Of one image's forward pass."""
+        """Multiply-adds of one image's forward pass."""
         return sum(shape.multiply_adds for shape in self.shapes.values())
 
     @property
     def imbalance(self) -> float:
-        """By which share the slowest stage takes longer than the mean of all: 0 for an even cut."""
+        """Share by which the slowest stage takes longer than the mean of all: 0 for an even cut."""
         work = [stage.multiply_adds for stage in self.stages]
         return max(work) * len(work) / sum(work) - 1
 
 
 def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
-    """The workload of a recipe, cut where it says, else where multiply-adds are balanced.
+    """The workload of a recipe, cut at its own cut points, else where multiply-adds are balanced.
 
     Args:
         image_size: of the training images; None: the largest that the recipe trains with.
@@ -108,14 +108,14 @@ def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) 
 
 
 def compute_type(recipe: Recipe, device: str) -> str:
-    """Of activations on a device of that kind."""
+    """Type of activations on a device of that kind."""
     if recipe.precision.compute == "auto" and device == "cpu":
         return "float32"
     return ipu.compute_dtype(recipe)
 
 
 def compute_bytes(recipe: Recipe, device: str) -> int:
-    """Of an activation on a device of that kind."""
+    """Bytes of an activation on a device of that kind."""
     return _SIZES[compute_type(recipe, device)]
 
 

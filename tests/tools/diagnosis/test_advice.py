@@ -3,7 +3,7 @@
 import pytest
 
 from recipe import loading
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 from tools.diagnosis.advice import Figures, advise
 from tools.diagnosis.splitting import PARTS
 
@@ -79,7 +79,9 @@ def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(changes, limi
     found = advise(figures(**changes))
     assert (found.limit, found.overrides) == (limit, overrides)
     assert [word for word in words if word not in found.text] == []
-    loading.load(QUICKSTART, ["batch.micro=4", *overrides] if limit == "bubble" else overrides)
+    reads_files = "data.reader=dali" in overrides
+    config = ROOT / "configs" / "gpu.yaml" if reads_files else QUICKSTART
+    loading.load(config, ["batch.micro=4", *overrides] if limit == "bubble" else overrides)
 
 
 @pytest.mark.parametrize(

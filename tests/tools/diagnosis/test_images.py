@@ -1,4 +1,4 @@
-"""Reading and decoding are told apart, and a rate of the disk is one of files that were in no cache."""
+"""Reading is distinguished from decoding, and the disk is timed with files that were in no cache."""
 
 import mmap
 import os
@@ -42,9 +42,23 @@ def read(of):
     return images.read(of, open_source(of.data, of.model.classes, "train"), 0, 1, SECONDS)
 
 
+@pytest.fixture
+def slow_decoding(monkeypatch):
+    """Each image takes 10 ms to decode, of which no region is left out."""
+
+    def decoded(*arguments):
+        time.sleep(0.01)
+        return decode(*arguments)
+
+    monkeypatch.setattr("data.decode.decode", decoded)
+    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
+    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
+
+
 def test_images_in_memory_have_no_bytes():
-    of = loading.load(QUICKSTART)
-    found = images.read(of, DigitsSource("train"), 0, 1, SECONDS)
+    threads = torch.get_num_threads()
+    found = images.read(loading.load(QUICKSTART), DigitsSource("train"), 0, 1, SECONDS)
+    assert torch.get_num_threads() == threads
     assert found.rate.low > 0 and found.rate.repetitions >= 3
     assert found.tried > 3 and found.unreadable == 0
     assert (found.image_bytes, found.cached, found.disk, found.share_of_bytes) == (None, None, None, None)
@@ -57,26 +71,15 @@ def test_files_have_the_bytes_that_they_have(photos):
     assert 0 < found.share_of_bytes < 1
 
 
-def test_a_slow_disk_is_told_from_slow_decoding(photos, monkeypatch):
-    """10 ms to read a file, then 10 ms to decode it: a rate of at most 50 images a second, half of it reading."""
+def test_a_slow_disk_is_no_slow_decoding(photos, monkeypatch):
+    """10 ms to read a file: a rate of less than 100 images a second, more than half of it reading."""
     encoded = FolderSource.encoded
-
-    def slowly(source, index):
-        time.sleep(0.01)
-        return encoded(source, index)
-
-    monkeypatch.setattr(FolderSource, "encoded", slowly)
+    monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
     reading = read(recipe(photos))
     assert reading.rate.high < 100 and reading.share_of_bytes > 0.5
-    monkeypatch.setattr(FolderSource, "encoded", encoded)
 
-    def decoded(*arguments):
-        time.sleep(0.01)
-        return decode(*arguments)
 
-    monkeypatch.setattr("data.decode.decode", decoded)
-    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
-    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
+def test_slow_decoding_is_no_slow_disk(photos, slow_decoding):
     decoding = read(recipe(photos))
     assert decoding.rate.high < 100 and decoding.share_of_bytes < 0.5
 
@@ -116,17 +119,13 @@ def test_the_file_that_holds_an_image(tmp_path):
     assert images._file("https://host/shards/000.tar/image.jpg") is None
 
 
-def test_unreadable_images_are_named_or_left_out(photos):
-    for path in photos.rglob("*.jpg"):
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(NotLeftOut, match=r"\.jpg"):
-        read(recipe(photos))
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff\xd8"])
-def test_files_of_which_none_can_be_read_are_refused_also_where_such_are_left_out(photos, content):
+def test_files_of_which_none_can_be_read_are_refused(photos, content):
+    """Also where such files are left out."""
     for path in photos.rglob("*.jpg"):
         path.write_bytes(content)
+    with pytest.raises(NotLeftOut, match=r"\.jpg"):
+        read(recipe(photos))
     with pytest.raises(DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"):
         read(recipe(photos, "data.bad_images=skip"))
 
@@ -138,32 +137,17 @@ def test_files_without_a_byte_are_refused_even_if_they_seem_to_be_images(photos,
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
-def test_images_that_cannot_be_read_are_counted_and_no_part_of_the_rates(photos, monkeypatch, content):
+def test_images_that_cannot_be_read_are_counted_and_no_part_of_the_rates(photos, slow_decoding, content):
     """Four of six; each of the other two takes 10 ms, and these four nearly nothing."""
     paths = sorted(photos.rglob("*.jpg"))
     for path in paths[:4]:
         path.write_bytes(content)
-
-    def decoded(*arguments):
-        time.sleep(0.01)
-        return decode(*arguments)
-
-    monkeypatch.setattr("data.decode.decode", decoded)
-    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
-    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
     found = read(recipe(photos, "data.bad_images=skip"))
     assert (found.tried, found.unreadable) == (6, 4)
-    assert found.rate.high < 100
-    assert 0 < found.share_of_bytes < 1
-    if not content:  # what lies there is read, whatever it is
+    assert found.rate.high < 100 and 0 < found.share_of_bytes < 1
+    if not content:  # files are read whatever they hold
         sizes = [path.stat().st_size for path in paths[4:]]
         assert min(sizes) <= found.image_bytes <= max(sizes)
-
-
-def test_threads_are_as_before():
-    before = torch.get_num_threads()
-    images.read(loading.load(QUICKSTART), DigitsSource("train"), 0, 1, 0.01)
-    assert torch.get_num_threads() == before
 
 
 def test_a_copy_has_a_rate():

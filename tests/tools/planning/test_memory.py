@@ -38,9 +38,6 @@ def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch(micro):
     (stage,) = planned(recipe, "cpu")
     assert stage.activations == sum(cost.saved for cost in measured.values())
     assert stage.state == workload.state_bytes(recipe, "cpu") * sum(cost.parameters for cost in measured.values())
-
-
-def test_half_precision_keeps_half_of_the_bytes():
     whole, half = (
         planned(load(QUICKSTART, [f"precision.compute={compute}"]), "cuda")[0].activations
         for compute in ("float32", "float16")
@@ -81,11 +78,11 @@ BLOCKS = {
         ("ipu", "bc", 3, 3 * (100 + 7) + 100),
     ],
 )
-def test_what_is_kept_in_flight_by_hand(device, again, held, expected):
+def test_activations_in_flight_by_hand(device, again, held, expected):
     assert kept(list(BLOCKS), BLOCKS, frozenset(again), held, device) == expected
 
 
-def test_recomputation_is_what_lets_the_published_recipe_fit():
+def test_the_published_recipe_fits_by_recomputation():
     """Three micro batches in flight are too many for the first IPU, and the published recipe recomputes, too."""
     recipe = load(POD, ["parallel.replicas=128"])
     batch, work = divide(recipe), workload.of(recipe)
@@ -115,19 +112,14 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
         found = shapes.blocks(recipe.model.model_copy(update={"width": width}), recipe.model.image_size)
         names = list(found)
         again, held = workload.recomputed(recipe, names), memory.in_flight(recipe, "cuda", batch, stages)
-        totals = []
-        for cuts in itertools.combinations(range(1, len(names)), stages - 1):
-            parts = [names[start:end] for start, end in zip((0, *cuts), (*cuts, len(names)))]
-            totals.append(
-                max(
-                    StageBytes(
-                        workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part),
-                        2 * 16 * kept(part, found, again, count, "cuda"),
-                    ).total
-                    for part, count in zip(parts, held)
-                )
-            )
-        return min(totals)
+
+        def size(part, count):
+            state = workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part)
+            return StageBytes(state, 2 * 16 * kept(part, found, again, count, "cuda")).total
+
+        edges = [(0, *cuts, len(names)) for cuts in itertools.combinations(range(1, len(names)), stages - 1)]
+        cut = [[names[start:end] for start, end in zip(each, each[1:])] for each in edges]
+        return min(max(map(size, parts, held)) for parts in cut)
 
     widest = memory.widest(recipe, small, batch, stages)
     assert widest.bytes == least(widest.width) <= 30e6 < least(widest.width + 0.05)

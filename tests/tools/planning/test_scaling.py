@@ -20,7 +20,7 @@ def with_figure(place, **values):
     return place.model_copy(update=changed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pod():
     recipe = load(POD)
     return recipe, workload.of(recipe)
@@ -48,21 +48,20 @@ def test_a_pipeline_on_ipus_by_hand(pod):
     ("overrides", "micro_batches"),
     [(["parallel.stages=1"], 0), (["parallel.stages=3"], 2), (["parallel.stages=3", "parallel.schedule=1f1b"], 2)],
 )
-def test_other_pipelines_stand_still_for_one_micro_batch_less_than_stages(overrides, micro_batches):
+def test_other_pipelines_idle_for_one_micro_batch_less_than_stages(overrides, micro_batches):
     recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=8", *overrides])
     work = workload.of(recipe)
-    row = scaling.predict(recipe, A100, 1, work)
     slowest = 8 * max(stage.multiply_adds for stage in work.stages) / A100.rate.value
-    assert row.parts["bubble"] == pytest.approx(micro_batches * slowest)
+    assert scaling.predict(recipe, A100, 1, work).parts["bubble"] == pytest.approx(micro_batches * slowest)
 
 
-def test_stages_that_take_turns_have_no_bubble_and_take_their_sum(pod):
+def test_stages_that_take_turns_have_no_bubble_and_take_their_sum():
     recipe = load(POD, ["parallel.schedule=sharded"])
     work = workload.of(recipe)
-    row = scaling.predict(recipe, BOW, 128, work)
-    assert row.parts["bubble"] == row.parts["imbalance"] == 0
+    parts = scaling.predict(recipe, BOW, 128, work).parts
+    assert parts["bubble"] == parts["imbalance"] == 0
     total = sum(stage.multiply_adds for stage in work.stages)
-    assert row.parts["compute"] == pytest.approx(16 * 3 * total / BOW.rate.value)
+    assert parts["compute"] == pytest.approx(16 * 3 * total / BOW.rate.value)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +92,21 @@ def test_the_expected_slowest_of_many_is_that_of_draws():
     assert scaling.slowest_of(1) == 0
 
 
-def test_straggling_is_waited_for_in_proportion_to_the_step():
+@pytest.fixture(scope="module")
+def gpu():
     recipe = load(GPU, ["run.device=cuda"])
-    work = workload.of(recipe)
+    return recipe, workload.of(recipe)
+
+
+def test_straggling_is_waited_for_in_proportion_to_the_step(gpu):
+    recipe, work = gpu
     calm, restless = (scaling.predict(recipe, with_figure(A100, straggling=s), 64, work) for s in (0.0, 0.05))
     assert calm.parts["straggling"] == 0
     assert restless.parts["straggling"] == pytest.approx(0.05 * scaling.slowest_of(64) * calm.seconds)
 
 
-def test_reading_costs_what_it_takes_longer_than_the_rest():
-    recipe = load(GPU, ["run.device=cuda"])
-    work = workload.of(recipe)
+def test_reading_or_copying_costs_as_much_as_it_takes_longer_than_the_rest(gpu):
+    recipe, work = gpu
     slow = with_figure(A100, decode=5.0)  # 16 cores: 80 images a second for each GPU
     row = scaling.predict(recipe, slow, 8, work)
     assert row.images_per_second == pytest.approx(8 * 16 * 5)
@@ -111,47 +114,38 @@ def test_reading_costs_what_it_takes_longer_than_the_rest():
     assert scaling.predict(recipe, A100, 8, work).parts["input"] == 0
     drawn = load(GPU, ["run.device=cuda", "data.source=glyphs"])
     assert scaling.predict(drawn, slow, 8, work).parts["input"] == 0  # nothing is read or decoded
-
-
-def test_copying_to_the_device_limits_as_well():
-    recipe = load(GPU, ["run.device=cuda"])
     thin = with_figure(A100, to_device=100 * 3 * 380**2)
-    assert scaling.predict(recipe, thin, 1, workload.of(recipe)).images_per_second == pytest.approx(100)
+    assert scaling.predict(recipe, thin, 1, work).images_per_second == pytest.approx(100)
 
 
-def test_one_level_of_links_is_a_ring():
-    near = A100.links[0]
-    link = Link(near.latency.value, 1 / near.bandwidth.value)
-    found = scaling.exchange(A100, "dense", 8, 1, 1_000_000, 4, 0)
-    assert found == pytest.approx(costs.dense(link, 8, 1_000_000))
+NEAR, FAR = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
 
 
-def test_two_levels_exchange_shares_between_hosts():
-    """Eight in a host scatter and gather; each then meets seven others, one of each host, with an eighth."""
-    near, far = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
-    found = scaling.exchange(A100, "dense", 64, 1, 8_000_000, 4, 0)
-    assert found == pytest.approx(costs.dense(near, 8, 8_000_000) + costs.dense(far, 8, 1_000_000))
-    assert scaling.exchange(A100, "half", 64, 1, 8_000_000, 4, 0) < found
-    assert scaling.exchange(A100, "none", 64, 1, 8_000_000, 4, 0) == 0
-
-
-def test_stages_leave_fewer_replicas_near_each_other():
-    near, far = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
-    found = scaling.exchange(A100, "dense", 8, 2, 8_000_000, 4, 0)
-    assert found == pytest.approx(costs.dense(near, 4, 8_000_000) + costs.dense(far, 2, 2_000_000))
+@pytest.mark.parametrize(
+    ("replicas", "stages", "expected"),
+    [
+        (8, 1, costs.dense(NEAR, 8, 8_000_000)),
+        # Eight in a host scatter and gather; each then exchanges an eighth with seven others, one of each host.
+        (64, 1, costs.dense(NEAR, 8, 8_000_000) + costs.dense(FAR, 8, 1_000_000)),
+        # Stages leave fewer replicas near each other.
+        (8, 2, costs.dense(NEAR, 4, 8_000_000) + costs.dense(FAR, 2, 2_000_000)),
+    ],
+)
+def test_whole_gradients_go_around_a_ring_at_each_level_of_links(replicas, stages, expected):
+    found = scaling.exchange(A100, "dense", replicas, stages, 8_000_000, 4, 0)
+    assert found == pytest.approx(expected)
+    assert scaling.exchange(A100, "half", replicas, stages, 8_000_000, 4, 0) < found
+    assert scaling.exchange(A100, "none", replicas, stages, 8_000_000, 4, 0) == 0
 
 
 @pytest.mark.parametrize("method", sorted(costs.SPARSE))
 def test_sparse_exchanges_go_over_the_farthest_links(method):
-    far = A100.links[1]
-    link = Link(far.latency.value, 1 / far.bandwidth.value)
     found = scaling.exchange(A100, method, 64, 1, 8_000_000, 4, 8000)
-    assert found == costs.SPARSE[method](link, 64, costs.message_bytes(8000, "float32"))
+    assert found == costs.SPARSE[method](FAR, 64, costs.message_bytes(8000, "float32"))
 
 
-def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts():
-    recipe = load(GPU, ["run.device=cuda"])
-    work = workload.of(recipe)
+def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts(gpu):
+    recipe, work = gpu
     open_, hidden = (
         scaling.predict(recipe, A100.model_copy(update={"overlap": share}), 4096, work).parts["exchange"]
         for share in (0.0, 0.05)

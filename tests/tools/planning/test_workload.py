@@ -1,4 +1,4 @@
-"""What a recipe asks of each device, against the model that an engine builds and the state that it keeps."""
+"""Work of each device, against the model that an engine builds and the state that it keeps."""
 
 import pytest
 import torch
@@ -14,8 +14,12 @@ from tools.planning import workload
 POD = ROOT / "configs" / "pod16.yaml"
 
 
+def work_of(config, *overrides):
+    return workload.of(load(config, overrides))
+
+
 def test_stages_are_those_of_the_recipe_and_cover_the_model():
-    work = workload.of(load(POD))
+    work = work_of(POD)
     first, second = work.stages
     assert (first.names[0], first.names[-1], second.names[0]) == ("preprocess", "blocks.2.3", "blocks.3.0")
     assert [stage.parameters for stage in work.stages] == [557_930, 18_770_238]  # configs/b4_g16.yaml says so, too
@@ -24,28 +28,24 @@ def test_stages_are_those_of_the_recipe_and_cover_the_model():
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("false", 3), ("true", 4)])
-def test_work_is_three_passes_or_four_of_what_is_computed_again(recompute, passes):
-    work = workload.of(load(POD, [f"parallel.recompute={recompute}"]))
+def test_work_is_three_passes_or_four_of_blocks_that_are_computed_again(recompute, passes):
+    work = work_of(POD, f"parallel.recompute={recompute}")
     assert sum(stage.multiply_adds for stage in work.stages) == passes * work.multiply_adds
-
-
-def test_only_the_named_blocks_are_computed_again():
-    work = workload.of(load(QUICKSTART, ["parallel.recompute=[stem, head]"]))
-    twice = sum(work.shapes[name].multiply_adds for name in ("stem", "head"))
-    assert work.stages[0].multiply_adds == 3 * work.multiply_adds + twice
+    some = work_of(QUICKSTART, "parallel.recompute=[stem, head]")
+    twice = sum(some.shapes[name].multiply_adds for name in ("stem", "head"))
+    assert some.stages[0].multiply_adds == 3 * some.multiply_adds + twice
 
 
 def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
     """No border of blocks makes the slower of two stages faster."""
-    work = workload.of(load(POD, ["parallel.split=counted"]))
+    work = work_of(POD, "parallel.split=counted")
     names = list(work.shapes)
-    able = range(2, len(names))  # a stage before the stem would have nothing to learn
     slowest = [
         max(sum(work.shapes[name].multiply_adds for name in part) for part in (names[:cut], names[cut:]))
-        for cut in able
+        for cut in range(2, len(names))  # a stage before the stem would have nothing to learn
     ]
     assert max(stage.multiply_adds for stage in work.stages) == 4 * min(slowest)
-    assert work.imbalance < workload.of(load(POD)).imbalance
+    assert work.imbalance < work_of(POD).imbalance
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,16 @@ def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
         (("parallel.split=counted",), False),
     ],
 )
-def test_that_a_run_measures_is_said_where_it_does(overrides, measured):
-    recipe = load(QUICKSTART, ["parallel.stages=2", "batch.global=256", "batch.micro=16", *overrides])
-    assert workload.of(recipe).cut.endswith("; the run measures its blocks instead") == measured
+def test_the_plan_notes_whether_the_run_measures_its_blocks(overrides, measured):
+    work = work_of(QUICKSTART, "parallel.stages=2", "batch.global=256", "batch.micro=16", *overrides)
+    assert work.cut.endswith("; the run measures its blocks instead") == measured
 
 
 def test_interleaved_devices_have_every_other_part():
-    recipe = load(QUICKSTART, ["parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256"])
-    work = workload.of(recipe)
-    assert len(work.stages) == 2
-    assert sorted(name for stage in work.stages for name in stage.names) == sorted(work.shapes)
-    assert list(work.shapes).index(work.stages[0].names[-1]) > list(work.shapes).index(work.stages[1].names[0])
+    work = work_of(QUICKSTART, "parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256")
+    first, second = work.stages
+    assert sorted([*first.names, *second.names]) == sorted(work.shapes)
+    assert list(work.shapes).index(first.names[-1]) > list(work.shapes).index(second.names[0])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_interleaved_devices_have_every_other_part():
 )
 def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
     with pytest.raises(ConfigError) as caught:
-        workload.of(load(QUICKSTART, overrides))
+        work_of(QUICKSTART, *overrides)
     assert str(caught.value).startswith(fault)
 
 
