@@ -34,6 +34,6 @@ class Batch:
         )
 
 
-def count(number: int, noun: str) -> str:
-    """`2 replicas`, `1 replica`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`2 replicas`, `1 replica`. Args: plural: where it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -1,6 +1,6 @@
 """The sections of a recipe that say how weights change: number formats, optimizer, schedule, averages."""
 
-from typing import List, Literal, Optional
+from typing import List, Literal, Optional, Tuple
 
 from pydantic import Field, model_validator
 
@@ -49,6 +49,16 @@ class Optimizer(Kind):
         """Whether each replica may apply the momentum itself, before it selects what it sends."""
         return False
 
+    @property
+    def slots(self) -> Tuple[Optional[str], ...]:
+        """Type of each state tensor that the optimizer keeps of a parameter; None: the type of the weights."""
+        return (None,)
+
+    @property
+    def scratch(self) -> bool:
+        """Whether half weights are stepped in float32 scratch memory, with a copy of each slot."""
+        return True
+
     def form(self) -> str:
         """The name, with what matters to those that work with some forms of an optimizer only."""
         return self.name
@@ -79,6 +89,10 @@ class Lars(Optimizer):
     def replica_momentum(self) -> bool:
         return self.trust == "gradient"
 
+    @property
+    def scratch(self) -> bool:
+        return False
+
     def form(self) -> str:
         return f"lars with trust {self.trust}"
 
@@ -101,6 +115,10 @@ class Sgd(Optimizer):
     def replica_momentum(self) -> bool:
         return not self.nesterov
 
+    @property
+    def slots(self) -> Tuple[Optional[str], ...]:
+        return (None,) if self.momentum else ()
+
     def form(self) -> str:
         return "sgd with nesterov" if self.nesterov else "sgd"
 
@@ -114,6 +132,10 @@ class RmsProp(Optimizer):
     eps: float = Field(1e-3, gt=0, description="added to the average of squared gradients")
     alpha: float = Field(0.9, ge=0, lt=1, description="decay of the average of squared gradients")
 
+    @property
+    def slots(self) -> Tuple[Optional[str], ...]:
+        return ("float32", None) if self.momentum else ("float32",)
+
 
 class Lamb(Optimizer):
     """Adam with a trust ratio for each layer (You et al., 1904.00962)."""
@@ -123,6 +145,10 @@ class Lamb(Optimizer):
     eps: float = Field(1e-6, gt=0, description="added to the divisor of the step")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
+
+    @property
+    def slots(self) -> Tuple[Optional[str], ...]:
+        return ("float32", "float32")
 
 
 class Schedule(Kind):

@@ -31,6 +31,7 @@ from parallel import hosts
 from recipe import batch, ipu, loading
 from recipe.config import Recipe
 from recipe.credentials import masked
+from recipe.division import count
 from recipe.errors import DONE, ConfigError, UserError
 from training.command import Parser, naming, one_line
 from training.run_folder import check_owner
@@ -208,7 +209,7 @@ def _gpus(recipe: Recipe) -> int:
         return 0
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.devicecount() if torch.cuda.is_available() else 0
 
 
 def _check_gpus(plan: Plan) -> None:
@@ -219,7 +220,7 @@ def _check_gpus(plan: Plan) -> None:
     gpus = _gpus(plan.recipe)
     if plan.local > gpus and (gpus or device == "cuda"):
         raise UserError(
-            f"{plan.local} processes on this host ({_shape(plan)} over {_count(plan.hosts.number, 'host')}) need a "
+            f"{plan.local} processes on this host ({_shape(plan)} over {count(plan.hosts.number, 'host')}) need a "
             f"GPU each, but there {'is' if gpus == 1 else 'are'} {gpus}; lower --replicas or --stages"
         )
 
@@ -256,7 +257,7 @@ def _describe(plan: Plan, options: argparse.Namespace) -> str:
     note = f" ({plan.note})" if plan.note else ""
     if plan.recipe.run.device == "ipu":
         command = ["poprun", *_poprun_arguments(plan, options)]
-        return f"{_count(plan.world, 'IPU')} = {_shape(plan)}{note}: {_quoted(command)}"
+        return f"{count(plan.world, 'IPU')} = {_shape(plan)}{note}: {_quoted(command)}"
     where, shape = "this host", ["--standalone"]
     if plan.hosts.number > 1:
         number, this = plan.hosts.number, plan.hosts.this
@@ -266,7 +267,7 @@ def _describe(plan: Plan, options: argparse.Namespace) -> str:
     command = ["torchrun", *shape, f"--nproc-per-node={plan.local}", *plan.command]
     if plan.world == 1 and not options.max_restarts:
         command = [sys.executable, *plan.command]
-    return f"{_count(plan.world, 'process', 'processes')} = {_shape(plan)} on {where}{note}: {_quoted(command)}"
+    return f"{count(plan.world, 'process', 'processes')} = {_shape(plan)} on {where}{note}: {_quoted(command)}"
 
 
 def _quoted(command: Sequence[str]) -> str:
@@ -274,8 +275,4 @@ def _quoted(command: Sequence[str]) -> str:
 
 
 def _shape(plan: Plan) -> str:
-    return f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"
-
-
-def _count(number: int, noun: str, several: str = "") -> str:
-    return f"{number} {noun if number == 1 else several or noun + 's'}"
+    return f"{count(plan.replicas, 'replica')} x {count(plan.stages, 'stage')}"

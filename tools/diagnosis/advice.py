@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from engines.choice import Candidate, pick
+from recipe.division import count
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
 from training.timeline import ideal
@@ -15,6 +16,8 @@ _ORDER = ("input", "straggling", "exchange", "bubble", "imbalance", "update")
 _WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
 _UNEXPLAINED = 0.15
+
+Remedy = Tuple[str, List[str]]  # text and overrides
 
 
 class Figures(NamedTuple):
@@ -63,6 +66,11 @@ class Figures(NamedTuple):
         """Images of a step."""
         return self.micro * self.accumulation * self.replicas
 
+    @property
+    def larger(self) -> str:
+        """Override that doubles the batch."""
+        return f"batch.global={2 * self.batch}"
+
     def share(self, part: str) -> float:
         """Share of a step."""
         return self.parts[part] / self.step
@@ -79,99 +87,78 @@ class Advice(NamedTuple):
 
 def advise(figures: Figures) -> Advice:
     """The first thing to fix. A pure function of the figures."""
-    limit = max(_ORDER, key=lambda part: figures.share(part))  # the first of equal ones
+    limit = max(_ORDER, key=figures.share)  # the first of equal ones
     if figures.share(limit) < _WORTH:
         limit = "compute"
-    advice = _RULES[limit](figures)
+    text, overrides = _RULES[limit](figures, percent(figures.share(limit)))
     unexplained = figures.share("rest")
-    if abs(unexplained) < _UNEXPLAINED:
-        return advice
-    what = f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
-    workers = "workers that read take cores from computing, or " if figures.workers else ""
-    return advice._replace(
-        text=f"{advice.text} But {what}: {workers}the machine is busy with something else; measure again when it is "
-        "quiet."
-    )
+    if abs(unexplained) >= _UNEXPLAINED:
+        fault = (
+            f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
+        )
+        workers = "workers that read take cores from computing, or " if figures.workers else ""
+        text += f" But {fault}: {workers}the machine is busy with something else; measure again when it is quiet."
+    return Advice(limit, text, overrides)
 
 
-def _input(figures: Figures) -> Advice:
-    share, needed = figures.share("input"), workers_needed(figures.workers, figures.share("input"))
-    said = f"Waiting for images takes {percent(share)} of a step"
-    more = [f"data.workers={needed}"]
+def _input(figures: Figures, share: str) -> Remedy:
+    needed = workers_needed(figures.workers, figures.share("input"))
+    fault, more = f"Waiting for images takes {share} of a step", f"data.workers={needed}"
     if figures.reading is not None and figures.reading >= 0.5:
-        return Advice(
-            "input",
-            f"{said}, and {percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
+        text = (
+            f"{fault}, and {percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
             "shards (python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
-            f"{more[0]} would keep up.",
-            more,
+            f"{more} would keep up."
         )
+        return text, [more]
     if needed > figures.cores:
-        smaller = (
-            "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
-            if figures.reading is not None
-            else "draw less for each image (data.augment, data.glyph_size)"
-        )
+        smaller = "draw less for each image (data.augment, data.glyph_size)"
+        if figures.reading is not None:
+            smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
         dali = ["data.reader=dali"] if figures.device == "cuda" and figures.reading is not None else []
         gpu = ", or let the GPU decode: data.reader=dali" if dali else ""
-        return Advice(
-            "input",
-            f"{said}: {needed} workers would keep up, but a rank has {figures.cores} "
-            f"{'core' if figures.cores == 1 else 'cores'}; {smaller}{gpu}, or give it more cores.",
-            dali,
-        )
+        cores = f"{needed} workers would keep up, but a rank has {count(figures.cores, 'core')}"
+        return f"{fault}: {cores}; {smaller}{gpu}, or give it more cores.", dali
     busy = figures.device == "cpu" and figures.threads + needed > figures.cores
     but = ", though the cores that they need compute as well: measure it" if busy else ""
-    return Advice("input", f"{said}: {more[0]} would keep up{but}.", more)
+    return f"{fault}: {more} would keep up{but}.", [more]
 
 
-def _straggling(figures: Figures) -> Advice:
-    share = figures.share("straggling")
-    said = f"Waiting for the slowest replica takes {percent(share)} of a step"
+def _straggling(figures: Figures, share: str) -> Remedy:
+    fault = f"Waiting for the slowest replica takes {share} of a step"
     if figures.lag is not None and figures.lag >= _LAG:
-        return Advice(
-            "straggling",
-            f"{said}: rank {figures.slowest} on host {figures.host} computes {percent(figures.lag)} slower than the "
-            "others. Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it.",
-            [],
-        )
-    return Advice(
-        "straggling",
-        f"{said}, now of one and now of another: something else runs on the machines. More micro batches a step "
-        f"average it out: batch.global={2 * figures.batch}, with the learning rate that goes with it.",
-        [f"batch.global={2 * figures.batch}"],
+        rank = f"rank {figures.slowest} on host {figures.host} computes {percent(figures.lag)} slower than the others"
+        remedy = "Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it."
+        return f"{fault}: {rank}. {remedy}", []
+    text = (
+        f"{fault}, now of one and now of another: something else runs on the machines. More micro batches a step "
+        f"average it out: {figures.larger}, with the learning rate that goes with it."
     )
+    return text, [figures.larger]
 
 
-def _exchange(figures: Figures) -> Advice:
-    share = figures.share("exchange")
+def _exchange(figures: Figures, share: str) -> Remedy:
     link = f" over links of {scaled(8 * figures.bandwidth, 'bit/s')}" if figures.bandwidth else ""
-    said = f"The exchange takes {percent(share)} of a step{link}"
-    larger = f"batch.global={2 * figures.batch} makes it once in twice as many images"
+    fault = f"The exchange takes {share} of a step{link}"
+    larger = f"{figures.larger} makes it once in twice as many images"
     faster = _faster_exchange(figures)
     if faster is not None:
         method, _, pattern = faster.name.partition(" ")
         overrides = [f"exchange.method={method}", *([f"exchange.pattern={pattern}"] if pattern else [])]
         overrides += figures.reset[method]
-        return Advice(
-            "exchange",
-            f"{said}: {' '.join(overrides)} takes {duration(faster.seconds)} by itself in place of "
+        text = (
+            f"{fault}: {' '.join(overrides)} takes {duration(faster.seconds)} by itself in place of "
             f"{duration(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
-            f"Without that, {larger}.",
-            overrides,
+            f"Without that, {larger}."
         )
+        return text, overrides
+    late = ""
     if figures.device == "cpu" and not figures.delay:
-        return Advice(
-            "exchange",
-            f"{said}, and no other method is worth a change: {larger}; exchange.delay=1 lets it run beside the next "
-            "step, with gradients that are one step late (docs/exchange.md).",
-            [f"batch.global={2 * figures.batch}"],
+        late = (
+            "; exchange.delay=1 lets it run beside the next step, with gradients that are one step late "
+            "(docs/exchange.md)"
         )
-    return Advice(
-        "exchange",
-        f"{said}, and no other method is worth a change: {larger}.",
-        [f"batch.global={2 * figures.batch}"],
-    )
+    return f"{fault}, and no other method is worth a change: {larger}{late}.", [figures.larger]
 
 
 def _faster_exchange(figures: Figures) -> Optional[Candidate]:
@@ -184,65 +171,50 @@ def _faster_exchange(figures: Figures) -> Optional[Candidate]:
     return None if slower or taken.name == figures.method else taken
 
 
-def _bubble(figures: Figures) -> Advice:
-    share, stages, virtual = figures.share("bubble"), figures.stages, figures.virtual
-    now = ideal(figures.accumulation, stages, virtual)
-    said = (
-        f"A pipeline's stages stand still for {percent(share)} of a step: {figures.accumulation} micro "
-        f"{'batch' if figures.accumulation == 1 else 'batches'} on {stages} stages leave {percent(1 - now)} at best"
+def _bubble(figures: Figures, share: str) -> Remedy:
+    now, doubled = (
+        percent(1 - ideal(times * figures.accumulation, figures.stages, figures.virtual)) for times in (1, 2)
     )
-    doubled = ideal(2 * figures.accumulation, stages, virtual)
-    least = 2 if figures.mixes else 1
-    if figures.micro % 2 == 0 and figures.micro // 2 >= least:
-        override = f"batch.micro={figures.micro // 2}"
-    else:
-        override = f"batch.global={2 * figures.batch}"
-    return Advice("bubble", f"{said}; {override} makes twice as many, and that {percent(1 - doubled)}.", [override])
+    halved = figures.micro // 2
+    splits = figures.micro % 2 == 0 and halved >= (2 if figures.mixes else 1)
+    override = f"batch.micro={halved}" if splits else figures.larger
+    micro_batches = count(figures.accumulation, "micro batch", "micro batches")
+    text = (
+        f"A pipeline's stages stand still for {share} of a step: {micro_batches} on {figures.stages} stages leave "
+        f"{now} at best; {override} makes twice as many, and that {doubled}."
+    )
+    return text, [override]
 
 
-def _imbalance(figures: Figures) -> Advice:
-    share = figures.share("imbalance")
-    said = f"The slowest stage takes {percent(share)} of a step longer than the mean of all"
+def _imbalance(figures: Figures, share: str) -> Remedy:
+    fault = f"The slowest stage takes {share} of a step longer than the mean of all"
     if figures.split:
-        return Advice(
-            "imbalance",
-            f"{said}: parallel.split=auto cuts the model by what its blocks cost here.",
-            ["parallel.split=auto"],
-        )
-    return Advice(
-        "imbalance",
-        f"{said}, and the cut is as even as the recipe lets it be: fewer stages and more replicas waste less: "
-        f"parallel.stages={max(1, figures.stages // 2)}.",
-        [f"parallel.stages={max(1, figures.stages // 2)}"],
-    )
+        return f"{fault}: parallel.split=auto cuts the model by what its blocks cost here.", ["parallel.split=auto"]
+    fewer = f"parallel.stages={max(1, figures.stages // 2)}"
+    remedy = f"fewer stages and more replicas waste less: {fewer}."
+    return f"{fault}, and the cut is as even as the recipe lets it be: {remedy}", [fewer]
 
 
-def _update(figures: Figures) -> Advice:
+def _update(figures: Figures, share: str) -> Remedy:
     compiled = figures.device == "cpu" and not figures.compiled
-    overrides = ["engine.compile=true"] if compiled else [f"batch.global={2 * figures.batch}"]
     first = "engine.compile=true makes one program of it where there is a compiler; " if compiled else ""
-    return Advice(
-        "update",
-        f"The optimizer's update takes {percent(figures.share('update'))} of a step: {first}it is made once a "
-        f"step, so batch.global={2 * figures.batch} makes it once in twice as many images.",
-        overrides,
+    text = (
+        f"The optimizer's update takes {share} of a step: {first}it is made once a step, so {figures.larger} makes it "
+        "once in twice as many images."
     )
+    return text, ["engine.compile=true" if compiled else figures.larger]
 
 
-def _compute(figures: Figures) -> Advice:
-    said = (
+def _compute(figures: Figures, share: str) -> Remedy:
+    fault = (
         f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {percent(figures.mfu)} of what "
         "large matrix products reach here (MFU)."
     )
-    if figures.accumulation % 2 == 0:
-        larger = f"batch.micro={2 * figures.micro}"
-        return Advice(
-            "compute",
-            f"{said} {larger} may use the device better, with the same batch, if the memory suffices; else more "
-            "replicas make it faster.",
-            [larger],
-        )
-    return Advice("compute", f"{said} More replicas make it faster.", [])
+    if figures.accumulation % 2:
+        return f"{fault} More replicas make it faster.", []
+    larger = f"batch.micro={2 * figures.micro}"
+    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
+    return f"{fault} {larger} {use}", [larger]
 
 
 _RULES = {

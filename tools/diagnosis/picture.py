@@ -91,5 +91,5 @@ def _draw_ranks(axis, found: Findings) -> None:
     axis.set_xlim(min(numbers) - 1, max(numbers) + 1)
     micro_batches = found.times.shape.accumulation
     axis.set(xlabel="rank", ylabel="ms")
-    title = f"forward and backward passes of {micro_batches} micro batch{'' if micro_batches == 1 else 'es'}"
+    title = f"forward and backward passes of {count(micro_batches, 'micro batch', 'micro batches')}"
     axis.set_title(f"{title}, mean and deviation over steps", loc="left", fontsize=10)

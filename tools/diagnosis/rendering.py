@@ -116,7 +116,7 @@ def _print_step(console: Console, line: Callable[..., None], found: Findings) ->
     if measured == found.batch.accumulation:
         spread = f" ({_range(own)}, {own.repetitions} times)"
     else:
-        micro_batches = f"{measured} micro " + ("batch" if measured == 1 else "batches")
+        micro_batches = count(measured, "micro batch", "micro batches")
         spread = f", from steps of {micro_batches}: {duration(own.median)} ({_range(own)})"
     line("a step", f"{duration(step)}{spread}")
     rate = f"{number(found.images_per_second)} images/s"

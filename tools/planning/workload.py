@@ -15,8 +15,6 @@ from recipe.errors import ConfigError
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
-# Slots of an optimizer -> bytes of a parameter in them; None: those of the weights.
-_SLOTS = {"lars": (None,), "sgd": (None,), "rmsprop": (None, 4), "lamb": (4, 4)}
 _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 
 
@@ -123,10 +121,10 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy and averages.
 
     As `optim/half_weights.py` has them: the working copy is there where weights persist in another type than they
-    are computed in; optimizers other than LARS step in float32 scratch (`optim/optimizer_update.py`).
+    are computed in; most optimizers step in float32 scratch (`optim/optimizer_update.py`).
     """
     weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
-    slots = [weights if size is None else size for size in _SLOTS[recipe.optimizer.name]]
+    slots = [_SIZES[kind or recipe.precision.weights] for kind in recipe.optimizer.slots]
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
@@ -138,7 +136,7 @@ def state_bytes(recipe: Recipe, device: str) -> int:
 def _scratch(recipe: Recipe, device: str, masters: bool, slots: int) -> int:
     """Bytes of a parameter in the step's scratch memory; `masters`: the working copy serves for the weights."""
     in_place = device == "cpu" and recipe.precision.weights == compute_type(recipe, device) == "float32"
-    if recipe.optimizer.name == "lars" or in_place:
+    if in_place or not recipe.optimizer.scratch:
         return 0
     return 4 * (slots + (not masters))
 

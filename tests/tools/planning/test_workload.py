@@ -84,13 +84,22 @@ def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
     assert str(caught.value).startswith(fault)
 
 
-@pytest.mark.parametrize("name", ["lars", "sgd", "rmsprop", "lamb"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ["optimizer.name=lars"],
+        ["optimizer.name=sgd"],
+        ["optimizer.name=sgd", "optimizer.momentum=0"],
+        ["optimizer.name=rmsprop"],
+        ["optimizer.name=rmsprop", "optimizer.momentum=0"],
+        ["optimizer.name=lamb"],
+    ],
+    ids=lambda overrides: " ".join(text.partition(".")[2] for text in overrides),
+)
 @pytest.mark.parametrize("weights", ["float16", "float32"])
 @pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32"])
-def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(name, weights, compute):
-    recipe = load(
-        QUICKSTART, [f"optimizer.name={name}", f"precision.weights={weights}", f"precision.compute={compute}"]
-    )
+def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(optimizer, weights, compute):
+    recipe = load(QUICKSTART, [*optimizer, f"precision.weights={weights}", f"precision.compute={compute}"])
     model = build(recipe.model, 0).to(getattr(torch, compute))
     state = WeightState(
         model.named_parameters(),
@@ -101,7 +110,7 @@ def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(name, 
     )
     kept, update = state._buffers, state._update
     buffers = [kept.gradients, kept.weights, kept.working, *kept.slots.values()]
-    if name != "lars":
+    if recipe.optimizer.scratch:
         buffers += [update._weights, *update._slots.values()]
     sizes = {buffer.untyped_storage().data_ptr(): buffer.element_size() for buffer in buffers}
     assert sum(sizes.values()) == workload.state_bytes(recipe, "cpu")
