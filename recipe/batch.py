@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Set
 
 from recipe import checks, images, ipu, ipu_plan
-from recipe.config import Data, Exchange, Recipe
+from recipe.config import Exchange, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 
@@ -139,11 +139,6 @@ def peak_learning_rate(recipe: Recipe) -> float:
     return schedule.peak * (ratio if schedule.batch_rule == "linear" else math.sqrt(ratio))
 
 
-def image_count(data: Data, split: str) -> int | None:
-    """Images of the "train" or "validation" split as the recipe alone knows them; None: those in the folder."""
-    return data.images(split)
-
-
 def training_image_size(recipe: Recipe, epoch: int) -> int:
     """Pixels a side of the training images of an epoch, counted from 0."""
     sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
@@ -172,7 +167,7 @@ def describe(recipe: Recipe) -> str:
     ]
     lines.append(f"data       {_describe_data(recipe)}")
     lines += images.describe(data)
-    number = image_count(data, "train")
+    number = data.images("train")
     if number:
         lines.append(f"length     {number} training images; {lengths(recipe, number).describe()}")
     else:

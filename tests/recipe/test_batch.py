@@ -4,7 +4,7 @@ import pytest
 
 from data.digits import DigitsSource
 from recipe import batch
-from recipe.batch import divide, image_count, in_steps, lengths, peak_learning_rate, training_image_size
+from recipe.batch import divide, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
@@ -166,11 +166,11 @@ def test_the_peak_follows_the_rule_of_the_batch(rule, size, expected):
 def test_images_that_need_no_folder_are_counted_by_the_recipe():
     for split in ("train", "validation"):
         digits = Data(source="digits", train_images=5, validation_images=5)
-        assert image_count(digits, split) == len(DigitsSource(split))
+        assert digits.images(split) == len(DigitsSource(split))
     glyphs = Data(source="glyphs", train_images=123)
-    assert (image_count(glyphs, "train"), image_count(glyphs, "validation")) == (123, 2000)
+    assert (glyphs.images("train"), glyphs.images("validation")) == (123, 2000)
     folder = Data(validation_images=50_000)
-    assert (image_count(folder, "train"), image_count(folder, "validation")) == (None, 50_000)
+    assert (folder.images("train"), folder.images("validation")) == (None, 50_000)
 
 
 def test_the_training_size_changes_with_the_epoch():

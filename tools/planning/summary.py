@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Optional
 
-from recipe.batch import image_count, lengths, planned, training_image_sizes
+from recipe.batch import lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
@@ -123,7 +123,7 @@ def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Worklo
     Epochs with other image sizes take other times, those of images whose size changes in the midst of an epoch are
     counted in whole steps.
     """
-    images = image_count(recipe.data, "train")
+    images = recipe.data.images("train")
     if images is None:
         return None
     size = recipe.batch.model_copy(update={"global_": row.global_batch})

@@ -118,7 +118,7 @@ def total_steps(run: Run) -> Optional[int]:
     if run.recipe is None:
         return None
     if per_epoch is None:
-        images = batch.image_count(run.recipe.data, "train")
+        images = run.recipe.data.images("train")
         per_epoch = batch.steps_per_epoch(images, run.recipe.batch.global_) if images else 0
     length = run.recipe.run
     if not per_epoch and length.epochs is not None:
