@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table and its claims for people; with --json one object as the last line."""
+"""Shared by all benchmarks: the command line, turns, and the report: table, claims, with --json one object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from typing import Iterator, Sequence, TypeVar
+from typing import Callable, Dict, Iterator, List, Mapping, Sequence, TypeVar
 
 import torch
 
@@ -92,6 +92,31 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
         "holds": _COMPARISONS[comparison](value, float(bound)),
         "spread": [min(repetitions), max(repetitions)],
     }
+
+
+def in_turn(sides: Mapping[str, Callable[[int], object]], rounds: int, at_most: int = 2) -> Dict[str, List[float]]:
+    """Seconds of a call of each side in each round, after a round that does not count; the order alternates.
+
+    Args:
+        sides: called with the number of the round. at_most: rounds with --quick.
+    """
+    seconds: Dict[str, List[float]] = {name: [] for name in sides}
+    for number in turns(rounds + 1, at_most=at_most + 1):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            start = time.perf_counter()
+            sides[name](number)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> List[float]:
+    """Quotients turn by turn."""
+    return [one / other for one, other in zip(over, under)]
+
+
+def milliseconds(seconds: Sequence[float], per: str = "", low: str = "fastest", high: str = "slowest") -> dict:
+    """Columns of a row: median, least and most of some times."""
+    return {f"ms{per}": 1e3 * statistics.median(seconds), low: 1e3 * min(seconds), high: 1e3 * max(seconds)}
 
 
 def judged(made: dict) -> str:

@@ -192,9 +192,7 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
         "ranks": ranks,
         "mbit_per_s": RATES[ranks],
         "side": name,
-        "ms": 1e3 * statistics.median(times),
-        "fastest": 1e3 * min(times),
-        "slowest": 1e3 * max(times),
+        **claims.milliseconds(times),
         "model_ms": 1e3 * expected,
         "over_model": statistics.median(times) / expected,
         "over_framed": statistics.median(times) / (expected * FRAME / PAYLOAD),
@@ -205,22 +203,17 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
     }
 
 
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> List[float]:
-    """Round by round."""
-    return [own / other for own, other in zip(slow, fast)]
-
-
 def claimed(times: Dict[int, Dict[str, List[float]]]) -> List[dict]:
     """The claims, of seconds by ranks and side."""
     found = []
     for ranks, goal in ((8, 2.0), (16, 2.8), (32, 4.5)):
         gtopk = min((times[ranks][name] for name in GTOPK), key=statistics.median)
-        speedups = ratios(times[ranks]["topk"], gtopk)
+        speedups = claims.ratios(times[ranks]["topk"], gtopk)
         found.append(claims.claim(f"gtopk_over_topk_p{ranks}", speedups, "times", f">= {goal}"))
         if ranks == 32:
-            speedups = ratios(times[ranks]["dense"], gtopk)
+            speedups = claims.ratios(times[ranks]["dense"], gtopk)
             found.append(claims.claim("gtopk_over_dense_p32", speedups, "times", ">= 14"))
-    speedups = ratios(times[4]["topk"], times[4]["gtopk butterfly"])
+    speedups = claims.ratios(times[4]["topk"], times[4]["gtopk butterfly"])
     found.append(claims.claim("butterfly_over_topk_p4", speedups, "times", ">= 1.0"))
     excess = [
         [each / model(name, ranks, RATES[ranks] * 1e6) for each in times[ranks][name]]

@@ -30,7 +30,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
-from benchmarks import claims, networks
+from benchmarks import QUICKSTART, claims, networks
 from benchmarks.networks import Network
 from models.efficientnet import build
 from recipe import loading
@@ -40,7 +40,6 @@ from training.run import run
 HOSTS = 8
 B4_PARAMETERS = 19_328_168  # of B4 G16 with 1,000 classes
 GIGABIT = 10**9
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 LOGGED, WINDOWS = 3, 4  # steps between two log lines, of which the first is warm-up
 RECIPE = (
     "run.device=cpu", f"run.steps={LOGGED * WINDOWS}", "batch.micro=8", "schedule.warmup_epochs=null",
@@ -72,7 +71,7 @@ class Turn(NamedTuple):
 
 def parameters() -> int:
     """Of the model that is trained."""
-    recipe = loading.load(CONFIG, RECIPE)
+    recipe = loading.load(QUICKSTART, RECIPE)
     with torch.device("meta"):
         return sum(each.numel() for each in build(recipe.model, 0).parameters())
 
@@ -83,7 +82,7 @@ def rank_trains(rank: int, meet: Callable[[], object], overrides: Tuple[str, ...
     meet()
     idle, ticks = networks.processors()
     with contextlib.redirect_stdout(io.StringIO()):
-        run(loading.load(CONFIG, [*RECIPE, *overrides, f"run.output={folder}"]))
+        run(loading.load(QUICKSTART, [*RECIPE, *overrides, f"run.output={folder}"]))
     idle_after, ticks_after = networks.processors()
     meet()
     events = read_events(Path(folder))["train"]

@@ -18,15 +18,14 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import contextlib
-import hashlib
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
-from benchmarks import ROOT, claims
+from benchmarks import ROOT, claims, digests
 from parallel.parent_death import bound_to_parent
 from recipe.errors import UserError
 
@@ -84,25 +83,8 @@ def digest(checkout: Path, case: Case) -> str:
         if ended.returncode:
             raise UserError(f"{checkout}: {' '.join(case.overrides)}: {ended.stdout}{ended.stderr}")
         newest = max((run / "checkpoints").glob("step-????????.pt"))
-        return _sum([newest, *sorted(newest.parent.glob(f"{newest.stem}.replica-*.pt"))])
-
-
-def _sum(files: Sequence[Path]) -> str:
-    """Args: files: a checkpoint and what belongs to its replicas."""
-    found = hashlib.sha256()
-    for file in files:
-        for name, tensor in sorted(_tensors(torch.load(file, weights_only=True))):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _tensors(tree: object, name: str = "") -> Iterator[Tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, branch in tree.items():
-            yield from _tensors(branch, f"{name}/{key}")
+        files = [newest, *sorted(newest.parent.glob(f"{newest.stem}.replica-*.pt"))]
+        return digests.digest(torch.load(file, weights_only=True) for file in files)
 
 
 @contextlib.contextmanager

@@ -9,16 +9,15 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import torch
 
+from benchmarks import ROOT
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import first_line
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_MEASURED = "not measured: "
 _LEAST_TURNS = 2  # also where no time is left: one figure has no spread
 _SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
@@ -61,7 +60,7 @@ REAL = Plan(
     kernels=("triton", "torch"), most_images=1024,
 )  # fmt: skip
 # Everything runs, on a CPU, and no figure is worth knowing. Triton's interpreter cannot multiply bfloat16.
-REHEARSAL = Plan(
+DRY_PASS = Plan(
     device="cpu", total=60, overrides=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
     small="efficientnet_b0", large="efficientnet_b0", micro={"efficientnet_b0": 2}, size=32, turns=2, steps=1, queued=1,
     tensors=4, copied=1 << 12, matrix=16, values=4000, norm=(2, 16, 5, 5), conv=(1, 32, 5, 5), convolutions=((3, 2),),
@@ -224,6 +223,27 @@ class Session:
                 for name in list(sides)[:: -1 if turn % 2 else 1]:
                     guarded(name, functools.partial(once, name))
         return times, faults
+
+    def compare(
+        self,
+        makers: Dict[str, Maker],
+        figure: Callable[[float], float],
+        unit: str,
+        calls: int = 1,
+        limit: Optional[float] = None,
+        note: str = "",
+        **options,
+    ) -> Iterator[Row]:
+        """A row for each side that took its turns (see take_turns), then for each that failed.
+
+        Args:
+            figure: of the seconds of a call.
+        """
+        times, faults = self.take_turns(makers, calls, **options)
+        for name, seconds in times.items():
+            yield self.row(name, map(figure, seconds), unit, limit=limit, note=note)
+        for name, error in faults.items():
+            yield self.missing(name, reason(error))
 
     def _look_after(self, what: str, why: str) -> None:
         """The device after a failure."""

@@ -34,22 +34,16 @@ Parameters = Dict[str, nn.Parameter]
 def ceilings(session: Session) -> Iterator[Row]:
     """GB/s of a copy, and TFLOP/s of products of square matrices: [n, n] x [n, n]."""
     plan, device = session.plan, session.device
-    times, faults = session.take_turns({COPY: functools.partial(_copy, plan.copied, device)}, calls=10)
     note = f"{plan.copied / 2**30:.3g} GiB, read and written"
-    for seconds in times.values():
-        yield session.row(COPY, [2 * plan.copied / each / 1e9 for each in seconds], "GB/s", note=note)
+    copy = {COPY: functools.partial(_copy, plan.copied, device)}
+    yield from session.compare(copy, lambda each: 2 * plan.copied / each / 1e9, "GB/s", calls=10, note=note)
     torch.backends.cuda.matmul.allow_tf32 = False
     products: Dict[str, Maker] = {
         f"matmul, {str(dtype).split('.')[1]}": functools.partial(_product, plan.matrix, dtype, device)
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
     }
-    found, more_faults = session.take_turns(products, calls=5)
-    for name, seconds in found.items():
-        figures = [2 * plan.matrix**3 / each / 1e12 for each in seconds]
-        note = f"{plan.matrix} x {plan.matrix}" + (", TF32 off" if name.endswith("float32") else "")
-        yield session.row(name, figures, "TFLOP/s", note=note)
-    for name, error in {**faults, **more_faults}.items():
-        yield session.missing(name, reason(error))
+    note = f"{plan.matrix} x {plan.matrix}, float32 without TF32"
+    yield from session.compare(products, lambda each: 2 * plan.matrix**3 / each / 1e12, "TFLOP/s", calls=5, note=note)
 
 
 def _copy(size: int, device: torch.device, stack: contextlib.ExitStack) -> Side:
@@ -84,12 +78,12 @@ def optimizer(session: Session) -> Iterator[Row]:
         # At the end: a capture that fails may leave the stream unusable.
         UPDATE_IN_GRAPH: functools.partial(_our_update_in_graph, session, parameters, norms),
     }
-    times, faults = session.take_turns(makers, calls=plan.queued, warm_up=3)
-    for name, seconds in times.items():
-        note = f"{count:,} parameters, {plan.queued} updates queued"
-        yield session.row(name, [1e3 * each for each in seconds], "ms", limit=floor, note=note)
-    for name, error in faults.items():
-        yield session.missing(name, reason(error))
+    note = f"{count:,} parameters, {plan.queued} updates queued"
+    yield from session.compare(makers, _ms, "ms", calls=plan.queued, limit=floor, note=note, warm_up=3)
+
+
+def _ms(seconds: float) -> float:
+    return 1e3 * seconds
 
 
 def _our_update(
@@ -171,8 +165,4 @@ def selection(session: Session) -> Iterator[Row]:
         "torch.topk": ready(lambda: torch.topk(values.abs(), k)),
         "one pass": ready(lambda: values.sum()),
     }
-    times, faults = session.take_turns(sides, calls=5)
-    for name, seconds in times.items():
-        yield session.row(name, [1e3 * each for each in seconds], "ms", note=f"{k:,} of {plan.values:,}")
-    for name, error in faults.items():
-        yield session.missing(name, reason(error))
+    yield from session.compare(sides, _ms, "ms", calls=5, note=f"{k:,} of {plan.values:,}")

@@ -12,8 +12,8 @@ from typing import List, Optional, Sequence
 
 import torch
 
-from benchmarks import claims
-from benchmarks.gpu_measure import ROOT, Row, shown
+from benchmarks import ROOT, claims
+from benchmarks.gpu_measure import Row, shown
 from benchmarks.gpu_parts import OPTIMIZER, UPDATE, UPDATE_IN_GRAPH
 from benchmarks.gpu_training import CLAIMED, OURS, TIMM
 

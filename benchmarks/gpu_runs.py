@@ -114,13 +114,11 @@ def determinism(session: Session) -> Iterator[Row]:
         for wanted in (False, True)
     }
     try:
-        times, faults = session.take_turns(makers, calls=plan.steps, warm_up=_WARM_UP)
+        options = {"calls": plan.steps, "note": f"micro batch {micro}", "warm_up": _WARM_UP}
+        rows = list(session.compare(makers, lambda each: micro / each, "images/s", **options))
     finally:
         _switch(False)
-    for what, seconds in times.items():
-        yield session.row(what, [micro / each for each in seconds], "images/s", note=f"micro batch {micro}")
-    for what, error in faults.items():
-        yield session.missing(what, reason(error))
+    yield from rows
 
 
 def _repeatable(session: Session, wanted: bool, stack: contextlib.ExitStack) -> Side:

@@ -33,9 +33,9 @@ from typing import List, Sequence, Tuple
 
 import torch
 
-from benchmarks import claims, gpu_report
+from benchmarks import ROOT, claims, gpu_report
 from benchmarks.gpu_checks import checks
-from benchmarks.gpu_measure import REAL, ROOT, Plan, Row, reason
+from benchmarks.gpu_measure import REAL, Plan, Row, reason
 from benchmarks.gpu_parts import CEILINGS, OPTIMIZER, SELECTION, ceilings, optimizer, selection
 from benchmarks.gpu_process import Process, Section
 from benchmarks.gpu_runs import DETERMINISM, FEED, MEMORY, determinism, feed, memory

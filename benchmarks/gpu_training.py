@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
 from torch import nn
 
-from benchmarks.gpu_measure import Maker, Row, Session, Side, free, model_overrides, of_gpu_recipe, reason
+from benchmarks.gpu_measure import Maker, Row, Session, Side, free, model_overrides, of_gpu_recipe
 from data.batches import MicroBatch
 from engines import factory
 from engines.base import Engine
@@ -61,10 +62,11 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
     micro = session.plan.micro[name]
     size = of_gpu_recipe(model_overrides(session.plan, name, micro)).model.image_size
     while True:
-        sides = _sides(session, setting, micro)
+        sides, note = _sides(session, setting, micro), f"{size} px, micro batch {micro}"
+        options = {"calls": session.plan.steps, "warm_up": _WARM_UP, "passed_on": (torch.OutOfMemoryError,)}
         try:
-            times, faults = session.take_turns(
-                sides, session.plan.steps, warm_up=_WARM_UP, passed_on=(torch.OutOfMemoryError,)
+            rows = list(
+                session.compare(sides, functools.partial(operator.truediv, micro), "images/s", note=note, **options)
             )
             break
         except torch.OutOfMemoryError:
@@ -72,10 +74,7 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
                 raise
         free(session.device)  # not within the handler, whose error holds what did not fit
         micro //= 2
-    for what, seconds in times.items():
-        yield session.row(what, [micro / each for each in seconds], "images/s", note=f"{size} px, micro batch {micro}")
-    for what, error in faults.items():
-        yield session.missing(what, reason(error))
+    yield from rows
 
 
 def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:

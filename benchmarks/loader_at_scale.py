@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Dict, List
 
+from benchmarks import CACHE
 from benchmarks.photographs import CLASSES, photographs, small_photographs
 from benchmarks.processes import kilobytes
 from data.base import Source
@@ -39,7 +40,7 @@ from parallel.parent_death import bound_to_parent
 from recipe.config import Data
 from training.command import Parser
 
-SHARDS = Path(__file__).resolve().parent / "cache" / "photographs_shards"
+SHARDS = CACHE / "photographs_shards"
 IMAGES_PER_SHARD = 1000
 IMAGENET_CLASSES, IMAGENET_IMAGES = 1000, 1_281_167
 WORKERS, EPOCHS, COUNTED_FROM = 8, 10, 3

@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import statistics
-import time
 from typing import Callable, Dict, List
 
 import timm.optim
@@ -55,7 +54,7 @@ def main() -> None:
     updates, states = our_updates(parameters)
     sides: Sides = {**updates, **their_updates(parameters), "copy of 12 bytes a parameter": copy_of(count * _BYTES)}
     sides.update(roundings(count))
-    times = taken_in_turns(sides, _TURNS)
+    times = claims.in_turn(sides, _TURNS, at_most=3)
     claims.report("optimizer", rows(times, count), found(times, states["LARS, float16 state, compiled"]), as_json)
 
 
@@ -147,25 +146,11 @@ def _cast(source: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(source)
 
 
-def taken_in_turns(sides: Sides, turns: int) -> Dict[str, List[float]]:
-    """Seconds of each side in each turn; the first turn, in which memory is touched for the first time, is left out."""
-    times: Dict[str, List[float]] = {name: [] for name in sides}
-    for turn in claims.progress(range(claims.less(turns, 3) + 1), "turn"):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side(turn)
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
 def rows(times: Dict[str, List[float]], count: int) -> List[dict]:
     return [
         {
             "what": name,
-            "ms": 1e3 * statistics.median(seconds),
-            "lowest": 1e3 * min(seconds),
-            "highest": 1e3 * max(seconds),
+            **claims.milliseconds(seconds, low="lowest", high="highest"),
             "ns a parameter": 1e9 * statistics.median(seconds) / count,
         }
         for name, seconds in times.items()
@@ -177,7 +162,7 @@ def found(times: Dict[str, List[float]], state: WeightState) -> List[dict]:
     ours = "LARS, float16 state, compiled"
 
     def ratios(one: str, other: str) -> List[float]:
-        return [mine / theirs for mine, theirs in zip(times[one], times[other])]
+        return claims.ratios(times[one], times[other])
 
     rounding, cast = "stochastic rounding, compiled", "cast to float16, compiled"
     return [

@@ -19,9 +19,9 @@ from typing import Callable, Dict, List, Tuple
 import skimage.data
 from PIL import Image, ImageEnhance, ImageOps
 
+from benchmarks import CACHE
 from recipe.randomness import Stream, key
 
-CACHE = Path(__file__).resolve().parent / "cache"
 FOLDER = CACHE / "photographs"
 CLASSES = ("class0", "class1", "class2")
 COUNT, SMALL_COUNT = 1200, 2000

@@ -291,9 +291,7 @@ class Side:
             "stages": self.stages,
             "micro_batches": self.count,
             "side": self.name,
-            "ms_per_step": 1000 * statistics.median(self.seconds),
-            "fastest": 1000 * min(self.seconds),
-            "slowest": 1000 * max(self.seconds),
+            **claims.milliseconds(self.seconds, "_per_step"),
             "processor_ms": 1000 * statistics.median(self.processor),
             "images_per_second": statistics.median(self.rates),
             "efficiency_of_ideal": None if self.name == "alone" else statistics.median(self.efficiencies),
@@ -330,7 +328,7 @@ def main() -> None:
     imbalance = float(re.search(r"([\d.]+) % from even", note)[1]) / 100
     sides = {key: Side(key, outcomes) for key in sorted(outcomes[0].turns, key=lambda key: key[:2])}
     ours, theirs = sides[STAGES, most(), "ours"], sides[STAGES, most(), "torch"]
-    over_torch = [own / other for own, other in zip(ours.seconds, theirs.seconds)]
+    over_torch = claims.ratios(ours.seconds, theirs.seconds)
     memory_rows, over_plain = measure_memory(outcomes[0].split)
     print(note)
     print_bounds([outcome.phases for outcome in outcomes])

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # before the imports: see run
 import contextlib
 import statistics
 import time
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 from torch import nn
@@ -103,11 +103,6 @@ def rank_takes_turns(rank: int) -> Dict[Tuple[int, str], List[ranks.Turn]]:
     return turns
 
 
-def ratios(seconds: Sequence[float], reference: Sequence[float]) -> List[float]:
-    """Turn by turn."""
-    return [own / other for own, other in zip(seconds, reference)]
-
-
 def main() -> None:
     as_json = claims.begin(__doc__, takes="5 minutes", quick="2 minutes").json
     torch.set_num_threads(1)  # as in the ranks: the report says so
@@ -118,21 +113,19 @@ def main() -> None:
         joined = {name: ranks.joined([each[count, name] for each in outcomes]) for name in (*PEERS, *SIDES)}
         seconds = {name: values for name, (values, _) in joined.items()}
         peer = min(PEERS, key=lambda name: statistics.median(seconds[name]))
-        over_ddp[count] = ratios(seconds["dense"], seconds[peer])
+        over_ddp[count] = claims.ratios(seconds["dense"], seconds[peer])
         for name, (values, processor) in joined.items():
             rows.append(
                 {
                     "replicas": REPLICAS,
                     "micro_batches": count,
                     "side": name,
-                    "ms_per_step": 1000 * statistics.median(values),
-                    "fastest": 1000 * min(values),
-                    "slowest": 1000 * max(values),
+                    **claims.milliseconds(values, "_per_step"),
                     "processor_ms": 1000 * statistics.median(processor),
                     "images_per_second": REPLICAS * count * MICRO / statistics.median(values),
-                    "time_over_faster_ddp": statistics.median(ratios(values, seconds[peer])),
-                    "time_over_dense": statistics.median(ratios(values, seconds["dense"])),
-                    "time_over_none": statistics.median(ratios(values, seconds["none"])),
+                    "time_over_faster_ddp": statistics.median(claims.ratios(values, seconds[peer])),
+                    "time_over_dense": statistics.median(claims.ratios(values, seconds["dense"])),
+                    "time_over_none": statistics.median(claims.ratios(values, seconds["none"])),
                 }
             )
     print(f"measured in {time.perf_counter() - started:.0f} s")

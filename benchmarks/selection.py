@@ -24,7 +24,6 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import statistics
-import time
 from typing import Callable, Dict, List
 
 import numpy as np
@@ -49,10 +48,10 @@ def main() -> None:
             k = int(density * VALUES)
             assert np.array_equal(largest(values, k).numpy(), np.sort(order[:k])), f"{name}, {density}: not the largest"
             claimed = (name, density) == CLAIMED
-            seconds = in_turn(sides(values, k), _ROUNDS_OF_CLAIM if claimed else _ROUNDS)
+            seconds = claims.in_turn(sides(values, k), _ROUNDS_OF_CLAIM if claimed else _ROUNDS)
             rows += [{"data": name, "density": density, **row} for row in _rows(seconds)]
             if claimed:
-                speedups = _ratios(seconds["torch.topk"], seconds["largest"])
+                speedups = claims.ratios(seconds["torch.topk"], seconds["largest"])
     claims.report("selection", rows, [claims.claim("speedup_over_torch_topk", speedups, "times", ">= 10")], as_json)
 
 
@@ -68,42 +67,24 @@ def data() -> Dict[str, torch.Tensor]:
     return {"normal": normal, "like a gradient": like_a_gradient}
 
 
-def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[], object]]:
-    """What is called in turn."""
+def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[int], object]]:
+    """The calls that take turns."""
     array = values.numpy()
     return {
-        "torch.topk": lambda: torch.topk(values.abs(), k),
-        "numpy.argpartition": lambda: np.argpartition(np.abs(array), VALUES - k)[VALUES - k :],
-        "largest": lambda: largest(values, k),
-        "one pass": lambda: values.sum(),
+        "torch.topk": lambda _: torch.topk(values.abs(), k),
+        "numpy.argpartition": lambda _: np.argpartition(np.abs(array), VALUES - k)[VALUES - k :],
+        "largest": lambda _: largest(values, k),
+        "one pass": lambda _: values.sum(),
     }
-
-
-def in_turn(functions: Dict[str, Callable[[], object]], rounds: int) -> Dict[str, List[float]]:
-    """Seconds of each call, after a round that does not count."""
-    seconds: Dict[str, List[float]] = {name: [] for name in functions}
-    for _ in claims.turns(rounds + 1, "turn", at_most=3):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: each[1:] for name, each in seconds.items()}
 
 
 def _rows(seconds: Dict[str, List[float]]) -> List[dict]:
     return [
         {
             "side": name,
-            "ms": 1000 * statistics.median(each),
-            "fastest": 1000 * min(each),
-            "slowest": 1000 * max(each),
-            "speedup_over_torch_topk": statistics.median(_ratios(seconds["torch.topk"], each)),
-            "times_one_pass": statistics.median(_ratios(each, seconds["one pass"])),
+            **claims.milliseconds(each),
+            "speedup_over_torch_topk": statistics.median(claims.ratios(seconds["torch.topk"], each)),
+            "times_one_pass": statistics.median(claims.ratios(each, seconds["one pass"])),
         }
         for name, each in seconds.items()
     ]
-
-
-def _ratios(over: List[float], under: List[float]) -> List[float]:
-    """Round by round."""
-    return [first / second for first, second in zip(over, under, strict=True)]

@@ -25,8 +25,7 @@ if __name__ == "__main__":  # before the imports: see run
 import itertools
 import statistics
 import time
-from pathlib import Path
-from typing import Callable, Iterator, List, Tuple
+from typing import Iterator, List, Tuple
 
 import numpy as np
 import timm
@@ -37,7 +36,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AverageMeter
 from torch import nn
 
-from benchmarks import claims
+from benchmarks import CACHE, ROOT, claims
 from benchmarks.timm_peer import create_g16
 from data.batches import MicroBatch
 from data.loader import training_batches
@@ -47,8 +46,7 @@ from recipe import loading
 from recipe.batch import divide
 from recipe.config import Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
-PHOTOS = ROOT / "benchmarks" / "cache" / "photos"
+PHOTOS = CACHE / "photos"
 CLASSES, IMAGES = 10, 640
 MICRO, ACCUMULATION = 32, 2
 STEP_ROUNDS = 40  # of one update each: the shorter the turns, the less the machine changes from one to the next
@@ -145,23 +143,6 @@ def synthetic(plan: Recipe) -> Tuple[Iterator, Iterator]:
     return ours, itertools.repeat(((images / 255 - mean) / std, labels))
 
 
-def seconds(function: Callable[[], None], times: int = 1) -> float:
-    """Seconds for one call, over `times` calls."""
-    start = time.perf_counter()
-    for _ in range(times):
-        function()
-    return (time.perf_counter() - start) / times
-
-
-def in_turn(sides: dict, rounds: int) -> dict:
-    """{name: seconds of each round}; the order turns around from round to round."""
-    times: dict = {name: [] for name in sides}
-    for number in claims.turns(rounds, "step, turn"):
-        for name in sorted(sides, reverse=bool(number % 2)):
-            times[name].append(seconds(sides[name]))
-    return times
-
-
 def measure_steps() -> Tuple[List[dict], List[float]]:
     """Rows, and timm's time over ours round by round."""
     threads, part = claims.less(2, 1), claims.less("step, B0 64 px", "step, quickstart's 32 px")
@@ -171,15 +152,13 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
     ours, timms, ours_half = Ours(plan), Timms(plan), Ours(half)
     our_images, their_images = synthetic(plan)
     sides = {
-        "timm": lambda: timms.update(their_images),
-        "ours": lambda: ours.update(our_images),
-        "ours, float16 weights": lambda: ours_half.update(our_images),
+        "timm": lambda _: timms.update(their_images),
+        "ours": lambda _: ours.update(our_images),
+        "ours, float16 weights": lambda _: ours_half.update(our_images),
     }
-    for update in claims.progress(list(sides.values()), "first step of side"):
-        update()
-    times = in_turn(sides, STEP_ROUNDS)
+    times = claims.in_turn(sides, STEP_ROUNDS)
     rows = [row(part, name, (threads, 0), values, times["timm"]) for name, values in times.items()]
-    return rows, [theirs / own for theirs, own in zip(times["timm"], times["ours"])]
+    return rows, claims.ratios(times["timm"], times["ours"])
 
 
 def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[float]]:
@@ -197,7 +176,7 @@ def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[f
         for name in sorted(sides, reverse=bool(number % 2)):
             times[name].append(seconds_with_files(sides[name], fastest[name]))
     rows = [row(part, name, fastest[name], times[name], times["timm"]) for name in sides]
-    return rows, [theirs / own for theirs, own in zip(times["timm"], times["ours"])]
+    return rows, claims.ratios(times["timm"], times["ours"])
 
 
 def seconds_with_files(side: Ours | Timms, setting: Tuple[int, int]) -> float:
@@ -207,7 +186,10 @@ def seconds_with_files(side: Ours | Timms, setting: Tuple[int, int]) -> float:
     batches = iter(side.batches(workers))
     for _ in range(4):
         side.update(batches)
-    return seconds(lambda: side.update(batches), times=claims.less(FILE_STEPS, 2))
+    steps, start = claims.less(FILE_STEPS, 2), time.perf_counter()
+    for _ in range(steps):
+        side.update(batches)
+    return (time.perf_counter() - start) / steps
 
 
 def make_photos() -> None:
@@ -235,11 +217,9 @@ def row(part: str, side: str, setting: Tuple[int, int], values: List[float], ref
         "side": side,
         "threads": setting[0],
         "workers": setting[1],
-        "ms_per_update": 1000 * statistics.median(values),
-        "fastest": 1000 * min(values),
-        "slowest": 1000 * max(values),
+        **claims.milliseconds(values, "_per_update"),
         "images_per_second": images / statistics.median(values),
-        "speedup_over_timm": statistics.median(theirs / own for theirs, own in zip(reference, values)),
+        "speedup_over_timm": statistics.median(claims.ratios(reference, values)),
     }
 
 

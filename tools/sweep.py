@@ -25,7 +25,7 @@ from recipe.errors import DONE, FAILED, STOPPED, first_line
 from tools.sweeping.candidates import Candidates, candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.stopping import StopRequest
+from tools.sweeping.process import StopRequest
 from training.command import Parser, fail, one_line
 
 _AGAIN = "rerun the same command: it goes on where it was"

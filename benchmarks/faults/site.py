@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -15,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
-import torch
-
 from benchmarks import ROOT
+from benchmarks.digests import digest
 from benchmarks.processes import children
 from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder
@@ -104,13 +102,9 @@ class Site:
     def result(self) -> Result:
         """Of a finished run."""
         content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)
-        digest = hashlib.sha256()
-        for name, tensor in sorted(_flat(content["engine"]).items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         events = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         told = [{key: value for key, value in event.items() if key not in TIMING_FIELDS} for event in events]
-        return Result(digest.hexdigest(), told)
+        return Result(digest([content["engine"]]), told)
 
     def clear(self) -> None:
         """Removes all that there is of it."""
@@ -201,9 +195,3 @@ def _alive(site: Path) -> List[int]:
                 if mark in b"\0" + (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found
-
-
-def _flat(tree: object, name: str = "") -> Dict[str, torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return {name: tree}
-    return {leaf: each for key, branch in tree.items() for leaf, each in _flat(branch, f"{name}/{key}").items()}

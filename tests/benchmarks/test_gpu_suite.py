@@ -1,4 +1,4 @@
-"""The suite for one GPU, rehearsed: on the GPU where there is one, else on the CPU with Triton's interpreter."""
+"""A dry pass of the suite for one GPU: on the GPU where there is one, else on the CPU with Triton's interpreter."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import gpu_checks, gpu_process, gpu_report, gpu_runs, gpu_suite, gpu_training
-from benchmarks.gpu_measure import REHEARSAL, Clock, DeviceLost, Row, Session
+from benchmarks.gpu_measure import DRY_PASS, Clock, DeviceLost, Row, Session
 from benchmarks.gpu_process import Section
 from models.normalization import GroupNormAct
 from training.command import finish, one_line
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = dataclasses.replace(REHEARSAL, device=DEVICE)
+PLAN = dataclasses.replace(DRY_PASS, device=DEVICE)
 KEYS = ["section", "what", "value", "unit", "lowest", "highest", "limit", "note"]
 # What a CPU has not: its rows say so.
 ON_CUDA = ("triton", "group_norm", "group_conv", "channels_last", "CUDA graph")

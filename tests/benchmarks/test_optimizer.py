@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import optimizer
-from benchmarks.optimizer import copy_of, found, rows, saved_bytes, taken_in_turns, their_updates
+from benchmarks import claims, optimizer
+from benchmarks.optimizer import copy_of, found, rows, saved_bytes, their_updates
 
 OURS, THEIRS, COPY = "LARS, float16 state, compiled", "timm Lars, float32", "copy of 12 bytes a parameter"
 ROUNDING, CAST = "stochastic rounding, compiled", "cast to float16, compiled"
@@ -59,18 +59,18 @@ def test_claims_are_ratios_of_neighbouring_turns(state):
         ROUNDING: [3.0] * 3,
         CAST: [2.0] * 3,
     }
-    claims = {claim["name"]: claim for claim in found(times, state)}
-    assert claims["time_over_timm_lars"]["value"] == 1.0 and claims["time_over_timm_lars"]["spread"] == [0.5, 2.0]
-    assert claims["time_over_copy_limit"]["value"] == 3.0
-    assert claims["rounding_over_cast"]["value"] == 1.5
-    assert claims["state_bytes_per_parameter"]["holds"]
+    made = {claim["name"]: claim for claim in found(times, state)}
+    assert made["time_over_timm_lars"]["value"] == 1.0 and made["time_over_timm_lars"]["spread"] == [0.5, 2.0]
+    assert made["time_over_copy_limit"]["value"] == 3.0
+    assert made["rounding_over_cast"]["value"] == 1.5
+    assert made["state_bytes_per_parameter"]["holds"]
 
 
-def test_sides_take_turns_and_the_first_turn_does_not_count():
+def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count():
     order = []
     sides = {name: lambda turn, name=name: order.append((name, turn)) for name in "ab"}
-    times = taken_in_turns(sides, 2)
-    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    times = claims.in_turn(sides, 2)
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert [len(each) for each in times.values()] == [2, 2]
     assert [row["what"] for row in rows(times, 10)] == ["a", "b"]
 

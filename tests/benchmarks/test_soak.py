@@ -31,7 +31,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stages():
     """Of the program above: as it starts, with memory, with a child that shares it, once nothing is shared."""
     with subprocess.Popen(

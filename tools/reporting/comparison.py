@@ -6,11 +6,10 @@ from typing import List, Sequence, Tuple
 
 from tools.reporting import curves, layers, recipes, timing
 from tools.reporting.drawing import Look, of_run
-from tools.reporting.markup import Html, note, table, tag
+from tools.reporting.markup import Html, note, share, table, tag, when
 from tools.reporting.page import Section
 from tools.reporting.run import AVERAGES, Run, division, headline
 from tools.reporting.sections import before, grid, oddities
-from tools.reporting.wording import share, when
 from training.monitor import duration
 
 _STROKES = {

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, List, NamedTuple, Optional, Sequence
 
 from recipe.errors import ConfigError, UserError, first_line
 from tools.reporting.drawing import Figure
-from tools.reporting.markup import Html, label, note, table, tag
+from tools.reporting.markup import Html, label, note, share, table, tag
 from tools.reporting.page import Section, plot
 from tools.reporting.run import Run
-from tools.reporting.wording import share
 
 if TYPE_CHECKING:
     from tools.reporting.mistakes import Findings

@@ -1,4 +1,4 @@
-"""HTML that is escaped unless it says that it is markup already."""
+"""HTML that is escaped unless it is markup already, and the format of figures and times on the page."""
 
 from __future__ import annotations
 
@@ -88,3 +88,20 @@ def number(value: Optional[float]) -> Optional[float]:
 
 def _number(column: int, numbers: Sequence[int]) -> Optional[str]:
     return "number" if column in numbers else None
+
+
+def share(value: Optional[float]) -> Optional[str]:
+    """0.9972 as `99.72 %`; None if unknown."""
+    return None if value is None or value != value else f"{100 * value:.2f} %"
+
+
+def when(time: object) -> str:
+    """`2026-11-22T04:34:01+00:00` as `2026-11-22 04:34:01 UTC`."""
+    return str(time or "not noted").replace("T", " ").replace("+00:00", " UTC")
+
+
+def listed(value: object) -> str:
+    """A value of environment.json in one line."""
+    if isinstance(value, list):
+        return ", ".join(str(each) for each in value) or "none"
+    return "not known" if value is None else str(value)

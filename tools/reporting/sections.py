@@ -9,10 +9,9 @@ from recipe.credentials import masked
 from tools.reporting import curves, layers, recipes, timing
 from tools.reporting.curves import Curves
 from tools.reporting.drawing import Figure
-from tools.reporting.markup import Html, facts, more, note, table, tag
+from tools.reporting.markup import Html, facts, listed, more, note, share, table, tag, when
 from tools.reporting.page import Section, plot
 from tools.reporting.run import AVERAGES, Run, division, headline, state
-from tools.reporting.wording import listed, share, when
 from training.monitor import duration, pace
 
 _MOST_ROWS = 400  # of evaluations

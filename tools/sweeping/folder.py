@@ -1,4 +1,4 @@
-"""The folder of a sweep: whose it is, what lies where in it, and that only one sweep writes it.
+"""The folder of a sweep: its owner, its files, and the lock that lets only one sweep write it.
 
 Like a run folder (training/run_folder.py), but without torch, which a sweep does not need.
 """
@@ -34,6 +34,8 @@ class SweepFolder:
             CheckpointError: it holds another sweep, or one that was defined otherwise.
         """
         self.path = path
+        self.study, self.leaderboard = path / "study.db", path / "leaderboard.csv"
+        self.picture, self.best = path / "importance.png", path / "best.yaml"
         try:
             self._check(found)
             path.mkdir(parents=True, exist_ok=True)
@@ -53,28 +55,12 @@ class SweepFolder:
         for folder in (self.path / "trials", self.path / "logs"):
             folder.mkdir(exist_ok=True)
 
-    @property
-    def study(self) -> Path:
-        return self.path / "study.db"
-
-    @property
-    def leaderboard(self) -> Path:
-        return self.path / "leaderboard.csv"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "importance.png"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best.yaml"
-
     def trial(self, number: int) -> Path:
         """The run folder of a trial."""
         return self.path / "trials" / f"{number:04d}"
 
     def log(self, number: int) -> Path:
-        """What a trial printed; beside its run folder, which must be empty when a run begins."""
+        """Output of a trial; beside its run folder, which must be empty when a run begins."""
         return self.path / "logs" / f"{number:04d}.log"
 
     def close(self) -> None:

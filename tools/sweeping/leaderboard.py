@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 from recipe.files import write_text
 from tools.sweeping.candidates import as_text
 from tools.sweeping.definition import Definition
-from tools.sweeping.record import COMPLETE, STATES, Record
+from tools.sweeping.trials import COMPLETE, STATES, Record
 
 if TYPE_CHECKING:
     from rich.table import Table

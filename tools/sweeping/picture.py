@@ -10,7 +10,7 @@ from recipe.files import replacing
 from tools.sweeping.candidates import as_text
 from tools.sweeping.definition import Axis, Definition
 from tools.sweeping.leaderboard import best
-from tools.sweeping.record import COMPLETE, PRUNED, Record
+from tools.sweeping.trials import COMPLETE, PRUNED, Record
 
 _COLUMNS = 3
 _SIDE = 3.4  # of a panel, inches

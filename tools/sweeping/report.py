@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, Optional
 from tools.sweeping import leaderboard, picture, winner
 from tools.sweeping.candidates import Candidates
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.record import Record
+from tools.sweeping.trials import Record
 
 if TYPE_CHECKING:
     from tools.sweeping.study import Study

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence
 
 from recipe import loading
-from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, WRONG_INPUT, UserError
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.folder import SweepFolder, run_in_use
-from tools.sweeping.process import TrialProcess, threads_each
-from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
-from tools.sweeping.standing import Standing, standing
-from tools.sweeping.stopping import StopRequest
+from tools.sweeping.process import StopRequest, Trial, threads_each
+from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Progress, Record, progress
 
 if TYPE_CHECKING:
     from tools.sweeping.study import Study
@@ -29,17 +26,17 @@ _STARTS = 3  # of a process that others kill, before its trial counts as failed
 class _Refused(NamedTuple):
     """A trial that ended because the input is wrong, while none was complete; not yet recorded as failed.
 
-    line: the last it said, without its own folder's name.
+    line: its last line, without its own folder's name; said: the whole line.
     """
 
     number: int
     line: str
     said: str
-    reached: Standing
+    reached: Progress
 
 
 class Scheduler:
-    """Begins trials, goes on with those that were cut off, and ends each with what came of it."""
+    """Begins trials, resumes those that were cut off, and records how each ended."""
 
     def __init__(
         self,
@@ -54,12 +51,12 @@ class Scheduler:
         Args:
             workers: trials at once.
             trainer: the program that trains, as Python is given it.
-            changed: is told a line for people, or nothing where a trial has a new evaluation, and the record of a
-                trial that has ended.
+            changed: called with a line for people (empty where a trial has a new evaluation), and the record of a trial
+                that has ended.
         """
         self._found, self._study, self._folder = found, study, folder
         self._workers, self._trainer, self._changed = workers, trainer, changed
-        self._running: List[_Trial] = []
+        self._running: List[Trial] = []
         self._refused: List[_Refused] = []
         self._fault = ""  # of the input, which two trials met
 
@@ -72,7 +69,7 @@ class Scheduler:
         """
         waiting = self._study.cut_off()
         begun = len(self._study.records())
-        told = False
+        asked = False
         try:
             while True:
                 while not self._ending(stop) and len(self._running) < self._workers and (waiting or begun < trials):
@@ -81,8 +78,8 @@ class Scheduler:
                     else:
                         self._begin(self._study.begin(), again=False)
                         begun += 1
-                if self._ending(stop) and not told:
-                    told = True
+                if self._ending(stop) and not asked:
+                    asked = True
                     if self._running:
                         why = stop.name or "the input is wrong"
                         self._changed(f"{why}: the trials that run finish their step, save and end", None)
@@ -115,7 +112,7 @@ class Scheduler:
             each = self._refused.pop(0)
             self._end(each.number, FAILED, None, each.reached.epochs, each.reached.seconds, each.said)
 
-    def _refuse(self, trial: _Trial, reached: Standing, said: str) -> None:
+    def _refuse(self, trial: Trial, reached: Progress, said: str) -> None:
         """Of a trial whose input is wrong while none is complete: if that of another was, too, no more are begun."""
         self._running.remove(trial)
         line = said.replace(str(self._folder.trial(trial.number)), "")
@@ -140,21 +137,21 @@ class Scheduler:
         overrides = [*self._found.overrides(parameters), *place]
         recipe = loading.load(self._found.sweep.recipe, overrides)
         command = [*self._trainer, "--config", str(self._found.sweep.recipe.resolve()), *overrides]
-        self._running.append(_Trial(number, recipe, command))
+        self._running.append(Trial(number, recipe, command, self._folder.log(number)))
         self._changed(f"trial {number} {'goes on' if again else 'begins'}: {text}", None)
 
-    def _watch(self, trial: _Trial, stop: StopRequest) -> None:
+    def _watch(self, trial: Trial, stop: StopRequest) -> None:
         """One look at a trial: what it has reached, whether its process runs, and what its end means."""
         code = trial.poll()
-        if code is None and not trial.new_metrics(self._folder):
+        if code is None and not trial.new_metrics(self._folder.trial(trial.number) / "metrics.jsonl"):
             if trial.process is None:
                 self._start(trial, stop)
             return
         try:
-            reached = standing(self._folder.trial(trial.number), self._found.sweep.definition.metric, trial.recipe)
+            reached = progress(self._folder.trial(trial.number), self._found.sweep.definition.metric, trial.recipe)
         except UserError as error:
             trial.kill()
-            return self._end_of(trial, FAILED, Standing([], False, False, None, None), str(error))
+            return self._end_of(trial, FAILED, Progress([], False, False, None, None), str(error))
         if not trial.pruned and self._report(trial, reached):
             trial.pruned = True
             trial.ask_to_end()
@@ -167,13 +164,13 @@ class Scheduler:
         elif code is not None:
             self._after(trial, code, reached, stop)
 
-    def _start(self, trial: _Trial, stop: StopRequest) -> None:
+    def _start(self, trial: Trial, stop: StopRequest) -> None:
         if self._ending(stop):
             self._running.remove(trial)
         elif not run_in_use(self._folder.trial(trial.number)):
-            trial.start(self._folder, threads_each(self._workers))
+            trial.start(threads_each(self._workers))
 
-    def _report(self, trial: _Trial, reached: Standing) -> bool:
+    def _report(self, trial: Trial, reached: Progress) -> bool:
         """Tells the study of the evaluations that are new; returns whether the trial is to be pruned.
 
         The last evaluation of a run saves nothing any more, so the pruner is not asked: else it would depend on the
@@ -193,7 +190,7 @@ class Scheduler:
             self._changed("", None)
         return False
 
-    def _after(self, trial: _Trial, code: int, reached: Standing, stop: StopRequest) -> None:
+    def _after(self, trial: Trial, code: int, reached: Progress, stop: StopRequest) -> None:
         """What the end of a trial's process means."""
         if trial.pruned or (code == DONE and reached.ended):
             self._conclude(trial, reached)
@@ -202,7 +199,7 @@ class Scheduler:
         elif code == STOPPED or (code < 0 and trial.starts < _STARTS):
             why = f"was ended by signal {-code}" if code < 0 else "was stopped from outside"
             self._changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
-            trial.forget_process()
+            trial.process = None
         elif code < 0:
             self._end_of(trial, FAILED, reached, f"was ended by signal {-code} {_STARTS} times")
         else:
@@ -212,7 +209,7 @@ class Scheduler:
             said = line or f"{self._folder.log(trial.number)} is empty"
             self._end_of(trial, FAILED, reached, said if code else f"ended without an end event: {said}")
 
-    def _conclude(self, trial: _Trial, reached: Standing) -> None:
+    def _conclude(self, trial: Trial, reached: Progress) -> None:
         """Of a run that is over, or was pruned."""
         value = reached.values[-1] if reached.values else None
         if trial.pruned:
@@ -230,7 +227,7 @@ class Scheduler:
         return any(each.state == COMPLETE for each in self._study.records())
 
     def _end_of(
-        self, trial: _Trial, state: str, reached: Standing, reason: Optional[str], value: Optional[float] = None
+        self, trial: Trial, state: str, reached: Progress, reason: Optional[str], value: Optional[float] = None
     ) -> None:
         self._running.remove(trial)
         self._end(trial.number, state, value, reached.epochs, reached.seconds, reason)
@@ -249,44 +246,3 @@ class Scheduler:
         if value is not None:
             text += f": {self._found.sweep.definition.metric} {value:.6g} after {epochs:.4g} epochs, {seconds:.1f} s"
         self._changed(text + (f": {reason}" if reason else ""), record)
-
-
-class _Trial:
-    """A trial that is begun: its process, once there is one, and what of its metrics was seen."""
-
-    def __init__(self, number: int, recipe: Recipe, command: List[str]):
-        self.number, self.recipe = number, recipe
-        self.process: Optional[TrialProcess] = None
-        self.starts, self.reported, self.pruned = 0, 0, False
-        self._command = command
-        self._seen: Optional[Tuple[int, int]] = None
-
-    def start(self, folder: SweepFolder, threads: int) -> None:
-        self.process = TrialProcess(self._command, folder.log(self.number), threads)
-        self.starts += 1
-
-    def poll(self) -> Optional[int]:
-        return None if self.process is None else self.process.poll()
-
-    def new_metrics(self, folder: SweepFolder) -> bool:
-        """Whether metrics.jsonl is another than when this was last asked."""
-        try:
-            status = (folder.trial(self.number) / "metrics.jsonl").stat()
-        except FileNotFoundError:
-            return False
-        before, self._seen = self._seen, (status.st_size, status.st_mtime_ns)
-        return self._seen != before
-
-    def ask_to_end(self) -> None:
-        if self.process is not None:
-            self.process.ask_to_end()
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-
-    def last_line(self) -> str:
-        return "" if self.process is None else self.process.last_line()
-
-    def forget_process(self) -> None:
-        self.process = None

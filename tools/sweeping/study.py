@@ -24,7 +24,7 @@ from recipe.files import replacing
 from recipe.randomness import MASK32, key
 from tools.sweeping.candidates import Parameters, grid
 from tools.sweeping.definition import Axis, Definition, SweepFile, Value
-from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, STATES, Record
+from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, STATES, Record
 
 # An impossible combination is pruned as Optuna sees it: so the sampler learns to keep away from it.
 _TOLD = {

@@ -15,7 +15,7 @@ from tools.sweeping.candidates import Candidates, as_text, sections
 from tools.sweeping.definition import Definition
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.leaderboard import counts
-from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
+from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Record
 
 
 def write(folder: SweepFolder, found: Candidates, records: Sequence[Record], winner: Record) -> None:

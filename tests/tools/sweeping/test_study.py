@@ -11,8 +11,8 @@ import pytest
 from recipe.errors import ConfigError
 from tests.conftest import QUICKSTART
 from tools.sweeping.definition import read
-from tools.sweeping.record import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING
 from tools.sweeping.study import Study
+from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING
 
 SPACE = "{optimizer.momentum: {low: 0.1, high: 0.9}, optimizer.weight_decay: {low: 1e-6, high: 1e-3, log: true}}"
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipe.loading import load
 from tests.conftest import QUICKSTART
-from tools.sweeping.standing import standing
+from tools.sweeping.trials import progress
 
 SCORES = [(0.5, 2.0), (0.7, 1.5), (0.6, None)]
 
@@ -41,7 +41,7 @@ EVENTS = [event(number, *scores) for number, scores in enumerate(SCORES, start=1
     ],
 )
 def test_a_metric_has_a_value_at_each_evaluation(write, metric, values):
-    assert standing(write(EVENTS), metric, load(QUICKSTART)).values == values
+    assert progress(write(EVENTS), metric, load(QUICKSTART)).values == values
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_metric_has_a_value_at_each_evaluation(write, metric, values):
 )
 def test_the_last_evaluation_of_a_run_is_known_as_such(write, length, final):
     """66 steps of 64 images are 4224."""
-    assert standing(write(EVENTS), "top1", load(QUICKSTART, [length])).last_is_final == final
+    assert progress(write(EVENTS), "top1", load(QUICKSTART, [length])).last_is_final == final
 
 
 def test_a_run_that_is_not_there_or_is_being_written_is_no_fault(write, tmp_path):
     recipe = load(QUICKSTART)
-    assert standing(tmp_path / "nowhere", "top1", recipe) == ([], False, False, None, None)
+    assert progress(tmp_path / "nowhere", "top1", recipe) == ([], False, False, None, None)
     cut = json.dumps({"event": "end", "step": 9, "seconds": 3.5})
-    reached = standing(write(EVENTS, cut[:20]), "top1", recipe)
+    reached = progress(write(EVENTS, cut[:20]), "top1", recipe)
     assert (reached.ended, reached.epochs, reached.seconds) == (False, 3.0, None)
-    reached = standing(write(EVENTS, cut + "\n"), "top1", recipe)
+    reached = progress(write(EVENTS, cut + "\n"), "top1", recipe)
     assert (reached.ended, reached.epochs, reached.seconds) == (True, 3.0, 3.5)

@@ -1,4 +1,4 @@
-"""How far the run of a trial is, as its metrics.jsonl tells while it is written."""
+"""Trials of a sweep: the record that the study has of each, and its progress as its metrics.jsonl shows it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ from typing import List, NamedTuple, Optional
 from recipe.batch import in_steps
 from recipe.config import Recipe
 from tools.curves import read_events
+from tools.sweeping.candidates import Parameters
+
+COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING = "complete", "pruned", "impossible", "failed", "running"
+STATES = (COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING)
 
 
-class Standing(NamedTuple):
+class Record(NamedTuple):
+    """A trial in the study."""
+
+    number: int
+    state: str  # one of STATES
+    parameters: Parameters
+    value: Optional[float]  # of the metric; if not complete, that of its last evaluation
+    epochs: Optional[float]
+    seconds: Optional[float]  # of training
+    reason: Optional[str]  # why it is not complete
+
+
+class Progress(NamedTuple):
     """A run so far. Without a run all is empty."""
 
     values: List[Optional[float]]  # of the metric at each evaluation; None: not finite, or not there yet
@@ -20,8 +36,8 @@ class Standing(NamedTuple):
     seconds: Optional[float]  # of training, over all its sessions
 
 
-def standing(run_folder: Path, metric: str, recipe: Recipe) -> Standing:
-    """Reads where the run of `recipe` in a folder is.
+def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
+    """Progress of the run of `recipe` in a folder.
 
     Args:
         metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events, of an average after
@@ -31,11 +47,11 @@ def standing(run_folder: Path, metric: str, recipe: Recipe) -> Standing:
         UserError: metrics.jsonl is damaged.
     """
     if not (run_folder / "metrics.jsonl").exists():
-        return Standing([], False, False, None, None)
+        return Progress([], False, False, None, None)
     events = read_events(run_folder)
     evaluations = events.get("eval", [])
     timed = [*events.get("train", []), *events.get("end", [])]
-    return Standing(
+    return Progress(
         _values(evaluations, metric),
         bool(evaluations) and _is_final(evaluations[-1], recipe),
         "end" in events,
