@@ -150,7 +150,7 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
 
 
 def machine() -> dict:
-    """What the figures depend on besides the program."""
+    """Processor, cores, threads, torch and date: conditions of the figures."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

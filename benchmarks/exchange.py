@@ -61,7 +61,7 @@ PUBLISHED = {
 
 
 class Turn(NamedTuple):
-    """Of one side on one rank, once: seconds on the machine's clock, bytes, ticks of all processors (idle, all)."""
+    """One turn of a side on one rank: seconds on the machine's clock, bytes, ticks of all processors (idle, all)."""
 
     start: float
     end: float
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one side on one rank: its turns, the digest of each sum, the sum (rank 0's, float32), and what it kept."""
+    """A side on one rank: its turns, the digest of each sum, the sum (rank 0's, float32), the values left out of it."""
 
     turns: List[Turn]
     digests: List[str]
@@ -176,13 +176,13 @@ def model(name: str, ranks: int, rate: float) -> float:
 
 
 def seconds(outcomes: Sequence[Dict[str, Outcome]], name: str) -> List[float]:
-    """Of each round, from the first rank's start to the last one's end."""
+    """Seconds of each round, from the first rank's start to the last one's end."""
     rounds = zip(*(each[name].turns for each in outcomes))
     return [max(turn.end for turn in turns) - min(turn.start for turn in turns) for turns in rounds]
 
 
 def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict:
-    """Of the table."""
+    """A row of the table."""
     ranks, times = len(outcomes), seconds(outcomes, name)
     expected = model(name, ranks, RATES[ranks] * 1e6)
     turns = outcomes[0][name].turns

@@ -1,4 +1,4 @@
-"""What replicas learn that exchange a share of their gradients: an experiment of benchmarks/evidence."""
+"""Sparse exchange beside dense: an experiment of benchmarks/evidence."""
 
 import os
 import sys

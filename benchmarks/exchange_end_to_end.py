@@ -70,7 +70,7 @@ class Turn(NamedTuple):
 
 
 def parameters() -> int:
-    """Of the model that is trained."""
+    """Parameters of the model."""
     recipe = loading.load(QUICKSTART, RECIPE)
     with torch.device("meta"):
         return sum(each.numel() for each in build(recipe.model, 0).parameters())

@@ -206,7 +206,7 @@ def _weight_state(
 
 
 def _largest(count: int, device: torch.device) -> Tuple[float, float, str]:
-    """Of values among which many are equal."""
+    """Selection among values of which many are equal."""
     values = (torch.randn(count, device=device) * 64).round() / 64
     k = count // 100
     expected = values.abs().sort(descending=True, stable=True).indices[:k].sort().values

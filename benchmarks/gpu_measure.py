@@ -1,4 +1,4 @@
-"""What the sections of benchmarks/gpu_suite.py have in common: sizes, a clock, rows, and taking turns."""
+"""Shared by the sections of benchmarks/gpu_suite.py: sizes, a clock, rows, and taking turns."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ Maker = Callable[[contextlib.ExitStack], Side]
 
 
 class Session:
-    """What a section is given: sizes, its clock, what is known from before, and the words for its progress.
+    """Input of a section: sizes, its clock, earlier rows, and a function that reports its progress.
 
     A section leaves out what has a row already: it is begun anew where its process was lost.
     """
@@ -260,7 +260,7 @@ def reason(error: BaseException) -> str:
 
 
 def shown(value: Optional[float]) -> str:
-    """Of a number that may be missing."""
+    """A number, or - where it is missing."""
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -309,7 +309,7 @@ def ready(side: Side) -> Maker:
 
 
 def model_overrides(plan: Plan, name: str, micro: int) -> List[str]:
-    """Of configs/gpu.yaml, for a step of one micro batch of images that are not mixed."""
+    """Overrides of configs/gpu.yaml for a step of one micro batch of images that are not mixed."""
     size = [f"model.image_size={plan.size}"] if plan.size else []
     return [
         f"run.device={plan.device}", f"model.name={name}", *size, f"batch.micro={micro}", f"batch.global={micro}",

@@ -26,7 +26,7 @@ class Section(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a section. finished: whether no more is to come of it."""
+    """Rows of a section. finished: whether no more will come of it."""
 
     rows: List[Row]
     finished: bool

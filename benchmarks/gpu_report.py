@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_suite.py found, in words: claims, the machine, and the files in docs/results/gpu."""
+"""Report of benchmarks/gpu_suite.py: claims, the machine, and the files in docs/results/gpu."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _best(rows: Sequence[Row], side: str) -> Optional[Row]:
 
 
 def result(rows: Sequence[Row], machine: dict) -> dict:
-    """What --json prints and the file holds."""
+    """The object that --json prints and the file holds."""
     return {
         "benchmark": "gpu_suite",
         "machine": machine,

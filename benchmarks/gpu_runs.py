@@ -1,4 +1,4 @@
-"""The suite's sections on what a run does beside computing: it is fed, it may repeat bit for bit, it needs memory."""
+"""The suite's sections on feeding, determinism and memory."""
 
 from __future__ import annotations
 

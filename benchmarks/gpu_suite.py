@@ -1,4 +1,4 @@
-"""What is this GPU good for, and do our kernels compute on it what they should? In less than eight minutes.
+"""Measures this GPU and checks our kernels on it, in less than eight minutes.
 
     python -m benchmarks.gpu_suite [--quick] [--json]
 

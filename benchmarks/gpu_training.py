@@ -33,7 +33,7 @@ _LR = 0.01  # in so few steps nothing is learned: what counts is that nothing ov
 
 
 class Setting(NamedTuple):
-    """What one section compares. dtype: of the arithmetic."""
+    """The comparison of one section. dtype: of the arithmetic."""
 
     model: str  # "small" or "large", of the plan
     depthwise: bool
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
     compiled: bool
 
     def name(self) -> str:
-        """Of its section."""
+        """Name of its section."""
         model = {"small": "B0", "large": "B4"}[self.model] + ("-G1-BN" if self.depthwise else "-G16-GN")
         return f"training {model}, {self.dtype}" + (", compiled" if self.compiled else "")
 

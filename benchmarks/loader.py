@@ -54,7 +54,7 @@ Key = Tuple[str, str]
 
 
 def our_data(reader: str) -> Data:
-    """What a recipe says for one of READERS."""
+    """The data section of a recipe for one of READERS."""
     root = {"root": str(FOLDER.parent), "crop_area": loader_peers.AREA, "crop_aspect": loader_peers.ASPECT}
     if reader == "ours, DALI":
         return Data(**root, train_folder=FOLDER.name, reader="dali", workers=1)
@@ -189,7 +189,7 @@ def claims_at_scale() -> List[dict]:
 
 
 def bytes_per_value() -> List[float]:
-    """Of the memory that images take on their way to the device, one for each size."""
+    """Bytes of a channel value on its way to the device, for each size."""
     batches = (next(our_batches("ours, torch", size)).images for size in SIZES)
     return [images.untyped_storage().nbytes() / images.numel() for images in batches]
 

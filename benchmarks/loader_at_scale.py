@@ -48,7 +48,7 @@ MICRO, SIZE = 64, 224
 
 
 def measure(what: str) -> Dict:
-    """What this file prints, from a process of its own."""
+    """The output of this file, run as a process."""
     command = [sys.executable, "-m", "benchmarks.loader_at_scale", what]
     return json.loads(subprocess.run(bound_to_parent(command), check=True, stdout=subprocess.PIPE).stdout)
 

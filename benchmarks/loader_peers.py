@@ -1,4 +1,4 @@
-"""What our loader is compared with: timm's and torchvision's loaders, and decoders that do nothing but decode."""
+"""Peers of our loader: timm's and torchvision's loaders, and decoders that do nothing but decode."""
 
 from __future__ import annotations
 

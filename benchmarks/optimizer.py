@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def b4_parameters() -> Dict[str, nn.Parameter]:
-    """Of EfficientNet-B4 G16, float32, as they start."""
+    """Initial parameters of EfficientNet-B4 G16, float32."""
     return dict(build(Model(), 0).named_parameters())
 
 
@@ -123,7 +123,7 @@ def copy_of(moved: int) -> Callable[[int], None]:
 
 
 def roundings(count: int) -> Sides:
-    """Of `count` float32 values to float16: a cast, and our stochastic rounding."""
+    """Sides that convert `count` float32 values to float16: a cast, and our stochastic rounding."""
     length = -(-count // ROW) * ROW
     source, out, keep = torch.randn(length), torch.empty(length, dtype=torch.float16), torch.tensor(True)
     bits = RoundingBits({"all": (0, length)}, length, 0, source.device)

@@ -36,15 +36,15 @@ _VERSION = 1  # of this file's choices: others make other files
 
 def photographs() -> List[Path]:
     """Their paths, in order, made first where they are not there or are not what was made."""
-    return _kept("photographs", COUNT, _make)
+    return _cached("photographs", COUNT, _make)
 
 
 def small_photographs() -> List[Path]:
     """2,000 files of 125 x 94 pixels and 94 x 125: the photographs made smaller, some of them twice."""
-    return _kept("small_photographs", SMALL_COUNT, _make_small)
+    return _cached("small_photographs", SMALL_COUNT, _make_small)
 
 
-def _kept(name: str, count: int, make: Callable[[List[Path]], None]) -> List[Path]:
+def _cached(name: str, count: int, make: Callable[[List[Path]], None]) -> List[Path]:
     paths = [CACHE / name / CLASSES[number % len(CLASSES)] / f"{number:04d}.jpg" for number in range(count)]
     manifest = CACHE / f"{name}.json"
     if not (manifest.exists() and json.loads(manifest.read_text()) == _described(paths)):
@@ -57,7 +57,7 @@ def _kept(name: str, count: int, make: Callable[[List[Path]], None]) -> List[Pat
 
 
 def _described(paths: List[Path]) -> Dict[str, str]:
-    """What made the files, and their checksum. To read them all also brings them into the page cache."""
+    """Versions that made the files, and their checksum. Reading them all also brings them into the page cache."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(hashlib.sha256(path.read_bytes() if path.exists() else b"").digest())

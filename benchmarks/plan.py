@@ -1,4 +1,4 @@
-"""What the plan's model predicts beside what others have published: python -m benchmarks.plan [--json]
+"""Predictions of the plan's model beside published figures: python -m benchmarks.plan [--json]
 
 Calibrated on the smallest machine of each published series (one rate), on nothing else of it. No time is measured here.
 """

@@ -1,4 +1,4 @@
-"""What Linux tells of running processes in /proc."""
+"""Running processes, read from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Dict, List, Union
 
 
 def children(parent: int) -> List[int]:
-    """Of a process; none of one that is gone."""
+    """Child processes; none of a process that is gone."""
     with contextlib.suppress(OSError):
         return [int(text) for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return []

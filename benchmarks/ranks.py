@@ -1,4 +1,4 @@
-"""What benchmarks of several processes share: ranks of this machine with one thread each, their turns, our engine."""
+"""Shared by benchmarks of several processes: ranks of this machine with one thread each, their turns, our engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipe.config import Recipe
 
 
 class Turn(NamedTuple):
-    """Of one side, once: seconds on the clock, and of processors, all threads of the process."""
+    """One turn of a side: seconds on the clock, and processor seconds of all threads of the process."""
 
     seconds: float
     processor: float
@@ -60,7 +60,7 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
 
 
 def collected(waiting: Dict[connection.Connection, int]) -> List[Any]:
-    """What the ranks have sent, by rank: each (whether it is done, its result or what went wrong).
+    """Messages of the ranks, by rank: each (whether it is done, its result or its error).
 
     Args:
         waiting: from what a rank's end can be read to its number; empty afterwards.
@@ -114,7 +114,7 @@ def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Proces
 
 
 def joined(turns: Sequence[Sequence[Turn]]) -> Tuple[List[float], List[float]]:
-    """Of a side's turns, given by rank: seconds of the rank that took longest, processor seconds of all ranks."""
+    """Seconds of the slowest rank and processor seconds of all ranks, turn by turn, from turns given by rank."""
     together = list(zip(*turns))
     return (
         [max(turn.seconds for turn in each) for each in together],

@@ -59,7 +59,7 @@ SIDES = {
 
 
 def recipe(accumulation: int, *overrides: str) -> Recipe:
-    """Of B0 with micro batches of 16."""
+    """B0 with micro batches of 16."""
     batch = (f"batch.micro={MICRO}", f"batch.global={MICRO * accumulation * REPLICAS}")
     return of_step(*B0, *batch, f"parallel.replicas={REPLICAS}", *overrides)
 

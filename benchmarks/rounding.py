@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
     @property
     def standard_error(self) -> np.ndarray:
-        """Of the mean of exact, independent roundings."""
+        """Standard error of the mean of exact, independent roundings."""
         return self.spacing * np.sqrt(self.share * (1 - self.share) / (_ELEMENTS * _STEPS))
 
 
@@ -87,7 +87,7 @@ def _around_powers_of_two(random: np.random.Generator, count: int) -> np.ndarray
 
 
 def stochastic_mean(sample: Sample, seed: int) -> np.ndarray:
-    """Of this repository's rounding, for each value."""
+    """Mean of our rounding, for each value."""
     source = torch.from_numpy(sample.values.astype(np.float32)).repeat_interleave(_ELEMENTS)
     bits = RoundingBits({"parameter": (0, len(source))}, len(source), seed, source.device)
     out, keep = torch.empty(len(source), dtype=torch.float16), torch.tensor(True)
@@ -99,13 +99,13 @@ def stochastic_mean(sample: Sample, seed: int) -> np.ndarray:
 
 
 def ideal_mean(sample: Sample, random: np.random.Generator) -> np.ndarray:
-    """Of exact, independent draws: the limit."""
+    """Mean of exact, independent draws: the limit."""
     upwards = random.binomial(_ELEMENTS * _STEPS, sample.share) / (_ELEMENTS * _STEPS)
     return (np.floor(sample.values / sample.spacing) + upwards) * sample.spacing
 
 
 def nearest(sample: Sample) -> np.ndarray:
-    """Of rounding to nearest, as a cast does it: the peer."""
+    """Values rounded to nearest, as a cast does: the peer."""
     return torch.from_numpy(sample.values).float().half().double().numpy()
 
 

@@ -52,7 +52,7 @@ _SAMPLE_SECONDS = 1.0
 
 
 class Sample(NamedTuple):
-    """Of all processes of a run, at one moment.
+    """Resources of all processes of a run at one moment.
 
     memory_kb: inherited pages once for each process. distinct_kb: each once.
     """
@@ -107,7 +107,7 @@ def _step(folder: Path) -> int:
 
 
 def sample(root: int, step: int) -> Sample:
-    """Of a process and all below it."""
+    """Resources of a process and all below it."""
     memory = distinct = files = threads = 0
     for process in tree(root):
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""What large batches, LARS, grouped convolutions, rounding and schedules do: experiments of many small runs."""
+"""Experiments of many small runs: large batches, LARS, grouped convolutions, rounding, schedules, exchanges."""

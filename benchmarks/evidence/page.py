@@ -52,7 +52,7 @@ def read(path: Path) -> List[dict]:
 
 
 def _value(text: str) -> Union[int, float, str, None]:
-    """Of how it was written: 1e-3 is a word, as a number is written in another way."""
+    """The number or text of a cell; 1e-3 is a text, because numbers are written in another way."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             if str(kind(text)) == text:

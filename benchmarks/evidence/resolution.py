@@ -114,6 +114,6 @@ def _native_epochs(epochs: int) -> int:
 
 
 def multiply_adds(image_size: int) -> int:
-    """Of one forward pass of an image."""
+    """Multiply-adds of one forward pass of an image."""
     model = loading.load(ROOT / RECIPE, _DATA).model
     return sum(block.multiply_adds for block in blocks(model, image_size).values())

@@ -1,4 +1,4 @@
-"""The kinds of faults: how each strikes, what must be said of it, and what mends it before the run is resumed."""
+"""Kinds of faults: how each strikes, the message that must follow, and its repair before the run is resumed."""
 
 from __future__ import annotations
 

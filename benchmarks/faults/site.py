@@ -1,4 +1,4 @@
-"""Where a run under test lives: its folder, its sessions as real processes, and what it leaves in the end."""
+"""A run under test: its folder, its sessions as real processes, and the result that it leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Ending(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a finished run leaves, but for times: one digest of weights, momentum and averages, and the events."""
+    """Result of a finished run without times: one digest of weights, momentum and averages, and the events."""
 
     digest: str
     events: List[dict]
@@ -100,7 +100,7 @@ class Site:
         return [folder.path(manifest.step) for manifest in folder.manifests()]
 
     def result(self) -> Result:
-        """Of a finished run."""
+        """The result of a finished run."""
         content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)
         events = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         told = [{key: value for key, value in event.items() if key not in TIMING_FIELDS} for event in events]

@@ -23,7 +23,7 @@ _TOO_LATE = 4  # times that a run may end before the fault strikes
 
 
 class Trial(NamedTuple):
-    """What became of one fault.
+    """Outcome of one fault.
 
     step: how far the run was. code: of the session that was struck; detection: seconds until it had ended. repeated,
     lost: updates in the metrics of the finished run that are there twice, or missing or other than the undisturbed
@@ -43,7 +43,7 @@ class Trial(NamedTuple):
 
 
 class Bench:
-    """What trials share: a folder, the library that makes clocks jump, shards, and undisturbed results."""
+    """Shared by all trials: a folder, the library that makes clocks jump, shards, and undisturbed results."""
 
     def __init__(self, folder: Path):
         """Raises CalledProcessError where there is no C compiler."""
@@ -112,7 +112,7 @@ class Bench:
         return ["data.source=shards", f"data.root={folder / 'shards'}"]
 
     def _reference(self, shards: bool) -> Result:
-        """Of the run in one process that nothing happens to; every topology is to end like it."""
+        """The result of an undisturbed run in one process; every topology must end like it."""
         if shards not in self._undisturbed:
             with self._site(KINDS["shard deleted" if shards else "run killed"], Topology(1, 1)) as site:
                 ending = site.start().wait(time.monotonic())

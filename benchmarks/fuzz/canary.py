@@ -1,19 +1,19 @@
-"""What sings when a file that is read runs code: payloads that are put among the damage call `sing`."""
+"""Payloads that call `trip` when a reader of damaged files runs code from them."""
 
 from __future__ import annotations
 
-songs: list[bytes] = []
+calls: list[bytes] = []
 
 _HERE = "benchmarks.fuzz.canary"
-_PICKLE = f"c{_HERE}\nsing\n(tR.".encode()
+_PICKLE = f"c{_HERE}\ntrip\n(tR.".encode()
 
 PICKLES = (_PICKLE, b"\x80\x02" + _PICKLE)
 TEXTS = (
-    f"__import__('{_HERE}').fuzz.canary.sing()".encode(),
-    f"!!python/object/apply:{_HERE}.sing []".encode(),
+    f"__import__('{_HERE}').fuzz.canary.trip()".encode(),
+    f"!!python/object/apply:{_HERE}.trip []".encode(),
 )
 
 
-def sing() -> None:
-    """Notes that code of a file has run."""
-    songs.append(b"executed")
+def trip() -> None:
+    """Records that code of a file has run."""
+    calls.append(b"executed")

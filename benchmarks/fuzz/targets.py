@@ -1,4 +1,4 @@
-"""What damaged input is given to: each either takes it, or refuses it by the error that it promises."""
+"""Targets of damaged input: each either takes it, or refuses it by the error that it promises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import tarfile
 from pathlib import Path
-from typing import Dict, List
+from typing import Callable, Dict, List, NamedTuple, Tuple, Type
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from PIL import Image
 
 from benchmarks import ROOT
 from benchmarks.fuzz import folders, programs
-from benchmarks.fuzz.target import Target
 from data.base import Box
 from data.encoded import EncodedImage
 from data.shards import ShardsSource
@@ -23,6 +22,19 @@ from recipe.errors import DONE, WRONG_INPUT, DataError, UserError
 from tools import shards
 from training import weights
 from training.checkpoint import CheckpointFolder
+
+
+class Target(NamedTuple):
+    """Something that reads files.
+
+    seeds: whole files, given a folder to work in. read: of damaged bytes, in that folder. refuses: what it may raise.
+    share: of all inputs.
+    """
+
+    seeds: Callable[[Path], List[bytes]]
+    read: Callable[[bytes, Path], None]
+    refuses: Tuple[Type[Exception], ...] = (UserError,)
+    share: float = 0.1
 
 
 def _recipes(folder: Path) -> List[bytes]:

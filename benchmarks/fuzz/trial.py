@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What became of a target's inputs. taken, refused: how many; slowest: seconds; growth: kB per 1,000 inputs."""
+    """Outcome of a target's inputs. taken, refused: counts; slowest: seconds; growth: kB per 1,000 inputs."""
 
     inputs: int
     taken: int
@@ -89,7 +89,7 @@ def run(name: str, seed: int, inputs: int) -> Found:
 
 
 def _awaited(process, reader, place) -> Optional[tuple]:
-    """What a child sends at its end; None if it died, or hung and was killed."""
+    """The message that a child sends at its end; None if it died, or hung and was killed."""
     while not reader.poll(0.2):
         if time.monotonic() - place[1] > _HANGS:
             process.kill()
@@ -127,9 +127,9 @@ def _child(name: str, seed: int, first: int, inputs: int, place, writer) -> None
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {str(error)[:200]} ({Path(last.filename).name}:{last.lineno})"
                 faults.append(Fault(number, type(error).__name__, text))
-            if canary.songs:
+            if canary.calls:
                 faults.append(Fault(number, EXECUTED, "the input ran code"))
-                canary.songs.clear()
+                canary.calls.clear()
             longest = max(longest, time.monotonic() - place[1])
             if number % every == 0:
                 memory.append(Sample(number, _held()))

@@ -90,9 +90,9 @@ def test_files_that_are_not_what_was_made_are_made_again(tmp_path, monkeypatch):
             path.write_bytes(path.name.encode())
 
     for harm in (lambda path: None, lambda path: path.write_bytes(b""), lambda path: path.unlink()):
-        paths = photographs._kept("few", 5, make)
-        assert photographs._kept("few", 5, make) == paths
+        paths = photographs._cached("few", 5, make)
+        assert photographs._cached("few", 5, make) == paths
         assert [path.read_bytes() for path in paths] == [path.name.encode() for path in paths]
         harm(paths[3])
-    photographs._kept("few", 5, make)
+    photographs._cached("few", 5, make)
     assert made == [5, 5, 5]
