@@ -37,11 +37,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     output = options.output or (options.folders[0] / _NAME if len(options.folders) == 1 else Path(_NAME))
-    page, told = _report(options, output)
+    page, summary = _report(options, output)
     write_text(output, page)
-    print(f"{output}: {told.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
+    print(f"{output}: {summary.pop('text')}, {len(page.encode()) / 1e6:.1f} MB")
     if options.json:
-        print(json.dumps({"files": [str(output)], **told}, allow_nan=False))
+        print(json.dumps({"files": [str(output)], **summary}, allow_nan=False))
     return DONE
 
 
@@ -69,7 +69,7 @@ def _count(text: str) -> int:
 
 
 def _report(options: argparse.Namespace, output: Path) -> Tuple[str, dict]:
-    """The page, and what is told of it."""
+    """The page, and its summary, as data."""
     from tools.reporting import run
 
     _check_folders(options.folders)
@@ -84,16 +84,16 @@ def _of_one(run, images: int) -> Tuple[str, dict]:
 
     parts, unit = sections.curve_sections(run)
     parts.append(sections.time_section(run))
-    told = headline(run)
+    figures = headline(run)
     if images:
         from tools.reporting import gallery
 
         found = gallery.collect(run, images)
         parts += found.sections
-        told.update(images_shown=found.shown, scored=found.scored)
+        figures.update(images_shown=found.shown, scored=found.scored)
     parts += [sections.recipe_section(run), sections.environment_section(run)]
     text = page.render(sections.title(run), sections.head(run), parts, unit)
-    return text, {"text": f"{run.name}, {told['state']} at step {told['step']:,}", "runs": [told]}
+    return text, {"text": f"{run.name}, {figures['state']} at step {figures['step']:,}", "runs": [figures]}
 
 
 def _of_several(runs: List) -> Tuple[str, dict]:
@@ -103,8 +103,8 @@ def _of_several(runs: List) -> Tuple[str, dict]:
     names = comparison.names_of(runs)
     parts, unit = comparison.sections(runs, names)
     text = page.render(f"{len(runs)} runs compared", comparison.head(runs, names), parts, unit)
-    told = [{**headline(run), "name": name} for run, name in zip(runs, names)]
-    return text, {"text": f"{len(runs)} runs compared", "runs": told}
+    figures = [{**headline(run), "name": name} for run, name in zip(runs, names)]
+    return text, {"text": f"{len(runs)} runs compared", "runs": figures}
 
 
 def _check_folders(folders: Sequence[Path]) -> None:

@@ -281,24 +281,9 @@ def ladder_rows(linear, tuned, lars):
 @pytest.mark.parametrize(
     ("linear", "tuned", "lars", "said"),
     [
-        (
-            (70, 70, 60, 40),
-            (70, 70, 70, 70),
-            (70, 70, 70, 70),
-            ("Reproduced: ", "behind LARS from 3072 on", "linear 30.0"),
-        ),
-        (
-            (70, 70, 70, 70),
-            (70, 70, 70, 70),
-            (70, 70, 70, 70),
-            ("Did not reproduce: ", "RMSprop is never clearly behind"),
-        ),
-        (
-            (70, 70, 60, 30),
-            (70, 70, 70, 60),
-            (70, 65, 60, 55),
-            ("Reproduced in part", "loses clearly", "best at 6144: RMSp"),
-        ),
+        ((70, 70, 60, 40), (70,) * 4, (70,) * 4, ("Reproduced: ", "behind LARS from 3072 on", "linear 30.0")),
+        ((70,) * 4, (70,) * 4, (70,) * 4, ("Did not reproduce: ", "RMSprop is never clearly behind")),
+        ((70, 70, 60, 30), (70, 70, 70, 60), (70, 65, 60, 55), ("in part", "loses clearly", "best at 6144: RMSp")),
     ],
 )
 def test_the_ladders_verdict_follows_from_its_figures(linear, tuned, lars, said):
@@ -334,23 +319,16 @@ def test_verdicts_of_the_others_follow_from_their_figures():
     assert "clearly worse: warm-up none (-10.0)" in verdict and "of steps +1.0, of epochs -0.5" in verdict
 
     def norms(batch_small):
+        means = {at: batch_small if at == ("batch", 3) else 60 for at in itertools.product(NORMS, MICRO)}
         found = [
-            row(
-                batch_small if (norm, micro) == ("batch", 3) else 60,
-                norm=norm,
-                micro_batch=micro,
-                convolutions="G16, expansion 4",
-            )
-            for norm, micro in itertools.product(NORMS, MICRO)
+            row(mean, norm=norm, micro_batch=micro, convolutions="G16, expansion 4")
+            for (norm, micro), mean in means.items()
         ]
-        return [*found, row(60, norm="group", micro_batch=32, convolutions="G1, expansion 6")]
+        return Norms().verdict([*found, row(60, norm="group", micro_batch=32, convolutions="G1, expansion 6")])
 
-    assert (
-        Norms()
-        .verdict(norms(30))
-        .startswith("Reproduced: at micro batches of 3 instead of 32, batch normalisation changes by -30.0")
-    )
-    assert Norms().verdict(norms(60)).startswith("Did not reproduce")
+    changed = "Reproduced: at micro batches of 3 instead of 32, batch normalisation changes by -30.0"
+    assert norms(30).startswith(changed)
+    assert norms(60).startswith("Did not reproduce")
 
     def resolution(tuned, cropped):
         means = {NATIVELY: 70, HALF_ONLY: 40, TUNED: tuned}

@@ -387,40 +387,34 @@ def test_two_workers_run_two_trials_at_once_each_once(undrawn, some, monkeypatch
     assert starts[1][0]["time"] < end, "the second began before the first was done"
 
 
-def test_more_trials_may_be_asked_for_later(undrawn, some):
-    assert some("--trials", "2")[0] == DONE
-    before = some.stored()
-    assert some()[0] == DONE
-    after = some.stored()
-    assert len(after) == 4
-    assert {number: after[number] for number in before} == before
-    assert [len(each) for each in some.starts().values()] == [1] * 4
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        ("high: 0.95", "high: 0.9", "space: optimizer.momentum: high is 0.95 there, 0.9 here"),
-        ("seed: 3", "seed: 4", "seed is 3 there, 4 here"),
-        ("seed: 3", "sampler: random\nseed: 3", 'sampler is "tpe" there, "random" here'),
-        ("run.epochs=4", "run.epochs=5", "the recipe's run.epochs is 4.0 there, 5.0 here"),
-        ("  schedule.peak:", "  optimizer.weight_decay:", "space: schedule.peak is only there"),
-    ],
+CHANGES = (
+    ("high: 0.95", "high: 0.9", "space: optimizer.momentum: high is 0.95 there, 0.9 here"),
+    ("seed: 3", "seed: 4", "seed is 3 there, 4 here"),
+    ("seed: 3", "sampler: random\nseed: 3", 'sampler is "tpe" there, "random" here'),
+    ("run.epochs=4", "run.epochs=5", "the recipe's run.epochs is 4.0 there, 5.0 here"),
+    ("  schedule.peak:", "  optimizer.weight_decay:", "space: schedule.peak is only there"),
 )
-def test_a_changed_sweep_is_refused_by_the_name_of_what_changed(undrawn, some, before, after, told):
-    assert some("--trials", "1")[0] == DONE
-    some.file.write_text(some.file.read_text().replace(before, after))
-    code, _, err = some()
-    assert code == WRONG_INPUT
-    assert err == [f"{some.folder} belongs to another sweep: {told}; choose another folder by --output FOLDER"]
-    assert len(some.stored()) == 1
 
 
-def test_what_changes_nothing_that_is_learned_may_change(undrawn, some):
+def test_a_sweep_may_grow_but_a_changed_one_is_refused_by_the_name_of_what_changed(undrawn, some):
     assert some("--trials", "1")[0] == DONE
-    some.file.write_text("# a comment\n" + some.file.read_text().replace("trials: 4", "trials: 2"))
+    text, first = some.file.read_text(), some.stored()
+    for before, after, difference in CHANGES:
+        some.file.write_text(text.replace(before, after))
+        code, _, err = some()
+        assert code == WRONG_INPUT
+        assert err == [
+            f"{some.folder} belongs to another sweep: {difference}; choose another folder by --output FOLDER"
+        ]
+        assert some.stored() == first
+    some.file.write_text("# a comment\n" + text.replace("trials: 4", "trials: 2"))
     assert some("data.root=/elsewhere")[0] == DONE
     assert len(some.stored()) == 2
+    some.file.write_text(text)
+    assert some()[0] == DONE
+    after = some.stored()
+    assert len(after) == 4 and after[0] == first[0]
+    assert [len(each) for each in some.starts().values()] == [1] * 4
 
 
 def test_impossible_combinations_end_their_trial_and_not_the_sweep(undrawn, some):

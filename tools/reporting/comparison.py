@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple
 
 from tools.reporting import curves, layers, recipes, timing
-from tools.reporting.drawing import Look, of_run
+from tools.reporting.drawing import LineStyle, run_style
 from tools.reporting.markup import Html, note, share, table, tag, when
 from tools.reporting.page import Section
 from tools.reporting.run import AVERAGES, Run, division, headline
@@ -48,14 +48,14 @@ def head(runs: Sequence[Run], names: Sequence[str]) -> Html:
             None if each["images_per_second"] is None else f"{each['images_per_second']:.3g}",
         )
         cells = ["" if cell is None else cell for cell in (*scores, *rest)]
-        rows.append((tag("span", _swatch(of_run(order)), name, class_="run"), each["state"], *cells))
+        rows.append((tag("span", _swatch(run_style(order)), name, class_="run"), each["state"], *cells))
     shown = table(heads, rows, caption="The runs", numbers=range(2, len(heads)))
     remarks = [note(f"{name}: {text}") for name, run in zip(names, runs) for text in oddities(run)]
     return tag("header", tag("h1", f"{len(runs)} runs compared"), shown, *remarks)
 
 
 def sections(runs: Sequence[Run], names: Sequence[str]) -> Tuple[List[Section], str]:
-    """What is compared, and the unit of the time axis."""
+    """The sections, and the unit of the time axis."""
     drawn = curves.draw(runs, names)
     ratios = layers.draw(runs, names, drawn.unit[1])
     together = drawn._replace(figures=[*drawn.figures, *ratios])
@@ -110,8 +110,8 @@ def _environments(runs: Sequence[Run], names: Sequence[str]) -> Section:
     return Section("environment", "Environment", [table(heads, rows, caption="Environments", numbers=(5,))])
 
 
-def _swatch(look: Look) -> Html:
+def _swatch(style: LineStyle) -> Html:
     """The line that a run is drawn as."""
-    dashes = _STROKES.get(look.dash)
-    line = tag("line", x1=0, y1=6, x2=36, y2=6, stroke=look.colour, stroke_width=3, stroke_dasharray=dashes)
+    dashes = _STROKES.get(style.dash)
+    line = tag("line", x1=0, y1=6, x2=36, y2=6, stroke=style.colour, stroke_width=3, stroke_dasharray=dashes)
     return tag("svg", line, class_="swatch", viewBox="0 0 36 12", aria_hidden="true")

@@ -1,10 +1,10 @@
-"""What is drawn over epochs, steps and time: of one run, or of several in the same figures."""
+"""Curves over epochs, steps and time: of one run, or of several in the same figures."""
 
 from __future__ import annotations
 
 from typing import List, NamedTuple, Sequence, Tuple
 
-from tools.reporting.drawing import COLOURS, Clock, Figure, Look, axes, described, line, of_run, unit_of
+from tools.reporting.drawing import COLOURS, Clock, Figure, LineStyle, axes, in_words, line, run_style, unit_of
 from tools.reporting.markup import number
 from tools.reporting.metrics import Events
 from tools.reporting.run import Run, places, steps_per_epoch
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
 
 def _scores(name: str) -> Tuple[Series, ...]:
-    """Of training, of validation and of the averages of the weights."""
+    """Scores of training, of validation and of the averages of the weights."""
     return (
         Series("train", name, "training"),
         Series("eval", name, "validation"),
@@ -104,13 +104,13 @@ _REST = (
     ),
 )  # fmt: skip
 _ROLES = {
-    "training": Look(COLOURS[0], width=1.5),
-    "validation": Look(COLOURS[1], width=2.2, symbol="circle"),
-    "average over updates": Look(COLOURS[2], "dash", 2, "square"),
-    "average over epochs": Look(COLOURS[3], "dot", 2, "diamond"),
-    "weight": Look(COLOURS[0]),
-    "gradient": Look(COLOURS[1], "dash"),
-    "update": Look(COLOURS[2], "dot", 2),
+    "training": LineStyle(COLOURS[0], width=1.5),
+    "validation": LineStyle(COLOURS[1], width=2.2, symbol="circle"),
+    "average over updates": LineStyle(COLOURS[2], "dash", 2, "square"),
+    "average over epochs": LineStyle(COLOURS[3], "dot", 2, "diamond"),
+    "weight": LineStyle(COLOURS[0]),
+    "gradient": LineStyle(COLOURS[1], "dash"),
+    "update": LineStyle(COLOURS[2], "dot", 2),
 }
 
 
@@ -124,7 +124,7 @@ class Curves(NamedTuple):
 
 
 def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
-    """Of one run, a colour for each quantity; of several, a colour for each run. Args: names: of the runs."""
+    """Draws one run with a colour for each quantity, or several with a colour for each run."""
     longest = max((max(places(run)[1], default=0.0) for run in runs), default=0.0)
     unit = unit_of(longest)
     norms = _ALL_NORMS if len(runs) == 1 else _EACH_NORM
@@ -157,32 +157,32 @@ def _figure(plan: Plan, runs: Sequence[Run], names: Sequence[str], unit: float):
     for order, series in found:
         events, values = _events(runs[order], series), _column(runs[order], series)
         if len(runs) == 1:
-            look, name, more = _ROLES.get(series.role, Look(COLOURS[0])), series.role, {}
+            style, name, more = _ROLES.get(series.role, LineStyle(COLOURS[0])), series.role, {}
         else:
-            look, name = _in_comparison(order, series), names[order]
+            style, name = _in_comparison(order, series), names[order]
             more = {"legendgroup": str(order), "showlegend": series is named[order]}
-        data.append(line(events, values, clocks[order], look, name, unit, most, **more))
+        data.append(line(events, values, clocks[order], style, name, unit, most, **more))
         who = series.role if len(runs) == 1 else f"{names[order]}, {series.role}"
-        summary.append(described(who, values, events["epoch"], plan.share))
+        summary.append(in_words(who, values, events["epoch"], plan.share))
     layout = axes(plan.axis, data, log=plan.log, share=plan.share)
     if len(runs) == 1:
         layout["hovermode"] = "x unified"
-    caption = plan.caption + (_told_apart({series.role for _, series in found}) if len(runs) > 1 else "")
+    caption = plan.caption + (_line_key({series.role for _, series in found}) if len(runs) > 1 else "")
     marks = session_marks(runs[0], clocks[0], unit) if len(runs) == 1 else []
     return Figure(plan.key, plan.title, caption, " ".join(summary), data, layout, marks), ""
 
 
-def _in_comparison(order: int, series: Series) -> Look:
+def _in_comparison(order: int, series: Series) -> LineStyle:
     """Validation as the run is drawn everywhere; what is beside it in the same figure thinner."""
-    look = of_run(order)
+    style = run_style(order)
     if series.role == "training":
-        return look._replace(width=1.2, faint=True, symbol=None)
+        return style._replace(width=1.2, faint=True, symbol=None)
     if series.role.startswith("average"):
-        return look._replace(width=1.2, symbol=f"{look.symbol}-open")
-    return look if series.kind == "eval" else look._replace(width=1.8, symbol=None)
+        return style._replace(width=1.2, symbol=f"{style.symbol}-open")
+    return style if series.kind == "eval" else style._replace(width=1.8, symbol=None)
 
 
-def _told_apart(roles: set) -> str:
+def _line_key(roles: set) -> str:
     """How the lines of one run differ within a figure; nothing where it has only one."""
     parts = []
     if "training" in roles:

@@ -1,4 +1,4 @@
-"""Figures as data: lines thinned to what a screen can show, each over epochs, steps and time; the look of the axes.
+"""Figures as data: lines thinned to what a screen can show, each over epochs, steps and time; the style of the axes.
 
 What a figure shows is in curves.py, layers.py and others; report.js draws it.
 """
@@ -21,7 +21,7 @@ _MOST_SYMBOLS = 80  # on a line: more would hide it
 _UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0), ("days", 86400.0))
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """How a line is drawn; dash and symbol say the same as the colour."""
 
     colour: str
@@ -49,14 +49,14 @@ class Figure(NamedTuple):
     wide: bool = False
 
     def as_data(self) -> dict:
-        """What report.js is given."""
+        """Input of report.js."""
         return {"key": self.key, "data": self.data, "layout": self.layout, "marks": list(self.marks)}
 
 
-def of_run(order: int) -> Look:
-    """The look of a run in a comparison, by its number: colour, dash and symbol; no two alike among thirty-six."""
+def run_style(order: int) -> LineStyle:
+    """The style of a run in a comparison, by its number: colour, dash and symbol; no two alike among thirty-six."""
     turn, place = divmod(order, len(COLOURS))
-    return Look(COLOURS[place], DASHES[(place + turn) % len(DASHES)], 2.2, _SYMBOLS[place])
+    return LineStyle(COLOURS[place], DASHES[(place + turn) % len(DASHES)], 2.2, _SYMBOLS[place])
 
 
 class Clock:
@@ -94,7 +94,14 @@ def thinned(values: Sequence[float], most: int) -> List[int]:
 
 
 def line(
-    events: Events, values: Sequence[float], clock: Clock, look: Look, name: str, unit: float, most: int, **more: object
+    events: Events,
+    values: Sequence[float],
+    clock: Clock,
+    style: LineStyle,
+    name: str,
+    unit: float,
+    most: int,
+    **more: object,
 ) -> dict:
     """A line over epochs, steps and time; gaps where values are not finite.
 
@@ -105,10 +112,10 @@ def line(
         more: of plotly's, such as `legendgroup`.
     """
     places = thinned(values, most)
-    return trace(name, look, abscissae(events, places, clock, unit), [values[place] for place in places], **more)
+    return trace(name, style, abscissae(events, places, clock, unit), [values[place] for place in places], **more)
 
 
-def trace(name: str, look: Look, x: dict, y: Sequence[float], **more: object) -> dict:
+def trace(name: str, style: LineStyle, x: dict, y: Sequence[float], **more: object) -> dict:
     """A line as plotly has it, but for `x`; a point where it would be none."""
     whole = {
         "type": "scatter",
@@ -116,13 +123,13 @@ def trace(name: str, look: Look, x: dict, y: Sequence[float], **more: object) ->
         "name": label(name),
         "x": x,
         "y": [number(value) for value in y],
-        "line": {"color": look.colour, "dash": look.dash, "width": look.width},
-        "opacity": 0.55 if look.faint else 1,
+        "line": {"color": style.colour, "dash": style.dash, "width": style.width},
+        "opacity": 0.55 if style.faint else 1,
         **more,
     }
-    if len(y) == 1 or (look.symbol and len(y) <= _MOST_SYMBOLS):
+    if len(y) == 1 or (style.symbol and len(y) <= _MOST_SYMBOLS):
         mode = "markers" if len(y) == 1 else "lines+markers"
-        whole.update(mode=mode, marker={"symbol": look.symbol or "circle", "size": 6, "color": look.colour})
+        whole.update(mode=mode, marker={"symbol": style.symbol or "circle", "size": 6, "color": style.colour})
     return whole
 
 
@@ -138,7 +145,7 @@ def abscissae(events: Events, places: Sequence[int], clock: Clock, unit: float) 
 
 
 def unit_of(seconds: float) -> tuple:
-    """(name, seconds) of the unit in which so long a run is told."""
+    """(name, seconds) of the unit in which a run of so many seconds is shown."""
     return next((unit for unit in reversed(_UNITS) if seconds >= 2 * unit[1]), _UNITS[0])
 
 
@@ -163,17 +170,17 @@ def axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = F
     return {"yaxis": vertical, "hovermode": "closest", "showlegend": len(data) > 1}
 
 
-def described(name: str, values: Sequence[float], epochs: Sequence[float], share: bool = False) -> str:
+def in_words(name: str, values: Sequence[float], epochs: Sequence[float], share: bool = False) -> str:
     """`NAME: 2.26 at first, 0.828 at last, between 0.81 (epoch 34) and 2.26 (epoch 1).`"""
     finite = [(value, epoch) for value, epoch in zip(values, epochs) if math.isfinite(value)]
     if not finite:
         return f"{name}: none finite."
 
-    def told(value: float) -> str:
+    def form(value: float) -> str:
         return f"{value:.2%}" if share else f"{value:.4g}"
 
     (low, early), (high, late) = min(finite), max(finite)
     return (
-        f"{name}: {told(finite[0][0])} at first, {told(finite[-1][0])} at last, "
-        f"between {told(low)} (epoch {early:.4g}) and {told(high)} (epoch {late:.4g})."
+        f"{name}: {form(finite[0][0])} at first, {form(finite[-1][0])} at last, "
+        f"between {form(low)} (epoch {early:.4g}) and {form(high)} (epoch {late:.4g})."
     )

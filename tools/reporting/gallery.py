@@ -33,12 +33,12 @@ class Gallery(NamedTuple):
 
 def collect(run: Run, count: int) -> Gallery:
     """Both sections; where one cannot be made, it says why. Args: count: pictures of each kind, at most."""
-    shown, seen = _seen(run, count)
-    scored, judged = _judged(run, count)
+    shown, seen = _training_section(run, count)
+    scored, judged = _validation_section(run, count)
     return Gallery([seen, judged], shown, scored)
 
 
-def _seen(run: Run, count: int) -> tuple:
+def _training_section(run: Run, count: int) -> tuple:
     """How many training images are shown, and the section."""
     from tools.reporting import pictures  # loads torch
 
@@ -56,7 +56,7 @@ def _seen(run: Run, count: int) -> tuple:
     return len(shown), Section("images", title, [text, _pictures(shown, "training image")])
 
 
-def _judged(run: Run, count: int) -> tuple:
+def _validation_section(run: Run, count: int) -> tuple:
     """The scores, or None, and the section."""
     from tools.reporting import mistakes  # loads torch
 
@@ -151,7 +151,7 @@ def _confusion(found: Findings) -> Figure:
 
 
 def _confusion_picture(found: Findings) -> Html:
-    """Of so many classes that nobody could point at a cell."""
+    """A picture for more classes than one could point at."""
     from training.scoring import draw_confusion
 
     stream = io.BytesIO()

@@ -7,7 +7,7 @@ import statistics
 from typing import List, Optional, Sequence
 
 from tools.reporting.curves import session_marks
-from tools.reporting.drawing import COLOURS, Clock, Figure, Look, abscissae, axes, described, of_run, trace
+from tools.reporting.drawing import COLOURS, Clock, Figure, LineStyle, abscissae, axes, in_words, run_style, trace
 from tools.reporting.markup import label
 from tools.reporting.run import Run, places
 
@@ -54,14 +54,14 @@ def _range(run: Run, unit: float) -> Figure:
     clock, epochs = Clock(*places(run)), [run.metrics.train["epoch"][place] for place in drawn]
     x = abscissae(run.metrics.train, drawn, clock, unit)
     data, summary = [], []
-    for name, pick, look in (
-        ("largest", max, Look(COLOURS[1], "dash")),
-        ("median", statistics.median, Look(COLOURS[0], width=2.2)),
-        ("smallest", min, Look(COLOURS[2], "dot")),
+    for name, pick, style in (
+        ("largest", max, LineStyle(COLOURS[1], "dash")),
+        ("median", statistics.median, LineStyle(COLOURS[0], width=2.2)),
+        ("smallest", min, LineStyle(COLOURS[2], "dot")),
     ):
         values = [pick(row) if row else math.nan for row in rows]
-        data.append(trace(name, look, x, values))
-        summary.append(described(name, values, epochs))
+        data.append(trace(name, style, x, values))
+        summary.append(in_words(name, values, epochs))
     layout = {**axes("trust ratio", data, log=True), "hovermode": "x unified"}
     caption = f"Of {len(layers)} weights: the factor by which LARS scales the learning rate of each."
     marks = session_marks(run, clock, unit)
@@ -75,9 +75,9 @@ def _medians(telling: Sequence[tuple], names: Sequence[str], unit: float) -> Fig
         rows = [_finite(run, place, layers) for place in drawn]
         values = [statistics.median(row) if row else math.nan for row in rows]
         x = abscissae(run.metrics.train, drawn, Clock(*places(run)), unit)
-        look = of_run(order)._replace(width=1.8, symbol=None)
-        data.append(trace(names[order], look, x, values, legendgroup=str(order)))
-        summary.append(described(names[order], values, [run.metrics.train["epoch"][place] for place in drawn]))
+        style = run_style(order)._replace(width=1.8, symbol=None)
+        data.append(trace(names[order], style, x, values, legendgroup=str(order)))
+        summary.append(in_words(names[order], values, [run.metrics.train["epoch"][place] for place in drawn]))
     layout = axes("trust ratio", data, log=True)
     return Figure("trust", "Trust ratios", "Median over the weights that LARS scales.", " ".join(summary), data, layout)
 

@@ -61,7 +61,7 @@ def facts(pairs: Iterable[Sequence[object]]) -> Html:
 
 
 def more(summary: str, *content: object) -> Html:
-    """What is folded away until it is asked for."""
+    """Content that is folded until it is opened."""
     return tag("details", tag("summary", summary), *content)
 
 

@@ -62,7 +62,7 @@ class Events:
 
 
 class Metrics(NamedTuple):
-    """What metrics.jsonl says.
+    """Content of metrics.jsonl.
 
     step: the last one that it tells of. end: the event of a finished run. odd: numbers of the lines that are no events,
     without a last one that was being written.

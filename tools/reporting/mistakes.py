@@ -1,4 +1,4 @@
-"""What the newest checkpoint of a run takes its validation images for: by class, and the mistakes as pictures."""
+"""Validation images as the newest checkpoint of a run classifies them: by class, and the mistakes as pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes as tables: what one sets otherwise than the defaults, and in what several differ."""
+"""Recipes as tables: settings that differ from the defaults, and keys in which several recipes differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 
 def settings(recipe: Recipe) -> List[Setting]:
-    """What the recipe says otherwise than the schema, in the order of the schema.
+    """Keys that differ from their defaults, in the order of the schema.
 
     The default of a key that follows a name (of the model, the optimizer or the schedule) is that of the name given.
     """

@@ -144,7 +144,7 @@ def division(run: Run) -> Optional[str]:
 
 def headline(run: Run) -> dict:
     """The figures that a run is judged by; None for those that are not known (yet)."""
-    now, told, evaluation = state(run), run.metrics.end or {}, run.metrics.evaluation
+    now, end, evaluation = state(run), run.metrics.end or {}, run.metrics.evaluation
     best = max((value for value in evaluation["top1"] if value == value), default=None)
     return {
         "folder": str(run.folder),
@@ -153,12 +153,12 @@ def headline(run: Run) -> dict:
         "step": run.metrics.step,
         "steps": total_steps(run),
         "epoch": _last(run, "epoch"),
-        "top1": told.get("top1", _newest(evaluation["top1"])),
-        "top5": told.get("top5", _newest(evaluation["top5"])),
-        "best_top1": told.get("best_top1", best),
+        "top1": end.get("top1", _newest(evaluation["top1"])),
+        "top5": end.get("top5", _newest(evaluation["top5"])),
+        "best_top1": end.get("best_top1", best),
         **{name: _newest(evaluation[f"{name}/top1"]) for name in AVERAGES if evaluation.has(f"{name}/top1")},
-        "images_per_second": told.get("images_per_second", _newest(run.metrics.train["images_per_second"])),
-        "seconds": told.get("seconds", _newest(run.metrics.train["seconds"])),
+        "images_per_second": end.get("images_per_second", _newest(run.metrics.train["images_per_second"])),
+        "seconds": end.get("seconds", _newest(run.metrics.train["seconds"])),
         "global_batch": run.recipe.batch.global_ if run.recipe else None,
         "device": device(run),
         "started": run.starts[0].environment.get("started") if run.starts else None,
@@ -169,7 +169,7 @@ def headline(run: Run) -> dict:
 
 
 def device(run: Run) -> Optional[str]:
-    """Of the newest start: the GPUs that it saw, IPUs, or the CPU."""
+    """Devices of the newest start: the GPUs that it saw, IPUs, or the CPU."""
     if not run.starts:
         return None
     environment = run.starts[-1].environment

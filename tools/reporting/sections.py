@@ -57,7 +57,7 @@ def _card(name: str, value: str) -> Html:
 
 
 def oddities(run: Run) -> List[str]:
-    """What is not as it should be in the folder, a sentence each."""
+    """Faults of the run folder, a sentence each."""
     found = []
     if run.recipe is None:
         found.append(f"The recipe cannot be read: {run.complaint}")
@@ -68,7 +68,7 @@ def oddities(run: Run) -> List[str]:
 
 
 def title(run: Run) -> str:
-    """What the browser's tab shows."""
+    """Title of the browser's tab."""
     top1 = share(headline(run)["top1"])
     return f"{run.name}: top-1 {top1}" if top1 else run.name
 
@@ -163,7 +163,7 @@ def time_section(run: Run) -> Section:
 
 
 def recipe_section(run: Run) -> Section:
-    """What the recipe sets otherwise than the schema, and the whole of it."""
+    """Settings that differ from the defaults, and the whole recipe."""
     if run.recipe is None:
         return Section("recipe", "Recipe", [note(f"Cannot be read: {run.complaint}")])
     rows = [
@@ -198,8 +198,12 @@ def environment_section(run: Run) -> Section:
         step = "" if start.step is None else f"{start.step:,}"
         rows.append((when(here.get("started")), step, tag("code", _line(here.get("command"))), "; ".join(changed)))
     heads = ("begun", "from step", "command", "otherwise than before")
-    told = table(heads, rows, caption="Starts of the program", numbers=(1,))
-    content = [facts(known), tag("h3", "Starts"), told if len(rows) <= _MOST_SESSIONS else more(f"{len(rows)}", told)]
+    starts = table(heads, rows, caption="Starts of the program", numbers=(1,))
+    content = [
+        facts(known),
+        tag("h3", "Starts"),
+        starts if len(rows) <= _MOST_SESSIONS else more(f"{len(rows)}", starts),
+    ]
     return Section("environment", "Environment", content)
 
 

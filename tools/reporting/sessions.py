@@ -30,7 +30,7 @@ class Start(NamedTuple):
         return value if type(value) is int and least <= value < STEPS_MOST else None
 
 
-class Spent(NamedTuple):
+class SessionTime(NamedTuple):
     """Seconds of one session: computing, waiting for images, and the rest: evaluation, checkpoints.
 
     first, last: updates done before and after it.
@@ -61,7 +61,7 @@ def resumed_at(begun: Sequence[Start]) -> List[int]:
     return sorted({start.step for start in begun if start.step})
 
 
-def spent(metrics: Metrics, begun: Sequence[Start], global_batch: int) -> List[Spent]:
+def session_times(metrics: Metrics, begun: Sequence[Start], global_batch: int) -> List[SessionTime]:
     """Where the time of each session went, as far as the log tells; the sessions whose work was kept.
 
     A log line tells the images a second and the share of waiting since the one before it (or the session's start), and
@@ -73,7 +73,7 @@ def spent(metrics: Metrics, begun: Sequence[Start], global_batch: int) -> List[S
     """
     bounds = [0, *resumed_at(begun)]
     parts = [[0.0, 0.0, 0.0] for _ in bounds]
-    last, told, session = 0, 0.0, 0
+    last, counted, session = 0, 0.0, 0
     train = metrics.train
     for step, pace, wait, seconds in zip(
         *(train[name] for name in ("step", "images_per_second", "data_wait", "seconds"))
@@ -81,13 +81,13 @@ def spent(metrics: Metrics, begun: Sequence[Start], global_batch: int) -> List[S
         session = max(0, bisect.bisect_left(bounds, step) - 1)
         updates = step - max(last, bounds[session])
         last = step
-        if not (pace > 0 and seconds >= told):
+        if not (pace > 0 and seconds >= counted):
             continue  # not finite, or a file that was put together by hand
-        total, told = seconds - told, seconds
+        total, counted = seconds - counted, seconds
         training = min(total, updates * global_batch / pace)
         waiting = training * wait if 0 <= wait <= 1 else 0.0
         parts[session] = [sum(pair) for pair in zip(parts[session], (training - waiting, waiting, total - training))]
     if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
-        parts[session][2] += max(0.0, metrics.end["seconds"] - told)
+        parts[session][2] += max(0.0, metrics.end["seconds"] - counted)
     ends = [*bounds[1:], max(metrics.step, bounds[-1])]
-    return [Spent(first, end, *part) for first, end, part in zip(bounds, ends, parts) if sum(part) > 0]
+    return [SessionTime(first, end, *part) for first, end, part in zip(bounds, ends, parts) if sum(part) > 0]

@@ -8,7 +8,7 @@ from tools.reporting.drawing import COLOURS, Figure, unit_of
 from tools.reporting.markup import Html, label, number, table, tag
 from tools.reporting.page import plot
 from tools.reporting.run import Run
-from tools.reporting.sessions import Spent, spent
+from tools.reporting.sessions import SessionTime, session_times
 from training.monitor import duration
 
 # A pattern beside the colour: the parts can be told apart without it.
@@ -19,21 +19,21 @@ _PARTS = (
 )
 
 
-def of_run(run: Run) -> Tuple[List[Spent], str]:
+def of_run(run: Run) -> Tuple[List[SessionTime], str]:
     """The time of each session; if it cannot be told, none and why."""
     if run.recipe is None:
         return [], "Where the time went is not known without the recipe."
-    parts = spent(run.metrics, run.starts, run.recipe.batch.global_)
+    parts = session_times(run.metrics, run.starts, run.recipe.batch.global_)
     return parts, "" if parts else "Nothing is logged yet."
 
 
-def together(parts: Sequence[Spent]) -> Spent:
+def together(parts: Sequence[SessionTime]) -> SessionTime:
     """The sum over the sessions of a run."""
     sums = [sum(getattr(part, name) for part in parts) for name, *_ in _PARTS]
-    return Spent(parts[0].first, parts[-1].last, *sums)
+    return SessionTime(parts[0].first, parts[-1].last, *sums)
 
 
-def draw(rows: Sequence[Tuple[str, Spent]]) -> Figure:
+def draw(rows: Sequence[Tuple[str, SessionTime]]) -> Figure:
     """A bar per row, the first at the top."""
     unit, length = unit_of(max(part.seconds for _, part in rows))
     names = [label(name) for name, _ in rows]
@@ -77,7 +77,7 @@ def place(figure: Figure) -> Html:
     return tag("div", plot(figure), class_="figures")
 
 
-def as_table(rows: Sequence[Tuple[str, Spent]], called: str = "session") -> Html:
+def as_table(rows: Sequence[Tuple[str, SessionTime]], called: str = "session") -> Html:
     """The same in figures."""
     cells = []
     for name, part in rows:

@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
     fixed: List[str]  # overrides that all trials have
 
     def overrides(self, parameters: Mapping[str, Value]) -> List[str]:
-        """What the recipe of a trial with `parameters` lays over the sweep's recipe file."""
+        """Overrides that make the recipe of a trial from the sweep's recipe file."""
         return [*self.fixed, *(f"{key}={as_text(value)}" for key, value in parameters.items())]
 
     def fault(self, parameters: Mapping[str, Value], place: Sequence[str] = ()) -> Optional[str]:
@@ -48,7 +48,7 @@ def as_text(value: Value) -> str:
 
 
 def candidates(sweep: SweepFile) -> Candidates:
-    """What the trials of a sweep are made of.
+    """The recipes of a sweep's trials.
 
     Raises:
         ConfigError: the recipe cannot be read, or the metric or batch rule does not fit it.

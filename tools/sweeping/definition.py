@@ -1,4 +1,4 @@
-"""What a sweep file says: its schema, and how it is read. What its trials are made of is in candidates.py."""
+"""Sweep files: the schema, and the reader. candidates.py makes recipes of trials from them."""
 
 from __future__ import annotations
 
@@ -251,12 +251,12 @@ def _first_line(error: ValidationError) -> str:
     elif fault["type"] == "missing":
         line = f"{_joined(place)}: is needed"
     else:
-        said = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else _told(fault)
-        line = ": ".join(part for part in (_joined(place), said) if part)
+        message = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else _message(fault)
+        line = ": ".join(part for part in (_joined(place), message) if part)
     return line + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
 
 
-def _told(fault: dict) -> str:
+def _message(fault: dict) -> str:
     subject, _, rest = fault["msg"].replace(" after validation, not 0", "").partition(" should ")
     return f"must {rest}, found {fault['input']!r}" if rest else f"{subject}, found {fault['input']!r}"
 

@@ -1,4 +1,4 @@
-"""What a sweep found as one picture: its history, what mattered, and the value over each parameter."""
+"""Results of a sweep as one picture: history, importances, and the value over each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep tells while it runs, and the files that show where it stands."""
+"""Progress of a sweep: lines for people, and the files that show its state."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Scheduler:
             self._end(each.number, FAILED, None, each.reached.epochs, each.reached.seconds, each.said)
 
     def _refuse(self, trial: Trial, reached: Progress, said: str) -> None:
-        """Of a trial whose input is wrong while none is complete: if that of another was, too, no more are begun."""
+        """Puts off a trial whose input is wrong while none is complete; a second with that error stops the sweep."""
         self._running.remove(trial)
         line = said.replace(str(self._folder.trial(trial.number)), "")
         other = next((each for each in self._refused if each.line == line), None)
@@ -191,7 +191,7 @@ class Scheduler:
         return False
 
     def _after(self, trial: Trial, code: int, reached: Progress, stop: StopRequest) -> None:
-        """What the end of a trial's process means."""
+        """Acts on the end of a trial's process."""
         if trial.pruned or (code == DONE and reached.ended):
             self._conclude(trial, reached)
         elif self._ending(stop) and (code == STOPPED or code < 0):
@@ -210,7 +210,7 @@ class Scheduler:
             self._end_of(trial, FAILED, reached, said if code else f"ended without an end event: {said}")
 
     def _conclude(self, trial: Trial, reached: Progress) -> None:
-        """Of a run that is over, or was pruned."""
+        """Records a run that is finished or pruned."""
         value = reached.values[-1] if reached.values else None
         if trial.pruned:
             count = trial.reported

@@ -46,7 +46,7 @@ def _head(folder: SweepFolder, found: Candidates, records: Sequence[Record], win
     number = counts(records)
     others = ", ".join(f"{number[state]} {state}" for state in (PRUNED, IMPOSSIBLE, FAILED) if number[state])
     space = ", ".join(f"{key} in {_range(definition, key)}" for key in definition.space)
-    told = [
+    lines = [
         f"Best of {number[COMPLETE]} complete trials of the sweep {found.sweep.name} ({found.sweep.path}): trial "
         f"{winner.number}.",
         f"  python train.py --config {shlex.quote(str(folder.best))}",
@@ -56,7 +56,7 @@ def _head(folder: SweepFolder, found: Candidates, records: Sequence[Record], win
         "the best is in part the luckiest: train it with another run.seed before you rely on its figure.",
         f"Space: {space}.",
     ]
-    return [f"# {part}" for line in told for part in _wrapped(line)]
+    return [f"# {part}" for line in lines for part in _wrapped(line)]
 
 
 def _wrapped(line: str) -> List[str]:

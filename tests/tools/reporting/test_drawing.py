@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tools.reporting.drawing import COLOURS, Clock, described, of_run, thinned, unit_of
+from tools.reporting.drawing import COLOURS, Clock, in_words, run_style, thinned, unit_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 99, 100])
@@ -31,9 +31,9 @@ def test_gaps_stay_gaps():
 
 
 def test_thirty_six_runs_look_different_and_the_first_six_without_their_colour():
-    looks = [of_run(order) for order in range(36)]
-    assert len({(look.colour, look.dash) for look in looks}) == 36
-    assert len({look.dash for look in looks[:6]}) == len({look.symbol for look in looks[:6]}) == len(COLOURS) == 6
+    looks = [run_style(order) for order in range(36)]
+    assert len({(style.colour, style.dash) for style in looks}) == 36
+    assert len({style.dash for style in looks[:6]}) == len({style.symbol for style in looks[:6]}) == len(COLOURS) == 6
 
 
 def test_a_step_is_placed_at_the_newest_log_line_before_it():
@@ -49,6 +49,6 @@ def test_time_is_told_in_a_unit_of_its_size(seconds, unit):
 
 
 def test_a_line_is_told_in_words():
-    told = described("training", [2.0, math.nan, 0.5, 1.0], [1, 2, 3, 4])
+    told = in_words("training", [2.0, math.nan, 0.5, 1.0], [1, 2, 3, 4])
     assert told == "training: 2 at first, 1 at last, between 0.5 (epoch 3) and 2 (epoch 1)."
-    assert described("x", [math.nan], [1]) == "x: none finite."
+    assert in_words("x", [math.nan], [1]) == "x: none finite."

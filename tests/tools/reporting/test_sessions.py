@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.reporting.runs import end_event, start, train_event, written
 from tools.reporting.metrics import read
-from tools.reporting.sessions import Start, resumed_at, spent, starts
+from tools.reporting.sessions import Start, resumed_at, session_times, starts
 
 BATCH = 24
 
@@ -35,7 +35,7 @@ def logged(tmp_path, *events):
 def test_training_waiting_and_the_rest_are_the_whole_time(tmp_path):
     """6 updates of 24 images at 48 images a second are 3 s, of which a tenth was waited; 4 s passed until the line."""
     lines = [train_event(6 * n, seconds=4.0 * n) for n in (1, 2)]
-    (part,) = spent(logged(tmp_path, *lines, end_event(12, 10.0)), [], BATCH)
+    (part,) = session_times(logged(tmp_path, *lines, end_event(12, 10.0)), [], BATCH)
     assert (part.first, part.last) == (0, 12)
     assert part.computing == pytest.approx(2 * 2.7)
     assert part.waiting == pytest.approx(2 * 0.3)
@@ -47,7 +47,7 @@ def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_
     """Saved by a signal at step 9: the line of step 12 tells of 3 updates of this session, which took 1.5 s."""
     begun = [Start({"step": 0}), Start({"step": 9})]
     metrics = logged(tmp_path, train_event(6, seconds=3.0), train_event(12, seconds=6.0))
-    first, second = spent(metrics, begun, BATCH)
+    first, second = session_times(metrics, begun, BATCH)
     assert (first.first, first.last, second.first, second.last) == (0, 9, 9, 12)
     assert first.computing + first.waiting == pytest.approx(3.0)
     assert second.computing + second.waiting == pytest.approx(1.5)
@@ -55,9 +55,9 @@ def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_
 
 def test_a_clock_that_is_not_finite_or_runs_back_is_passed_over(tmp_path):
     lines = [train_event(6, seconds=4.0), train_event(12, images_per_second=None), train_event(18, seconds=2.0)]
-    (part,) = spent(logged(tmp_path, *lines), [], BATCH)
+    (part,) = session_times(logged(tmp_path, *lines), [], BATCH)
     assert part.seconds == pytest.approx(4.0)
 
 
 def test_nothing_logged_is_no_time(tmp_path):
-    assert spent(logged(tmp_path), [], BATCH) == []
+    assert session_times(logged(tmp_path), [], BATCH) == []
