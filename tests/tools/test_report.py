@@ -199,9 +199,9 @@ def test_names_are_text(tmp_path, command):
         assert "<" not in data and json.loads(data)["figures"]
 
 
-def test_a_hundred_thousand_lines_make_a_page_that_can_be_sent(tmp_path, command):
-    """The spike among them is drawn; the page says that it is thinned out."""
-    events = [train_event(n, trust={}, loss=1.0 if n != 70_001 else 99.0) for n in range(1, 100_001)]
+def test_many_lines_make_a_page_that_can_be_sent(tmp_path, command):
+    """Of 30,000 lines no spike is lost; the page says that it is thinned out. A longer run makes no larger page."""
+    events = [train_event(n, trust={}, loss=1.0 if n != 20_001 else 99.0) for n in range(1, 30_001)]
     folder = written(tmp_path / "run", events)
     code, _, _ = command(folder, "--images", "0")
     page = (folder / "report.html").read_text()

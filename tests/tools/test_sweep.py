@@ -22,6 +22,7 @@ from parallel.parent_death import bound_to_parent
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.tools.sweeping import double
+from tests.tools.sweeping.conftest import migrations_loaded_once  # noqa: F401 (a fixture for all tests here)
 from tools import sweep
 from tools.sweeping import picture, scheduler
 
