@@ -171,7 +171,7 @@ def _cpu_model() -> str:
 
 def _print_table(rows: Sequence[dict]) -> None:
     """Text to the left, numbers to the right."""
-    lines = [list(rows[0]), *([_shown(value) for value in row.values()] for row in rows)]
+    lines = [list(rows[0]), *([number(value) for value in row.values()] for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
     left = [isinstance(value, str) for value in rows[0].values()]
     for line in lines:
@@ -181,5 +181,8 @@ def _print_table(rows: Sequence[dict]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def number(value: object, form: str = ".4g", missing: str = "-") -> str:
+    """A value of a table as text: floats by `form`, None as `missing`."""
+    if value is None:
+        return missing
+    return format(value, form) if isinstance(value, float) else str(value)

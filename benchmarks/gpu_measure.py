@@ -259,11 +259,6 @@ def reason(error: BaseException) -> str:
     return first_line(error)[:160]
 
 
-def shown(value: Optional[float]) -> str:
-    """A number, or - where it is missing."""
-    return "-" if value is None else f"{value:.4g}"
-
-
 def is_lost(device: torch.device) -> bool:
     """Whether CUDA has met an error that it does not recover from."""
     try:

@@ -10,8 +10,8 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
 import torch
 
-from benchmarks import gpu_report
-from benchmarks.gpu_measure import Clock, DeviceLost, Plan, Row, Session, free, is_lost, reason, shown
+from benchmarks import claims, gpu_report
+from benchmarks.gpu_measure import Clock, DeviceLost, Plan, Row, Session, free, is_lost, reason
 from parallel.parent_death import die_with_parent
 
 _PATIENCE = 120.0  # seconds for a process to begin: it loads libraries and the device
@@ -94,7 +94,7 @@ class Process:
 
 
 def _say(row: Row) -> None:
-    value = f"{shown(row.value)} {row.unit}, " if row.value is not None else ""
+    value = f"{claims.number(row.value)} {row.unit}, " if row.value is not None else ""
     print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
 
 

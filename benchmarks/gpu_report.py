@@ -13,7 +13,7 @@ from typing import List, Optional, Sequence
 import torch
 
 from benchmarks import ROOT, claims
-from benchmarks.gpu_measure import Row, shown
+from benchmarks.gpu_measure import Row
 from benchmarks.gpu_parts import OPTIMIZER, UPDATE, UPDATE_IN_GRAPH
 from benchmarks.gpu_training import CLAIMED, OURS, TIMM
 
@@ -143,10 +143,9 @@ def markdown(rows: Sequence[Row], machine: dict) -> str:
     lines += ["## Claims", "", "| claim | median | lowest to highest | goal | |", "| --- | --- | --- | --- | --- |"]
     for claim in made_claims(rows):
         low, high = claim["spread"]
-        verdict = "holds" if claim["holds"] else "does not hold"
         lines.append(
             f"| `{claim['name']}` | {claim['value']:.4g} {claim['unit']} | {low:.4g} to {high:.4g} | {claim['goal']} "
-            f"| {verdict} |"
+            f"| {claims.judged(claim)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -158,9 +157,9 @@ def _table(rows: Sequence[Row]) -> List[str]:
     titles = ["", unit, *(["lowest to highest"] * spread), *([_LIMITS.get(rows[0].section, "limit")] * limited), ""]
     lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(['---'] * len(titles))} |"]
     for row in rows:
-        value = shown(row.value) + (f" {row.unit}" if row.unit not in ("", unit) else "")
+        value = claims.number(row.value) + (f" {row.unit}" if row.unit not in ("", unit) else "")
         low_to_high = f"{min(row.repetitions):.4g} to {max(row.repetitions):.4g}" if row.repetitions else "-"
         note = row.note.replace("|", "/")
-        cells = [row.what, value, *([low_to_high] * spread), *([shown(row.limit)] * limited), note]
+        cells = [row.what, value, *([low_to_high] * spread), *([claims.number(row.limit)] * limited), note]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -79,8 +79,7 @@ def main() -> None:
         plan = dataclasses.replace(REAL, total=share * REAL.total)
         sections = [section._replace(seconds=share * section.seconds) for section in SECTIONS]
         rows, machine = measured(plan, sections, place)
-    shown = [{key: "-" if value is None else value for key, value in row.columns().items()} for row in rows]
-    claims.report("gpu_suite", shown, gpu_report.made_claims(rows), as_json=False)
+    claims.report("gpu_suite", [row.columns() for row in rows], gpu_report.made_claims(rows), as_json=False)
     print(
         ", ".join(f"{name} {machine[name]}" for name in ("device", "memory_gib", "cuda", "cudnn", "triton", "revision"))
     )

@@ -137,23 +137,9 @@ def run(network: Network, function: Callable, *args: Any, connect: bool = True) 
     """
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
-    processes, waiting = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(network.hosts):
-                reader, writer = context.Pipe(duplex=False)
-                store = f"{folder}/store" if connect else None
-                given = (network, rank, store, writer, function, (barrier.wait, *args))
-                process = context.Process(target=_rank, args=given, daemon=True)
-                process.start()
-                writer.close()
-                processes.append(process)
-                waiting[reader] = rank
-            return ranks.collected(waiting)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        store = f"{folder}/store" if connect else None
+        return ranks.results_of(context, network.hosts, _rank, network, store, function, (barrier.wait, *args))
 
 
 def traffic() -> Tuple[int, int]:
@@ -171,7 +157,7 @@ def processors() -> Tuple[int, int]:
 
 
 def _rank(
-    network: Network, rank: int, store: Optional[str], writer: connection.Connection, function: Callable, args: tuple
+    rank: int, writer: connection.Connection, network: Network, store: Optional[str], function: Callable, args: tuple
 ) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

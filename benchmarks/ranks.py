@@ -8,6 +8,7 @@ import socket
 import time
 import traceback
 from multiprocessing import connection
+from multiprocessing.context import BaseContext
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
@@ -37,52 +38,48 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
     Raises:
         RuntimeError: a rank failed or died; the others are killed before.
     """
-    context = multiprocessing.get_context("spawn")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    processes, waiting = [], {}
+    return results_of(multiprocessing.get_context("spawn"), size, _rank, size, port, function, args)
+
+
+def results_of(context: BaseContext, size: int, target: Callable, *args: Any) -> List[Any]:
+    """Calls target(rank, writer, *args) in a process for each rank; returns the results by rank.
+
+    Args:
+        target: sends one message: (True, the result) or (False, its error).
+
+    Raises:
+        RuntimeError: a rank failed or died; the others are killed before.
+    """
+    processes, waiting, results = [], {}, {}
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, size, port, writer, function, args), daemon=True)
+            process = context.Process(target=target, args=(rank, writer, *args), daemon=True)
             process.start()
             writer.close()
             processes.append(process)
             waiting[reader] = rank
-        results = collected(waiting)
-        for process in processes:
-            process.join()
+        while waiting:
+            for reader in connection.wait(list(waiting)):
+                rank = waiting.pop(reader)
+                try:
+                    done, value = reader.recv()
+                except EOFError:
+                    done, value = False, "died without a word"
+                if not done:
+                    raise RuntimeError(f"rank {rank}: {value}")
+                results[rank] = value
+        return [results[rank] for rank in range(size)]
     finally:
         for process in processes:
             process.kill()
-    return results
+            process.join()
 
 
-def collected(waiting: Dict[connection.Connection, int]) -> List[Any]:
-    """Messages of the ranks, by rank: each (whether it is done, its result or its error).
-
-    Args:
-        waiting: from what a rank's end can be read to its number; empty afterwards.
-
-    Raises:
-        RuntimeError: a rank failed or died.
-    """
-    results: Dict[int, Any] = {}
-    while waiting:
-        for reader in connection.wait(list(waiting)):
-            rank = waiting.pop(reader)
-            try:
-                done, value = reader.recv()
-            except EOFError:
-                done, value = False, "died without a word"
-            if not done:
-                raise RuntimeError(f"rank {rank}: {value}")
-            results[rank] = value
-    return [results[rank] for rank in sorted(results)]
-
-
-def _rank(rank: int, size: int, port: int, writer: connection.Connection, function: Callable, args: tuple) -> None:
+def _rank(rank: int, writer: connection.Connection, size: int, port: int, function: Callable, args: tuple) -> None:
     die_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
+from benchmarks import claims
 from benchmarks.evidence.runs import RECIPE, Outcome, Run, outcome
 
 SEEDS = (0, 1, 2)
@@ -123,7 +124,7 @@ class Experiment(abc.ABC):
         head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, *_ in measured)]
         lines = []
         for row in rows:
-            line = [shown(row.get(label)) for label in labels]
+            line = [cell(row.get(label)) for label in labels]
             line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], *form) for key, _, *form in measured]
             lines.append(line + ([f"{row['diverged']} of {row['seeds']}"] if diverged else []))
         return markdown(head + ["diverged"] * diverged, lines)
@@ -134,17 +135,15 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 
+def cell(value: object) -> str:
+    """A label or a value of a table, with the digits that it needs."""
+    return claims.number(value, "g", "")
+
+
 def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int, factor: float = 1) -> str:
     """`mean ± deviation`, both times `factor`; empty without a mean."""
     values = [f"{factor * value:.{digits}f}" for value in (mean, deviation) if value is not None]
     return " ± ".join(values) if mean is not None else ""
-
-
-def shown(value: object) -> str:
-    """A label or a value of the table."""
-    if value is None:
-        return ""
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def row(series: Series) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from benchmarks import RESULTS, claims
-from benchmarks.evidence.experiment import Experiment, shown
+from benchmarks.evidence.experiment import Experiment, cell
 from benchmarks.evidence.runs import Run, curve
 
 
@@ -92,7 +92,7 @@ def agreement(experiment: Experiment, rows: Sequence[dict], folder: Path = RESUL
 
 
 def _named(row: dict, labels: Sequence[str]) -> str:
-    return ", ".join(f"{label} {shown(row[label])}" for label in labels)
+    return ", ".join(f"{label} {cell(row[label])}" for label in labels)
 
 
 Points = Sequence[Tuple[float, float, Optional[float]]]  # x, mean, standard deviation
