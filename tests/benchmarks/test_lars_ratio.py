@@ -73,7 +73,8 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
     """Five steps, the first at a rate of 0. The next has nothing in its momentum, and so is as long in both forms."""
     monkeypatch.setattr(runs, "RUNS", tmp_path)
     ((run,),) = [each.runs for each in LarsForms().quick()]
-    length = ("run.epochs=1", "batch.global=256", "batch.micro=128", "schedule.warmup_epochs=0.2")
+    length = ("run.epochs=1", "batch.global=256", "batch.micro=128", "schedule.warmup_epochs=0.2",
+              "model.width=0.1", "model.image_size=16")  # fmt: skip
     run = run._replace(overrides=changed(run.overrides, length))
     assert record(run) is None
     runs._train_measured(run)

@@ -1,4 +1,4 @@
-"""What the loader's benchmark measures: the right images, all threads' work, and files that are what was made."""
+"""The loader's benchmark measures the right images, the work of all threads, and checks its files."""
 
 import io
 import threading
@@ -69,7 +69,7 @@ def jpeg_size(image, quality):
 
 
 def test_photographs_are_like_imagenets(folder):
-    """What is drawn for these 24 is fixed; of all 1,200 the mean is 98 kB."""
+    """The draws of these 24 are fixed; the mean of all 1,200 is 98 kB."""
     files = sorted(folder.rglob("*.jpg"))
     opened = [Image.open(file) for file in files]
     assert {image.size for image in opened} == {(500, 375), (375, 500)}

@@ -31,7 +31,7 @@ def names():
 
 
 def swap(rank, meet):
-    """What `_swap` finds at the quickest of three times: a busy machine adds to the seconds."""
+    """The fastest of three swaps: noise only ever adds time."""
     distributed.all_reduce(torch.zeros(1))
     return min(_swap(rank, meet) for _ in range(3))
 
@@ -112,7 +112,7 @@ def test_without_tools_one_line_says_which(monkeypatch):
 
 
 def outcomes(changed=False, kept=0.0):
-    """Of two ranks that keep nothing; what goes wrong on one side is added to one number of it."""
+    """Outcomes of two ranks that leave nothing out; an error is added to one number of one side."""
     given = [exchange._whole(exchange.own_vector(rank)) for rank in range(2)]
     left = [Sparse(torch.tensor([3]), torch.tensor([kept]))]
     fine = exchange.Outcome([], ["a"], sum(given).float(), [])

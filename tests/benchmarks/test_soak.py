@@ -1,4 +1,4 @@
-"""What the soak measures: memory that somebody keeps shows, pages that stop being shared do not."""
+"""The soak measures memory that is held, and not pages that stop being shared."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ sys.stdin.readline()
 
 @pytest.fixture(scope="module")
 def stages():
-    """Of the program above: as it starts, with memory, with a child that shares it, once nothing is shared."""
+    """Samples of the program above: as it starts, with memory, with a child that shares it, once nothing is shared."""
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
         stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ FINISHED = [train_event(6), eval_event(6), train_event(12), eval_event(12, 0.75)
 
 
 class Seen(html.parser.HTMLParser):
-    """What a browser's parser finds: text outside of scripts and styles, tags, and the values of their attributes."""
+    """Results of a browser's parser: text outside of scripts and styles, tags, and the values of their attributes."""
 
     def __init__(self, page):
         super().__init__()
@@ -99,7 +99,7 @@ def test_without_images_none_are_in_it_and_a_wrong_folder_is_refused_before_torc
 
 
 def test_runs_are_compared_in_the_current_folder(tmp_path, command, monkeypatch):
-    """Of other lengths and batches, one of them cut off; both folders are called alike."""
+    """Runs of other lengths and batches, one of them cut off; both folders are called alike."""
     first = written(tmp_path / "a" / "run", FINISHED)
     second = written(tmp_path / "b" / "run", [train_event(6)], overrides=["batch.global=48"])
     monkeypatch.chdir(tmp_path)

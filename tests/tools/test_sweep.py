@@ -305,7 +305,7 @@ def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(undr
 
 
 def test_trials_that_run_beside_those_with_wrong_input_save_and_go_on_later(undrawn, some, monkeypatch, tmp_path):
-    """Of three at once the first trains, two seconds an epoch; the others complain once its first is saved. Whether a
+    """With three at once the first trains, two seconds an epoch; the others complain once its first is saved. Whether a
     fourth begins between the two complaints depends on who is faster."""
     monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
     monkeypatch.setenv("DOUBLE_NEEDS_IN", "12")
@@ -368,7 +368,7 @@ def test_the_median_pruner_ends_what_is_worse_than_half(undrawn, some, monkeypat
 
 
 def decisions(parameters):
-    """What the median of the complete trials before it says of each trial, where two must be complete."""
+    """Decision of the median pruner on each trial, where two trials must be complete before."""
     states, complete = {}, []
     for number, values in parameters.items():
         worse = len(complete) >= 2 and reached(values) < statistics.median(complete)

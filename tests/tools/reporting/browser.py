@@ -51,7 +51,7 @@ class Page:
         return self._browser.call(method, self._session, **parameters)
 
     def value(self, expression):
-        """What a JavaScript expression comes to; of a promise, what it keeps."""
+        """Value of a JavaScript expression, or of the promise that it returns."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")

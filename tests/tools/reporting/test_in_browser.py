@@ -31,7 +31,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, _one_thread):
-    """Of a run on images whose names, and whose folder, hold HTML; with an average, and with gaps."""
+    """Report of a run on images whose names, and whose folder, hold HTML; with an average, and with gaps."""
     place = tmp_path_factory.mktemp("images")
     data = ("data.source=folder", f"data.root={folders_of_images(place)}", "model.classes=3")
     folder = trained(place / "<img src=x onerror=alert(2)> & ç", *data, "average.step_decay=0.5", "log.every_steps=1")

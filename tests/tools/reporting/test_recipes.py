@@ -1,4 +1,4 @@
-"""What a recipe says otherwise is found by comparing whole recipes, not lists of keys."""
+"""Settings are found by comparing whole recipes, not lists of keys."""
 
 import pytest
 

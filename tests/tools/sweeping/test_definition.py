@@ -1,4 +1,4 @@
-"""What a sweep file may say, and the one line that tells what is wrong with it."""
+"""Sweep files, and the one-line errors about them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is drawn is a function of the seed and of the trials before, and what mattered is told."""
+"""Draws are a function of the seed and of the trials before; importances need enough trials."""
 
 import contextlib
 import math
@@ -74,7 +74,7 @@ def test_tpe_learns_where_the_best_is(study):
 
 
 def test_numbers_are_drawn_within_their_range_evenly_as_it_is_meant(study):
-    """Of 40 random ones, in halves: fewer than 8 in one half have a probability below 1 in 10,000."""
+    """40 random draws in halves: fewer than 8 in one half have a probability below 1 in 10,000."""
     some = study("trials: 40\nsampler: random")
     for _ in range(40):
         some.begin()
