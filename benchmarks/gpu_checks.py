@@ -36,16 +36,17 @@ Layer = Callable[[], nn.Module]
 def checks(session: Session) -> Iterator[Row]:
     """A row for each check; limit: the bound; note: what was worst, and the seed."""
     seed = torch.seed() % 2**31
-    for what, check in all_checks(session).items():
-        if not session.is_done(what):
-            torch.manual_seed(seed)
-            yield session.attempt(what, functools.partial(_row, session, what, check, seed))
+    checks = all_checks(session)
+    return session.attempts(
+        {what: functools.partial(_row, session, what, check, seed) for what, check in checks.items()}
+    )
 
 
 Check = Callable[[], Tuple[float, float, str]]
 
 
 def _row(session: Session, what: str, check: Check, seed: int) -> Row:
+    torch.manual_seed(seed)
     error, bound, name = check()
     verdict = "passed" if error <= bound else "FAILED"  # also where the error is NaN
     return session.row(what, [error], "", limit=bound, note=f"{verdict}: {name}, seed {seed}")

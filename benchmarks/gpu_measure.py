@@ -167,6 +167,12 @@ class Session:
         self._look_after(what, why)
         return self.missing(what, why)
 
+    def attempts(self, measures: Dict[str, Callable[[], Row]]) -> Iterator[Row]:
+        """The rows of what has none yet, one after the other. Raises DeviceLost."""
+        for what, measure in measures.items():
+            if not self.is_done(what):
+                yield self.attempt(what, measure)
+
     def take_turns(
         self,
         makers: Dict[str, Maker],

@@ -49,9 +49,9 @@ def feed(session: Session) -> Iterator[Row]:
             open_source(recipe.data, _CLASSES, "train"), range(10**6)
         ),
     }
-    for what, batches in sides.items():
-        if not session.is_done(what):
-            yield session.attempt(what, functools.partial(_fed, session, what, recipe, batches))
+    return session.attempts(
+        {what: functools.partial(_fed, session, what, recipe, each) for what, each in sides.items()}
+    )
 
 
 def _fed(session: Session, what: str, recipe: Recipe, batches: Callable[[Engine], Iterator[MicroBatch]]) -> Row:
@@ -151,14 +151,14 @@ def memory(session: Session) -> Iterator[Row]:
     take long for each size."""
     plan = session.plan
     micro = plan.micro[plan.large]
+    measures = {}
     for kernels, recompute in itertools.product(plan.kernels, (False, True)):
         what = f"peak, {kernels}, recompute {recompute}".lower()
-        if not session.is_done(what):
-            yield session.attempt(what, functools.partial(_peak, session, what, micro, kernels, recompute))
+        measures[what] = functools.partial(_peak, session, what, micro, kernels, recompute)
     for recompute in (False, True):
         what = f"largest micro batch, {plan.kernels[0]}, recompute {recompute}".lower()
-        if not session.is_done(what):
-            yield session.attempt(what, functools.partial(_largest_micro, session, what, plan.kernels[0], recompute))
+        measures[what] = functools.partial(_largest_micro, session, what, plan.kernels[0], recompute)
+    return session.attempts(measures)
 
 
 def _peak(session: Session, what: str, micro: int, kernels: str, recompute: bool) -> Row:
