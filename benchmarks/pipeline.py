@@ -110,10 +110,7 @@ class Torchs:
         rank, size = dist.get_rank(group), plan.model.image_size
         with torch.device("meta"):
             shapes = boundaries(
-                parts,
-                build(plan.model, plan.run.seed),
-                Boundary((MICRO, 3, size, size), torch.uint8),
-                torch.float32,
+                parts, build(plan.model, plan.run.seed), Boundary((MICRO, 3, size, size), torch.uint8), torch.float32
             )
         self.module = model.part(parts[rank]).train()
         entering, leaving = (

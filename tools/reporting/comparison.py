@@ -12,13 +12,7 @@ from tools.reporting.run import AVERAGES, Run, division, headline
 from tools.reporting.sections import before, grid, oddities
 from training.monitor import duration
 
-_STROKES = {
-    "dash": "8 5",
-    "dot": "2 3",
-    "dashdot": "8 3 2 3",
-    "longdash": "13 5",
-    "longdashdot": "13 3 2 3",
-}
+_STROKES = {"dash": "8 5", "dot": "2 3", "dashdot": "8 3 2 3", "longdash": "13 5", "longdashdot": "13 3 2 3"}
 
 
 def names_of(runs: Sequence[Run]) -> List[str]:
