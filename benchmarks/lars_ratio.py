@@ -1,6 +1,6 @@
 """Measures, while a run trains, how much longer a step of LARS's gradient form is than one of its momentum form.
 
-The runs it is used on, and what came out, are lars_forms.py's.
+evidence/lars_forms.py uses it.
 """
 
 from __future__ import annotations
@@ -51,37 +51,44 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ratio: Optional[StepRatio] = None
+        self._gradients: List[torch.Tensor] = []
         self.rates: List[float] = []
         self.scheduled: List[torch.Tensor] = []
         self.steady: List[torch.Tensor] = []
         self.updates: List[float] = []
 
     def __enter__(self) -> Recorder:
-        own = WeightState.update
+        prepare, apply = WeightState.prepare, WeightState.apply
 
-        def update(state: WeightState, step: int, lr: float, divisor: torch.Tensor, measure: bool) -> tuple:
-            before = self._before_update(state, lr, divisor)
-            result = own(state, step, lr, divisor, measure)
+        @torch.no_grad()
+        def prepared(state: WeightState, divisor: torch.Tensor) -> torch.Tensor:
+            gradient_of = {id(weight): view for (_, weight), view in zip(state.places(), state.gradients.views)}
+            weights = _trusted(state)["params"]
+            self._gradients = torch._foreach_div([gradient_of[id(weight)] for weight in weights], divisor)
+            return prepare(state, divisor)
+
+        @torch.no_grad()
+        def applied(state: WeightState, step: int, lr: float, *others: object) -> object:
+            before = self._measure(state, lr)
+            result = apply(state, step, lr, *others)
             differences = torch._foreach_sub(_trusted(state)["params"], before)
             self.updates.append(torch.stack(torch._foreach_norm(differences)).norm().item())
             return result
 
-        self._patch = mock.patch.object(WeightState, "update", torch.no_grad()(update))
-        self._patch.start()
+        self._patch = mock.patch.multiple(WeightState, prepare=prepared, apply=applied)
+        self._patch.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+    def __exit__(self, *error: object) -> None:
+        self._patch.__exit__(*error)
 
-    def _before_update(self, state: WeightState, lr: float, divisor: torch.Tensor) -> List[torch.Tensor]:
+    def _measure(self, state: WeightState, lr: float) -> List[torch.Tensor]:
         """Measures the steps of both forms; returns a copy of the weights."""
         group = _trusted(state)
         weights = group["params"]
         if self._ratio is None:
             self._ratio = StepRatio(group["momentum"], group["weight_decay"])
-        gradient_of = {id(weight): view for (_, weight), view in zip(state.places(), state.gradients.views)}
-        gradients = torch._foreach_div([gradient_of[id(weight)] for weight in weights], divisor)
-        scheduled, steady = self._ratio.step(weights, gradients, lr)
+        scheduled, steady = self._ratio.step(weights, self._gradients, lr)
         self.rates.append(lr)
         self.scheduled.append(scheduled)
         self.steady.append(steady)
