@@ -38,6 +38,7 @@ def test_a_run_survives(bench, kind, topology, number):
     assert found.step <= STEPS and found.code in KINDS[kind].codes
 
 
+@pytest.mark.slow  # minutes of sessions; the comparison itself is tested below
 def test_what_does_not_survive_is_told(bench, monkeypatch):
     """A run whose step is another one after the fault, which ends with another code and says nothing."""
 

@@ -82,7 +82,7 @@ def test_a_failed_rank_ends_the_others_and_says_why(root):
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_nothing_is_left_after_a_signal(root, number):
     # Shells let what they start in the background ignore SIGINT, be it these tests.
     code = (
