@@ -15,6 +15,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Sequence, TypeVar
 
 import torch
 
+from tools import formats
 from training.command import Parser
 
 _QUICK = "BENCHMARK_QUICK"
@@ -130,9 +131,9 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
     _print_table(rows)
     print()
     for each in claims:
-        low, high = each["spread"]
+        value, low, high = map(formats.number, (each["value"], *each["spread"]))
         print(
-            f"{each['name']}: {each['value']:.4g} {each['unit']} ({low:.4g} to {high:.4g}); "
+            f"{each['name']}: {value} {each['unit']} ({low} to {high}); "
             f"goal {each['goal']}: {judged(each)}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
@@ -171,18 +172,18 @@ def _cpu_model() -> str:
 
 def _print_table(rows: Sequence[dict]) -> None:
     """Text to the left, numbers to the right."""
-    lines = [list(rows[0]), *([number(value) for value in row.values()] for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    lines = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     left = [isinstance(value, str) for value in rows[0].values()]
     for line in lines:
         cells = (
-            cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in zip(line, widths, left)
+            text.ljust(width) if to_left else text.rjust(width) for text, width, to_left in zip(line, widths, left)
         )
         print("  ".join(cells).rstrip())
 
 
-def number(value: object, form: str = ".4g", missing: str = "-") -> str:
-    """A value of a table as text: floats by `form`, None as `missing`."""
+def cell(value: object) -> str:
+    """A value of a table as text; - where there is none."""
     if value is None:
-        return missing
-    return format(value, form) if isinstance(value, float) else str(value)
+        return "-"
+    return formats.number(value) if isinstance(value, float) else str(value)

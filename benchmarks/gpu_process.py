@@ -94,7 +94,7 @@ class Process:
 
 
 def _say(row: Row) -> None:
-    value = f"{claims.number(row.value)} {row.unit}, " if row.value is not None else ""
+    value = f"{claims.cell(row.value)} {row.unit}, " if row.value is not None else ""
     print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
 
 

@@ -157,9 +157,9 @@ def _table(rows: Sequence[Row]) -> List[str]:
     titles = ["", unit, *(["lowest to highest"] * spread), *([_LIMITS.get(rows[0].section, "limit")] * limited), ""]
     lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(['---'] * len(titles))} |"]
     for row in rows:
-        value = claims.number(row.value) + (f" {row.unit}" if row.unit not in ("", unit) else "")
+        value = claims.cell(row.value) + (f" {row.unit}" if row.unit not in ("", unit) else "")
         low_to_high = f"{min(row.repetitions):.4g} to {max(row.repetitions):.4g}" if row.repetitions else "-"
         note = row.note.replace("|", "/")
-        cells = [row.what, value, *([low_to_high] * spread), *([claims.number(row.limit)] * limited), note]
+        cells = [row.what, value, *([low_to_high] * spread), *([claims.cell(row.limit)] * limited), note]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

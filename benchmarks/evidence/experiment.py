@@ -8,7 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from benchmarks import claims
 from benchmarks.evidence.runs import RECIPE, Outcome, Run, outcome
 
 SEEDS = (0, 1, 2)
@@ -137,7 +136,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def cell(value: object) -> str:
     """A label or a value of a table, with the digits that it needs."""
-    return claims.number(value, "g", "")
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int, factor: float = 1) -> str:
