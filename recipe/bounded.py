@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: of bounded size and depth, or a ValueError."""
+"""Read JSON from untrusted files: size and depth are bounded, and every fault is a ValueError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's o
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """What JSON text says. Raises ValueError for all that is none, is longer than MOST_BYTES, or nested too deeply."""
+    """Parse JSON. Raises ValueError for text that is invalid, longer than MOST_BYTES, or nested too deeply."""
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
     try:
@@ -20,6 +20,6 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says. Raises OSError, and ValueError as `parse_json` does, without reading more than that."""
+    """Parse a file, of which no more than MOST_BYTES are read. Raises OSError, and ValueError as `parse_json` does."""
     with open(path, "rb") as stream:
         return parse_json(stream.read(MOST_BYTES + 1))

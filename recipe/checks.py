@@ -20,7 +20,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
 
 
 def _check_micro_batch(recipe: Recipe) -> None:
-    """Mixing takes its partners from the same micro batch, and batch normalisation its variance."""
+    """Check that a micro batch is large enough for mixing and for batch normalisation."""
     data, micro = recipe.data, recipe.batch.micro
     if micro == 1 and recipe.model.batch_statistics:
         raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
@@ -31,7 +31,7 @@ def _check_micro_batch(recipe: Recipe) -> None:
 
 
 def _check_exchange(recipe: Recipe) -> None:
-    """Whether the optimizer, the model and the loss scale allow what the exchange does."""
+    """Check that the optimizer, the model and the loss scale go with the exchange."""
     exchange, optimizer = recipe.exchange, recipe.optimizer
     if exchange.replica_momentum and not optimizer.replica_momentum:
         raise ConfigError(
@@ -52,7 +52,7 @@ def _check_exchange(recipe: Recipe) -> None:
 
 
 def _check_schedule(recipe: Recipe, accumulation: int) -> None:
-    """What the schedules of torch.distributed.pipelining ask of the number of micro batches."""
+    """Check the number of micro batches against the schedules of torch.distributed.pipelining."""
     parallel = recipe.parallel
     if parallel.schedule == "sharded":
         raise ConfigError(
@@ -75,10 +75,10 @@ def _check_schedule(recipe: Recipe, accumulation: int) -> None:
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:
-    """Why another cut into stages would change what `replicas` replicas learn; nothing where it changes no bit.
+    """Reason why another cut into stages would change what `replicas` replicas learn; empty if it changes no bit.
 
-    An all-reduce adds in an order that depends on an element's place in the stage's buffer, which of two replicas'
-    numbers is no matter. `half` and the tree add each element in the order of replicas, wherever it lies.
+    An all-reduce adds in an order that depends on an element's place in the stage's buffer. This matters for three
+    replicas or more. `half` and the tree add each element in the order of replicas, wherever it is.
     """
     exchange = recipe.exchange
     if exchange.sparse:

@@ -1,4 +1,4 @@
-"""Credentials in URLs: taken out of recipes as they are read, so that nothing that is written or printed has them."""
+"""Credentials in URLs are removed from a recipe when it is read, so that they are never written or printed."""
 
 import netrc
 import os
@@ -52,7 +52,7 @@ def restored(place: str) -> Tuple[str, str]:
 
 
 def environment() -> Dict[str, str]:
-    """What another process needs in its environment to have the credentials that were taken last."""
+    """Environment variables that give another process the credentials that were taken last."""
     return {ENVIRONMENT: list(_known.values())[-1]} if _known else {}
 
 

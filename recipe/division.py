@@ -1,4 +1,4 @@
-"""How the images of a step are divided: the result of the arithmetic in batch.py."""
+"""Division of the images of a step: the result of the arithmetic in batch.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Batch:
-    """How the images of one step are divided.
+    """Division of the images of one step.
 
     `global_` images make one step (an optimizer update): each of `replicas` copies of the model, cut
     into `stages`, takes `accumulation` micro batches of `micro` images.

@@ -1,4 +1,4 @@
-"""The error that is the user's to mend: one line that says what, where and the remedy; and what commands exit with."""
+"""Errors that the user can mend, each one line with place, fault and remedy; and the exit codes of commands."""
 
 import unicodedata
 
@@ -28,13 +28,13 @@ class CheckpointError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in one line: of what a compiler packs up, the error within."""
+    """First line of a library's error; for errors that a compiler wraps, of the one inside."""
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
     return masked(next(iter(str(cause).strip().splitlines()), type(cause).__name__))
 
 
 def printable(text: str) -> str:
-    """Return `text` with whatever steers a terminal, breaks the line or cannot be encoded as its escape, such as \\x1b.
+    """Return `text` with escapes such as \\x1b for control characters, line breaks and what cannot be encoded.
 
     For every name and message that others may have written: of files, classes, hosts. A byte of a file's name that is
     no UTF-8 becomes \\xe9 and the like.

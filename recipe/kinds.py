@@ -107,14 +107,14 @@ class Kind(_Open):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        """Why this kind does not take `key`, which another kind has; None: the key is ignored."""
+        """Reason why this kind refuses `key`, which another kind has; None: the key is ignored."""
         owner = next(name for name, kind in cls.kinds.items() if key in kind.model_fields)
         own = ", ".join(cls.own_keys()) or "none of its own"
         return f"{key} belongs to {owner}, not to {cls.default_name()} (its keys: {own}); remove {key}"
 
     @classmethod
     def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
-        """Whether laying the section `after` over `before` drops those of its keys that are not common to all kinds."""
+        """Tell whether the layer `after` names another kind than `before`, of which only keys common to all stay."""
         old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
         return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
 

@@ -252,7 +252,7 @@ def _wording(fault: dict) -> str:
 
 
 def _suggest(section: str, key: str | None = None) -> str:
-    """What to write instead of a section, or of a key of a section: the nearest there is, else any key's name."""
+    """Suggestion for an unknown section or key: the nearest name, else all names."""
     keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
     elsewhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
     if key is None:

@@ -1,4 +1,4 @@
-"""Counter-based randomness: every draw of a run is a pure function of what it is for.
+"""Counter-based randomness: every draw of a run is a pure function of its purpose.
 
 Nothing here keeps state. A draw is named by integers and strings ("augment", seed, epoch, sample),
 the name is hashed to a key, and the key is expanded by integer mixing. Stages, replicas, workers,

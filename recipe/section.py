@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: strict types, no unknown keys, no change once made."""
+"""Base class of all sections of a recipe: strict types, no unknown keys, immutable."""
 
 from typing import Any, Dict, Tuple
 
@@ -17,7 +17,7 @@ class Section(BaseModel):
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     def defaults(self) -> Dict[str, Any]:
-        """Value of each key, as in a file, where a recipe with this one's names gives none."""
+        """Default of each key, as in a file, for a recipe with the same names."""
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
 
