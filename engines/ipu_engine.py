@@ -43,13 +43,6 @@ from recipe.errors import ConfigError
 
 # Matrix products on a Mk2 IPU, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
-# PopART's prefixes of the state tensors' names, by optimizer (willow/src/patterns/*decompose.cpp).
-_SLOT_PREFIXES = {
-    "lars": {"momentum_buffer": "Accl1___"},
-    "sgd": {"momentum_buffer": "Accl1___"},
-    "lamb": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"},
-    "rmsprop": {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"},
-}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker hands over at once: each time costs some 0.2 ms
 _NO_MARKS = (None, None)
@@ -345,7 +338,7 @@ class IpuEngine(Engine):
 
     def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
         """(parameter's name, PopART's name of its state tensor) of a slot."""
-        prefix = _SLOT_PREFIXES[self._recipe.optimizer.name][slot]
+        prefix = ipu.optimizer(self._recipe).slots[slot]
         return [(name, f"{prefix}{_INSIDE}{name}") for name in self.shapes]
 
 

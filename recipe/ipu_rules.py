@@ -1,22 +1,23 @@
-"""What a recipe may ask of IPUs: rules that are checked before anything is compiled, which takes many minutes.
+"""What IPUs refuse: rules that are checked before anything is compiled, which takes many minutes.
 
 Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 """
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Iterator, Mapping, NamedTuple, Optional
 
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
+from recipe.ipu_optimizers import Refusal, refusals
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
 
 class Launched(NamedTuple):
-    """What poprun started. replicas: of the run; served: of them, by this process; ipus_per_replica: each has."""
+    """What poprun started. replicas: of the run; served: those of this process; ipus_per_replica: IPUs of each."""
 
     replicas: int
     served: int
@@ -46,7 +47,7 @@ def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def compute_dtype(recipe: Recipe) -> str:
-    """Of activations and working weights: float16 unless the recipe says otherwise."""
+    """dtype of activations and working weights: float16 unless the recipe says otherwise."""
     return "float16" if recipe.precision.compute == "auto" else recipe.precision.compute
 
 
@@ -56,7 +57,7 @@ def pipelined(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe, batch: Batch) -> None:
-    """Refuses what IPUs cannot do as the recipe says it. Raises ConfigError: one line with key, reason and remedy."""
+    """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
     for refused, key, reason, remedy in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
         if refused:
             raise ConfigError(f"{key} on IPUs: {reason}; {remedy}")
@@ -65,30 +66,10 @@ def check(recipe: Recipe, batch: Batch) -> None:
     _check_powers(batch)
 
 
-_Rule = Tuple[bool, str, str, str]  # whether it is broken; the key and its value; why; what to do
-
-
-def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
-    """What is learned, and how."""
+def _algorithm(recipe: Recipe) -> Iterator[Refusal]:
+    """Rules for the algorithm."""
     section, data, average = recipe.optimizer, recipe.data, recipe.average
-    yield (
-        getattr(section, "trust", None) == "gradient",
-        "optimizer.trust gradient",
-        "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
-        "use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)",
-    )
-    yield (
-        section.name == "lars" and getattr(section, "eps", 0) != 0,
-        f"optimizer.eps {getattr(section, 'eps', 0)}",
-        "LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon",
-        "use optimizer.eps=0",
-    )
-    yield (
-        getattr(section, "nesterov", False),
-        "optimizer.nesterov",
-        "PopART adds the gradient to Nesterov's step without dividing it by accumulation and replicas",
-        "use optimizer.nesterov=false",
-    )
+    yield from refusals(section, recipe.precision)
     yield (
         section.clip_norm is not None,
         f"optimizer.clip_norm {section.clip_norm}",
@@ -145,8 +126,8 @@ def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
     )
 
 
-def _numbers(recipe: Recipe) -> Iterator[_Rule]:
-    """Formats of numbers."""
+def _numbers(recipe: Recipe) -> Iterator[Refusal]:
+    """Rules for formats of numbers."""
     precision, compute = recipe.precision, compute_dtype(recipe)
     yield (
         compute == "bfloat16",
@@ -168,8 +149,8 @@ def _numbers(recipe: Recipe) -> Iterator[_Rule]:
     )
 
 
-def _machine(recipe: Recipe, batch: Batch) -> Iterator[_Rule]:
-    """Schedules, memory, data movement."""
+def _machine(recipe: Recipe, batch: Batch) -> Iterator[Refusal]:
+    """Rules for schedules, memory and data movement."""
     parallel, ipu = recipe.parallel, recipe.ipu
     yield (
         parallel.schedule == "interleaved",
