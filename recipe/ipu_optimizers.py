@@ -1,6 +1,6 @@
 """The form of each optimizer on IPUs: one of poptorch.optim and its arguments, or the reason why there is none.
 
-PopTorch runs no Python code of an optimizer. A form registers for the class of its section, as that of `Sgd` does below.
+PopTorch runs no Python code of an optimizer. A form registers for the class of its section, as the one of `Sgd` does.
 Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 """
 

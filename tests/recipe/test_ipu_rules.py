@@ -8,6 +8,7 @@ from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.ipu import Launched
 from recipe.loading import load
+from recipe.optimization import Optimizer
 from tests.conftest import QUICKSTART, ROOT
 
 POD256 = ROOT / "configs" / "pod256.yaml"
@@ -103,6 +104,15 @@ def test_the_neighbours_pass():
     check(*TWO, "ipu.available_memory_proportion=[0.1, 0.2]")
     for name in ("sgd", "rmsprop", "lamb"):
         check(f"optimizer.name={name}")
+
+
+def test_an_optimizer_without_a_form_is_refused_by_name():
+    class Adagrad(Optimizer):
+        name: str = "adagrad"
+
+    made = recipe().model_copy(update={"optimizer": Adagrad()})
+    with pytest.raises(ConfigError, match="^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
+        ipu.check(made, divide(recipe()))
 
 
 def test_the_arithmetic_of_the_pipeline_is_shown():
