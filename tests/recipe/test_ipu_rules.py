@@ -111,7 +111,7 @@ def test_an_optimizer_without_a_form_is_refused_by_name():
         name: str = "adagrad"
 
     made = recipe().model_copy(update={"optimizer": Adagrad()})
-    with pytest.raises(ConfigError, match="^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
+    with pytest.raises(ConfigError, match=r"^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
         ipu.check(made, divide(recipe()))
 
 
