@@ -50,7 +50,6 @@ class DeviceOptimizer(NamedTuple):
     slots: Dict[str, str]
 
 
-Refusal = Tuple[bool, str, str, str]  # whether a rule is broken; the key and its value; why; what to do
 _FLOAT = Name("torch.float")
 
 
@@ -65,7 +64,7 @@ class Form:
         self.section, self.precision = section, precision
         self.state = Name("torch.half" if precision.weights == "float16" else "torch.float")
 
-    def refusals(self) -> Iterator[Refusal]:
+    def refusals(self) -> Iterator[str]:
         """The rules for keys of this section."""
         return iter(())
 
@@ -105,19 +104,18 @@ class _Lars(Form):
     slots = {"momentum_buffer": "Accl1___"}
     group_sources = ("optimizer.trust_coefficient, optimizer.weight_decay", "optimizer.skip, optimizer.skip_lr_scale")
 
-    def refusals(self) -> Iterator[Refusal]:
-        yield (
-            self.section.trust == "gradient",
-            "optimizer.trust gradient",
-            "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
-            "use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)",
-        )
-        yield (
-            self.section.eps != 0,
-            f"optimizer.eps {self.section.eps}",
-            "LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon",
-            "use optimizer.eps=0",
-        )
+    def refusals(self) -> Iterator[str]:
+        if self.section.trust == "gradient":
+            yield (
+                "optimizer.trust gradient on IPUs: PopTorch has no LARS, and its LAMB, which stands in for it, "
+                "divides by the norm of the momentum; use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 "
+                "times as large (docs/results/lars_forms.md)"
+            )
+        if self.section.eps != 0:
+            yield (
+                f"optimizer.eps {self.section.eps} on IPUs: LARS runs as PopTorch's LAMB, whose trust ratio has no "
+                "epsilon; use optimizer.eps=0"
+            )
 
     @property
     def _epsilon(self) -> float:
@@ -168,13 +166,12 @@ class _Sgd(Form):
     name = "SGD"
     slots = {"momentum_buffer": "Accl1___"}
 
-    def refusals(self) -> Iterator[Refusal]:
-        yield (
-            self.section.nesterov,
-            "optimizer.nesterov",
-            "PopART adds the gradient to Nesterov's step without dividing it by accumulation and replicas",
-            "use optimizer.nesterov=false",
-        )
+    def refusals(self) -> Iterator[str]:
+        if self.section.nesterov:
+            yield (
+                "optimizer.nesterov on IPUs: PopART adds the gradient to Nesterov's step without dividing it by "
+                "accumulation and replicas; use optimizer.nesterov=false"
+            )
 
     def options(self) -> Dict[str, Tuple[object, str]]:
         return {
@@ -201,9 +198,9 @@ class _RmsProp(Form):
         }
 
 
-def refusals(section: Optimizer, precision: Precision) -> Iterator[Refusal]:
+def refusals(section: Optimizer, precision: Precision) -> Iterator[str]:
     """The rules for an optimizer, among them that it has a form."""
     if FORMS.all_of(section):
         return FORMS.of(section)(section, precision).refusals()
     names = ", ".join(registered.default_name() for registered, _ in FORMS.items())
-    return iter([(True, f"optimizer.name {section.name}", "PopTorch has no such optimizer", f"use one of {names}")])
+    return iter([f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}"])
