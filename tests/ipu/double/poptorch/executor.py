@@ -114,7 +114,7 @@ class PoplarExecutor:
                         raise poptorch.Error(f"Problem with {name}. Values are constant but do not match.")
             self._device.values = values
         this = weakref.ref(self)
-        optimizer.device_state = lambda: (this() and this().isCompiled() and this()._device.read_state()) or None
+        optimizer.device_state = lambda: this()._device.read_state() if this() and this().isCompiled() else None
         self._optimizer, self._values = optimizer, values
         if self.isAttachedToDevice():
             self._write_state()
