@@ -55,8 +55,7 @@ def _parser():
 def _opened(options):
     """The file's model as it is described there, its recipe, and what predicts with it: an engine, or itself."""
     # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
-    from training import exported, weights
-    from training.predicting import engine_with
+    from training import exported, scoring, weights
 
     if exported.is_exported(options.checkpoint):
         model = exported.read(options.checkpoint, options.weights)
@@ -65,7 +64,7 @@ def _opened(options):
         return model, recipe, model
     stored = weights.read(options.checkpoint, options.weights)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
-    return stored, recipe, engine_with(stored, recipe)
+    return stored, recipe, scoring.engine_with(stored, recipe)
 
 
 def _score(options) -> int:

@@ -21,7 +21,7 @@ from training.run_folder import check_owner
 
 # Set by launchers for each of several ranks, of which the main one alone looks at the run folder, once they have met.
 _OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS")
-# What torch says -> what a user can do about it.
+# Words of torch's errors -> the fault and its remedy.
 _RUNTIME_ERRORS = {
     "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
     "model.image_size",
@@ -65,10 +65,10 @@ def _train(config, recipe) -> int:
     except TrainingError as error:
         return fail(error, FAILED)
     except RuntimeError as error:
-        told = next((told for sign, told in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
-        if told is None:
+        fault = next((fault for sign, fault in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
+        if fault is None:
             raise
-        return fail(f"{told}, then {_again(recipe)}", FAILED)
+        return fail(f"{fault}, then {_again(recipe)}", FAILED)
     return DONE
 
 

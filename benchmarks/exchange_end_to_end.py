@@ -34,7 +34,7 @@ from benchmarks import QUICKSTART, claims, networks
 from benchmarks.networks import Network
 from models.efficientnet import build
 from recipe import loading
-from tools.curves import read_events
+from training.metrics import read_events
 from training.run import run
 
 HOSTS = 8

@@ -12,12 +12,12 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import List, Optional
 
 from recipe.errors import DONE, UserError
 from recipe.files import writing
-from tools.reporting.metrics import event_in
 from training.command import Parser, one_line
+from training.metrics import read_events
 
 _PANELS = (
     ("loss", "loss", "log"),
@@ -25,24 +25,6 @@ _PANELS = (
     ("lr", "learning rate", "linear"),
     ("norms", "norms", "log"),
 )
-
-
-def read_events(folder: Path) -> Dict[str, List[dict]]:
-    """The events of a run by kind, in order. Raises UserError if the folder holds no run."""
-    path = folder / "metrics.jsonl"
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
-    events: Dict[str, List[dict]] = {}
-    for number, line in enumerate(lines, start=1):
-        event = event_in(line)
-        if event is None:
-            if number == len(lines):  # a run that is being written, or was killed while it wrote
-                break
-            raise UserError(f"{path}:{number}: not a line of metrics; remove it")
-        events.setdefault(event["event"], []).append(event)
-    return events
 
 
 def draw(folders: List[Path], output: Path) -> None:

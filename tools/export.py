@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = _export(options)
     except NotWritten as error:
         return fail(error, FAILED)
-    print(_told(about))
+    print(_text(about))
     if options.json:
         print(json.dumps(about, allow_nan=False))
     return DONE
@@ -147,7 +147,7 @@ def _export(options: argparse.Namespace) -> dict:
     }
 
 
-def _told(about: dict) -> str:
+def _text(about: dict) -> str:
     size, classes = about["image_size"], about["classes"]
     opset = f", opset {about['opset']}" if about["opset"] else ""
     lines = [
@@ -187,7 +187,7 @@ def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
 
 
 def _metadata(stored: StoredWeights, recipe: Recipe) -> dict[str, str]:
-    """What a file says of itself, as texts: JSON where it is not plain."""
+    """The metadata of a file, as texts: JSON where a value is no text."""
     from recipe import loading
     from training import weights
 

@@ -17,7 +17,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import IO, Callable, Iterable, List, Optional, Set, Tuple
+from typing import IO, Callable, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 
@@ -82,7 +82,7 @@ class CheckpointFolder:
         """The content of the newest checkpoint that is whole, or None if there never was one.
 
         Args:
-            warn: told of each newer one that is passed over: damaged, or without a manifest.
+            warn: called for each newer one that is passed over: damaged, or without a manifest.
             with_replicas: whether the files of its replicas must be whole, too. Weights can be had without them.
 
         Raises:
@@ -99,7 +99,9 @@ class CheckpointFolder:
                     continue
                 content = load(path, manifest)
                 for replica, file in enumerate(manifest.replicas if with_replicas else ()):
-                    _verify(self.replica_path(step, replica), file)
+                    replica_path = self.replica_path(step, replica)
+                    with _opened(replica_path) as stream:
+                        _compare(stream, replica_path, file)
             except CheckpointError as error:
                 damaged.append(str(error))
                 self._damaged.add(step)
@@ -142,11 +144,10 @@ class CheckpointFolder:
     def _steps(self) -> List[int]:
         """Of all checkpoints that have a file or a manifest, the oldest first."""
         try:
-            names = os.listdir(self.folder)
+            with _reading(self.folder):
+                names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror or error}") from None
         return sorted({int(found.group(1)) for found in map(_NAME.fullmatch, names) if found})
 
     def _manifest_path(self, step: int) -> Path:
@@ -156,11 +157,10 @@ class CheckpointFolder:
         """The manifest of a step, None where there is none. Raises CheckpointError: damaged, or cannot be read."""
         path = self._manifest_path(step)
         try:
-            return parsed(path.read_bytes(), step)
+            with _reading(path):
+                return parsed(path.read_bytes(), step)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
 
@@ -198,26 +198,35 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     Raises:
         CheckpointError: unreadable, truncated, altered, or not written by this program.
     """
-    try:
-        with open(path, "rb") as stream:
-            if manifest is not None:
-                _compare(stream, path, File(manifest.bytes, manifest.sha256))
-                stream.seek(0)
-            content = _unpacked(stream)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with _opened(path) as stream:
+        if manifest is not None:
+            _compare(stream, path, File(manifest.bytes, manifest.sha256))
+            stream.seek(0)
+        content = _unpacked(stream)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
     return content
 
 
-def _verify(path: Path, expected: File) -> None:
-    """Raises CheckpointError where the file at `path` is another one, or cannot be read."""
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for what cannot be read; a file that is missing stays a FileNotFoundError."""
     try:
-        with open(path, "rb") as stream:
-            _compare(stream, path, expected)
+        yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file at `path`. Raises CheckpointError where it is missing, or cannot be read within the block."""
+    try:
+        with _reading(path), open(path, "rb") as stream:
+            yield stream
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _compare(stream: IO[bytes], path: Path, expected: File) -> None:
@@ -232,11 +241,8 @@ def unpickled(path: Path) -> object:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    try:
-        with open(path, "rb") as stream:
-            return _unpacked(stream)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with _opened(path) as stream:
+        return _unpacked(stream)
 
 
 def _unpacked(stream: IO[bytes]) -> object:

@@ -1,4 +1,4 @@
-"""What `auto` in a recipe comes to: measured or counted once, and the same in every session of a run."""
+"""Resolves `auto` in a recipe: measured or counted once, and the same in every session of a run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Rec
         from engines import tuning  # where there are IPUs, torch is too old for it
 
         section = begun.engine if begun else None
-        kept = _find(recipe, processes, "engine", _device(recipe, processes), _is_choice) if begun else None
-        recipe = tuning.resolve(recipe, batch, processes, say, section.model_copy(update=kept) if kept else section)
+        found = _find(recipe, processes, "engine", _device(recipe, processes), _is_choice) if begun else None
+        recipe = tuning.resolve(recipe, batch, processes, say, section.model_copy(update=found) if found else section)
     return recipe
 
 

@@ -97,9 +97,9 @@ def _describe(error, again):
 
 
 def fail(message, code):
-    """Says why, on stderr; returns `code`. An empty message means that another rank says it.
+    """Prints why, on stderr; returns `code`. An empty message means that another rank prints it.
 
-    Then that one is given time: a rank that ends takes all others with it, and they may still be closing files.
+    Then this one waits: a rank that ends takes all others with it, and they may still be closing files.
     """
     if str(message):
         print(message, file=sys.stderr, flush=True)

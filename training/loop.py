@@ -13,7 +13,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Optional, Sequence
+from typing import Callable, Iterable, Iterator, NoReturn, Optional, Sequence, Type
 
 import torch
 
@@ -31,6 +31,7 @@ from training.monitor import Clock, DataWait, Monitor, duration, pace, workers_n
 from training.stopping import StopSignals
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
+_NORMS = ("gradient", "weight", "update")
 _INPUT_BOUND = 0.1  # share of the training time above which waiting for images is worth a word
 
 
@@ -116,14 +117,12 @@ class Trainer:
         self._recipe, self._lengths, self._engine = recipe, lengths, engine
         self._evaluation_batches = evaluation_batches
         self._checkpoints, self._monitor = checkpoints, monitor
-        self._progression = progression
+        self._progression, self._classes, self._trace_folder = progression, list(classes), trace_folder
         self._rate = schedule.create(recipe, lengths)
         self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
         self._flops_per_image = flops_per_image
         self._peak_flops = engine.peak_flops()
-        self._classes = list(classes)
-        self._trace_folder = trace_folder
         self._steps_to_trace: Optional[int] = recipe.log.trace or None
         self._clock = Clock(progression.seconds, progression.paused)
         self._data_wait = DataWait(progression.waited)
@@ -147,12 +146,8 @@ class Trainer:
                 try:
                     self._step(micro_batches, step, window)
                 except Diverged as error:
-                    raise TrainingError(
-                        self._told_once(
-                            f"step {step + 1}: {error}; start a new run with a lower schedule.peak (or "
-                            "peak_per_image) or precision.loss_scale"
-                        )
-                    ) from None
+                    remedy = "start a new run with a lower schedule.peak (or peak_per_image) or precision.loss_scale"
+                    self._raise(TrainingError, f"step {step + 1}: {error}; {remedy}")
         self._end()
 
     def _step(self, micro_batches: Iterator[MicroBatch], step: int, window: _Window) -> None:
@@ -184,19 +179,16 @@ class Trainer:
             self._save(window, scheduled)
         self._clock.pause(time.monotonic() - start)
         if stop and not last:
-            raise Stopped(
-                self._told_once(f"{signal.Signals(stop).name}: saved at step {done}; the same command resumes")
-            )
+            self._raise(Stopped, f"{signal.Signals(stop).name}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, step: int, window: _Window) -> None:
         """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
         in_row = result.skipped_in_row.item()
         if not window.images:
-            raise DataError(
-                self._told_once(
-                    f"step {step + 1}: no image of the last {window.steps} steps can be read; the last: "
-                    f"{self._last_unreadable}; mend that, then rerun the same command"
-                )
+            self._raise(
+                DataError,
+                f"step {step + 1}: no image of the last {window.steps} steps can be read; the last: "
+                f"{self._last_unreadable}; mend that, then rerun the same command",
             )
         values = {
             "epoch": self._epochs(step + 1),
@@ -204,7 +196,8 @@ class Trainer:
             "loss": window.loss.item() / window.steps * (window.steps * self._recipe.batch.global_ / window.images),
             "top1": window.correct.item() / window.images,
             "lr": self._rate(step),
-            **self._norms(result),
+            # None where the update is made on a device that does not report them.
+            **{f"{kind}_norm": getattr(result.norms, kind).item() for kind in _NORMS if result.norms is not None},
             "skipped_steps": result.skipped.item(),
             "unreadable_images": self._progression.unreadable,
             "loss_scale": result.loss_scale.item(),
@@ -224,12 +217,11 @@ class Trainer:
         window.empty()
         self._check_loss(values["loss"], step)
         if in_row > self._recipe.precision.max_skipped_steps:
-            raise TrainingError(
-                self._told_once(
-                    f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
-                    f"{_where(self._engine)}; the weights are those of step {step + 1 - in_row}; "
-                    f"{self._remedy(values['loss_scale'])}"
-                )
+            self._raise(
+                TrainingError,
+                f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
+                f"{_where(self._engine)}; the weights are those of step {step + 1 - in_row}; "
+                f"{self._remedy(values['loss_scale'])}",
             )
 
     def _remedy(self, loss_scale: float) -> str:
@@ -245,24 +237,16 @@ class Trainer:
         progression.lines_above_limit = progression.lines_above_limit + 1 if loss > limit else 0
         if progression.lines_above_limit == _LINES_ABOVE_LIMIT:
             times, lines = self._recipe.run.loss_limit, _LINES_ABOVE_LIMIT
-            raise TrainingError(
-                self._told_once(
-                    f"step {step + 1}: the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times "
-                    f"that of guessing) in {lines} lines of the log in a row: the run has diverged; lower "
-                    "schedule.peak (or peak_per_image), or raise run.loss_limit"
-                )
+            self._raise(
+                TrainingError,
+                f"step {step + 1}: the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times "
+                f"that of guessing) in {lines} lines of the log in a row: the run has diverged; lower "
+                "schedule.peak (or peak_per_image), or raise run.loss_limit",
             )
 
-    @staticmethod
-    def _norms(result: StepResult) -> dict:
-        """None where the update is made on a device that does not tell them."""
-        if result.norms is None:
-            return {}
-        return {f"{kind}_norm": getattr(result.norms, kind).item() for kind in ("gradient", "weight", "update")}
-
-    def _told_once(self, message: str) -> str:
-        """A message on the main rank; nothing on the others, which would say the same."""
-        return message if self._engine.topology.is_main else ""
+    def _raise(self, kind: Type[Exception], message: str) -> NoReturn:
+        """Raises an error that all ranks raise; the main one alone with the message."""
+        raise kind(message if self._engine.topology.is_main else "") from None
 
     def _pace(self) -> dict:
         length, rate, flops = self._clock.lap()

@@ -1,79 +1,16 @@
-"""What a run tells: metrics.jsonl, loggers, and a progress bar (plain lines where there is no terminal)."""
+"""Where the events of a run go: metrics.jsonl, loggers, and a progress bar (plain lines without a terminal)."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import sys
 import time
-from pathlib import Path
-from typing import IO, Callable, Sequence, Tuple, Union
+from typing import Callable, Sequence, Tuple, Union
 
 from recipe.errors import DONE
-from recipe.files import check_same, writing
 from training.loggers import Logger
-
-# Fields that differ between two runs of the same recipe; all others repeat bit for bit.
-TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
-
-
-class Metrics:
-    """The file metrics.jsonl: one JSON object a line, appended; cut back to the checkpoint when a run resumes."""
-
-    def __init__(self, path: Path, keep_bytes: int, check_folder: Callable[[], None] = lambda: None):
-        """Opens the file, keeping its first `keep_bytes` bytes.
-
-        What lies behind the newest checkpoint will be written again, equal but for the timing fields.
-
-        Args:
-            check_folder: raises OSError once the folder is no longer the one that was opened.
-        """
-        self._path, self._check_folder = path, check_folder
-        check_folder()
-        self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
-        self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
-
-    def check(self) -> None:
-        """Raises OSError where the folder, or the file in it, is no longer the one that was opened."""
-        self._check_folder()
-        check_same(self._path, self._stream.fileno())
-
-    def write(self, event: dict) -> None:
-        self.check()
-        with writing(self._path):
-            self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
-            self._stream.flush()
-
-    def position(self) -> int:
-        """The file's length in bytes, all of it safely on the disk."""
-        self.check()
-        with writing(self._path):
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-        return os.fstat(self._stream.fileno()).st_size
-
-    def close(self) -> None:
-        with writing(self._path):  # what a failed write has left is tried again
-            self._stream.close()
-
-
-class NoMetrics:
-    """The metrics of ranks other than the main one, which alone writes files."""
-
-    def check(self) -> None:
-        """Nothing."""
-
-    def write(self, event: dict) -> None:
-        """Nothing."""
-
-    def position(self) -> int:
-        """As if nothing had been written."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing."""
+from training.metrics import Metrics, NoMetrics
 
 
 class Monitor:
@@ -206,13 +143,6 @@ def workers_needed(workers: int, share: float) -> int:
     """
     rest = max(1.0 - share, 1e-3)
     return math.ceil((workers / rest if workers else share / rest) - 1e-9)  # 4.000000000001 are four
-
-
-def _valid_json(value: object) -> object:
-    """`value` with null for numbers that JSON does not know: NaN and the infinities."""
-    if isinstance(value, dict):
-        return {key: _valid_json(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def create_progress(total: int, step: int) -> Progress:

@@ -22,10 +22,11 @@ from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.division import count
 from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
-from training import choices, loggers, weights
+from training import choices, loggers, services, tensorboard, weights  # noqa: F401  loggers register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
-from training.monitor import Metrics, Monitor, NoMetrics, Progress, create_progress, duration
+from training.metrics import NAME, Metrics, NoMetrics, last_steps
+from training.monitor import Monitor, Progress, create_progress, duration
 from training.run_folder import RunFolder, first_difference, note_session
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
@@ -147,12 +148,7 @@ def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
 
 
 def _train(
-    recipe: Recipe,
-    lengths: Lengths,
-    engine: Engine,
-    processes: Agreement,
-    images: _Images,
-    opened: Optional[RunFolder],
+    recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreement, images: _Images, opened: Optional[RunFolder]
 ) -> None:
     """Args: opened: on the main rank."""
     folder = Path(arithmetic.output_folder(recipe))
@@ -213,10 +209,10 @@ def _monitor(recipe: Recipe, folder: RunFolder, lengths: Lengths, progression: P
     path, step = folder.metrics, progression.step
     if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
         print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
-    told = loggers.told_before(recipe.log, folder.path)
+    states = loggers.service_states(recipe.log, folder.path)
     metrics = Metrics(path, keep_bytes=progression.metrics_bytes, check_folder=folder.check)
     progress = create_progress(lengths.total, step)
-    return Monitor(metrics, progress, loggers.start(recipe, step, told, progress.say))
+    return Monitor(metrics, progress, loggers.start(recipe, step, states, progress.say))
 
 
 def _silent_monitor(lengths: Lengths) -> Monitor:
@@ -254,7 +250,7 @@ def _changes(progression: Progression, images: _Images, engine: Engine, opened: 
 def _resume(
     engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str, processes: Agreement
 ) -> Progression:
-    """Loads the newest whole checkpoint into the engine, and says where the run is.
+    """Loads the newest whole checkpoint into the engine, and returns where the run is.
 
     The main rank reads it and sends it to the others: hosts need not share a file system.
     """
@@ -283,7 +279,7 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple
     """
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
-        lost = loggers.last_steps(checkpoints.folder.parent / "metrics.jsonl").get("checkpoint")
+        lost = last_steps(checkpoints.folder.parent / NAME).get("checkpoint")
         if lost is not None and checkpoints.folder.is_dir():
             raise CheckpointError(
                 f"{checkpoints.folder}: the checkpoint of step {lost}, which metrics.jsonl tells of, is gone; "

@@ -6,7 +6,6 @@ import datetime
 import errno
 import fcntl
 import json
-import math
 import os
 import platform
 import subprocess
@@ -16,12 +15,12 @@ from typing import IO, List, Mapping, Optional, Sequence, Set
 
 from recipe import loading
 from recipe.batch import output_folder
-from recipe.bounded import parse_json, read_json
+from recipe.bounded import read_json
 from recipe.config import Log, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
-from training import decisions
+from training import decisions, metrics
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
@@ -63,7 +62,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / metrics.NAME
 
     @property
     def checkpoints(self) -> Path:
@@ -75,17 +74,15 @@ class RunFolder:
 
     def finished(self) -> Optional[dict]:
         """The `end` event of a run that is complete, else None."""
-        try:
-            last = self.metrics.read_text().rstrip("\n").rpartition("\n")[2]
-            event = parse_json(last)
-            whole = event["event"] == "end" and 0 <= event["top1"] <= 1 and 0 <= event["seconds"] < math.inf
-        except (OSError, ValueError, KeyError, TypeError):
+        event = metrics.last(self.metrics)
+        if event is None or event["event"] != "end":
             return None
-        return event if whole else None
+        top1, seconds = event.get("top1"), event.get("seconds")
+        return event if None not in (top1, seconds) and 0 <= top1 <= 1 and seconds >= 0 else None
 
     def first_threads(self) -> Optional[int]:
         """Threads that the main process computed with when the run began; None where that was not noted."""
-        threads = next((start.get("threads") for start in _starts(self.path)), None)
+        threads = next((start.get("threads") for start in starts(self.path)), None)
         return threads if isinstance(threads, int) else None
 
     def check(self) -> None:
@@ -123,7 +120,7 @@ class RunFolder:
         return stream
 
     def _note_environment(self) -> None:
-        _write_starts(self.path, [*_starts(self.path), describe_environment()])
+        _write_starts(self.path, [*starts(self.path), describe_environment()])
 
 
 def check_owner(recipe: Recipe) -> None:
@@ -150,21 +147,21 @@ def check_owner(recipe: Recipe) -> None:
 
 def note_session(folder: Path, **facts: int) -> None:
     """Adds `facts` to the newest start in a folder's `environment.json`: what is known only once training can begin."""
-    starts = _starts(folder)
-    starts[-1:] = [{**each, **facts} for each in starts[-1:]]
-    _write_starts(folder, starts)
+    found = starts(folder)
+    found[-1:] = [{**each, **facts} for each in found[-1:]]
+    _write_starts(folder, found)
 
 
-def _starts(folder: Path) -> List[dict]:
-    """None where there are none, or none that can be read."""
+def starts(folder: Path) -> List[dict]:
+    """The entries of `environment.json`, the first start of the run first; none where it cannot be read."""
     try:
         return [start for start in read_json(folder / _ENVIRONMENT)["starts"] if isinstance(start, dict)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _write_starts(folder: Path, starts: Sequence[dict]) -> None:
-    write_text(folder / _ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
+def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
+    write_text(folder / _ENVIRONMENT, json.dumps({"starts": entries}, indent=1) + "\n")
 
 
 def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
@@ -175,8 +172,8 @@ def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
 
 def _has_begun(path: Path) -> bool:
     """Whether anything was trained there: a recipe that failed before that may be mended in place."""
-    metrics = path / "metrics.jsonl"
-    return (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    written = path / metrics.NAME
+    return (path / "checkpoints").exists() or (written.exists() and written.stat().st_size > 0)
 
 
 def describe_environment() -> dict:

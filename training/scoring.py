@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Sequence
+from typing import Iterable, List, NamedTuple, Protocol, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from data.batches import MicroBatch
-from engines.base import summable
+from engines import factory
+from engines.base import Engine, summable
+from recipe.batch import divide
+from recipe.config import Recipe
 from recipe.errors import DataError
-from training.predicting import Predictor
+from training import weights
 
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
+
+
+class Predictor(Protocol):
+    """Predicts as an engine does."""
+
+    def predict_step(self, batch: MicroBatch) -> torch.Tensor:
+        """Logits of the valid images of `batch`: float32 [valid, classes]."""
 
 
 class Report(NamedTuple):
@@ -29,6 +39,22 @@ class Report(NamedTuple):
     loss: float
     unreadable: int
     confusion: torch.Tensor
+
+
+def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
+    """An engine of one replica that computes with stored weights as they are.
+
+    Raises:
+        ConfigError: the device that the recipe asks for is not there.
+        CheckpointError: the weights are those of another model.
+    """
+    if recipe.run.device != "ipu":  # where weights live in the format of the arithmetic
+        # Averages are float32: nothing is rounded on its way in.
+        precision = recipe.precision.model_copy(update={"weights": "float32"})
+        recipe = recipe.model_copy(update={"precision": precision})
+    engine = factory.create(recipe, divide(recipe, 1))
+    engine.load_weights(weights.fitted(stored, engine.shapes, new_classifier=False)[0])
+    return engine
 
 
 def score(engine: Predictor, batches: Iterable[MicroBatch], classes: int) -> Report:

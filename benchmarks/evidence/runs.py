@@ -30,8 +30,8 @@ from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
-from tools.curves import read_events
 from training.loop import Stopped, TrainingError
+from training.metrics import read_events
 from training.run import run as train
 
 RUNS = CACHE / "evidence"

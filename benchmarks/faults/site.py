@@ -19,7 +19,7 @@ from benchmarks.digests import digest
 from benchmarks.processes import children
 from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder
-from training.monitor import TIMING_FIELDS
+from training.metrics import TIMING_FIELDS
 
 # Draws in every way that a run can, keeps both averages, changes its image size. 30 steps, a checkpoint every 3;
 # 12 micro batches a step are 1 or 2 replicas'. Sums of replicas in a tree: every topology ends with the same bits.

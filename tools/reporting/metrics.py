@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Union
+from typing import Dict, List, NamedTuple, Optional
 
-from recipe.bounded import parse_json
+from training.metrics import is_number, lines
 
 _MISSING = float("nan")
-_LARGEST = 3.5e38  # of float32: no run computes with more
-STEPS_MOST = 10**12
-# What is computed with; other numbers of an event are shown only.
-_NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "images", "images_per_second", "data_wait")
 
 
 class Events:
@@ -50,9 +46,9 @@ class Events:
                 column.append(_MISSING)
 
     def _put(self, name: str, value: object) -> None:
-        if value is None or (isinstance(value, float) and not _is_number(value)):
+        if value is None or (isinstance(value, float) and not is_number(value)):
             value = _MISSING  # the column keeps its place among the others
-        elif not _is_number(value):
+        elif not is_number(value):
             return
         column = self.columns.get(name)
         if column is None:
@@ -81,34 +77,14 @@ def read(path: Path) -> Metrics:
     odd: List[int] = []
     if not path.exists():
         return Metrics(train, evaluation, step, end, odd)
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            event = event_in(line)
-            if event is None:
-                if line.endswith(b"\n"):
-                    odd.append(number)
-                continue
-            step = max(step, event["step"])
-            if event["event"] == "train":
-                train.add(event)
-            elif event["event"] == "eval":
-                evaluation.add(event)
-            end = event if event["event"] == "end" else None
+    for number, event in lines(path):
+        if event is None:
+            odd.append(number)
+            continue
+        step = max(step, event["step"])
+        if event["event"] == "train":
+            train.add(event)
+        elif event["event"] == "eval":
+            evaluation.add(event)
+        end = event if event["event"] == "end" else None
     return Metrics(train, evaluation, step, end, odd)
-
-
-def event_in(line: Union[bytes, str]) -> Optional[dict]:
-    """The event in a line, each of `_NUMBERS` a finite number or None; None for what is no event of a run."""
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    if type(event.get("step")) is not int or not 0 <= event["step"] < STEPS_MOST:
-        return None
-    return event if all(_is_number(event.get(name)) for name in _NUMBERS) else None
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)

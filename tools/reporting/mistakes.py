@@ -19,7 +19,7 @@ from engines.base import Engine
 from recipe import loading
 from tools.reporting.pictures import Picture, data_uri, read_here
 from training import scoring, weights
-from training.predicting import engine_with
+from training.scoring import engine_with
 
 _SECONDS = 60.0
 

@@ -6,8 +6,9 @@ import bisect
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
-from recipe.bounded import read_json
-from tools.reporting.metrics import STEPS_MOST, Metrics
+from tools.reporting.metrics import Metrics
+from training import run_folder
+from training.metrics import MOST_STEPS
 
 
 class Start(NamedTuple):
@@ -27,7 +28,7 @@ class Start(NamedTuple):
 
     def _count(self, name: str, least: int) -> Optional[int]:
         value = self.environment.get(name)
-        return value if type(value) is int and least <= value < STEPS_MOST else None
+        return value if type(value) is int and least <= value < MOST_STEPS else None
 
 
 class SessionTime(NamedTuple):
@@ -49,11 +50,7 @@ class SessionTime(NamedTuple):
 
 def starts(folder: Path) -> List[Start]:
     """All starts that environment.json has, the first one first."""
-    try:
-        found = read_json(folder / "environment.json")["starts"]
-        return [Start(each) for each in found if isinstance(each, dict)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    return [Start(each) for each in run_folder.starts(folder)]
 
 
 def resumed_at(begun: Sequence[Start]) -> List[int]:

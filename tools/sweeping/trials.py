@@ -7,8 +7,8 @@ from typing import List, NamedTuple, Optional
 
 from recipe.batch import in_steps
 from recipe.config import Recipe
-from tools.curves import read_events
 from tools.sweeping.candidates import Parameters
+from training.metrics import read_events
 
 COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING = "complete", "pruned", "impossible", "failed", "running"
 STATES = (COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING)

@@ -1,0 +1,161 @@
+"""metrics.jsonl: what a run tells of itself, one JSON object a line. Written and read here only; loads no torch.
+
+An event has `event` (train, eval, checkpoint or end) and `step` (updates done). `lines` is for those who pass over
+what is damaged, `read_events` for those who refuse it; `last` and `last_steps` read no more than they need.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
+
+from recipe.bounded import parse_json
+from recipe.errors import UserError
+from recipe.files import check_same, writing
+
+NAME = "metrics.jsonl"
+# Fields that differ between two runs of the same recipe; all others repeat bit for bit.
+TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
+MOST_STEPS = 10**12
+_LARGEST = 3.5e38  # of float32: no run computes with more
+# What readers compute with; other values of an event are only shown.
+_NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "images", "images_per_second", "data_wait")
+
+
+class Line(NamedTuple):
+    """A line of the file, counted from 1; event: None where it is no event."""
+
+    number: int
+    event: Optional[dict]
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """The lines of a metrics file, which may still be written: a last one that was cut off is left out.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+    """
+    with open(path, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            event = event_in(line)
+            if event is not None or line.endswith(b"\n"):
+                yield Line(number, event)
+
+
+def read_events(folder: Path) -> Dict[str, List[dict]]:
+    """The events of the run in a folder by kind, in their order.
+
+    Raises:
+        UserError: the folder holds no run, or a line of its metrics is damaged.
+    """
+    path = folder / NAME
+    found: Dict[str, List[dict]] = {}
+    try:
+        for line in lines(path):
+            if line.event is None:
+                raise UserError(f"{path}:{line.number}: not a line of metrics; remove it")
+            found.setdefault(line.event["event"], []).append(line.event)
+    except OSError:
+        raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
+    return found
+
+
+def last(path: Path) -> Optional[dict]:
+    """The event in the last line of a file; None without a file, or where that line is damaged or cut off."""
+    try:
+        with open(path, "rb") as stream:
+            line = collections.deque(stream, maxlen=1)
+    except OSError:
+        return None
+    return event_in(line[0]) if line else None
+
+
+def last_steps(path: Path) -> Dict[str, int]:
+    """The last step of each kind of event; damaged lines are passed over, no file is no events."""
+    try:
+        return {line.event["event"]: line.event["step"] for line in lines(path) if line.event}
+    except OSError:
+        return {}
+
+
+def event_in(line: Union[bytes, str]) -> Optional[dict]:
+    """The event in a line, each of `_NUMBERS` a finite number or None; None for what is no event of a run."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if type(event.get("step")) is not int or not 0 <= event["step"] < MOST_STEPS:
+        return None
+    return event if all(is_number(event.get(name)) for name in _NUMBERS) else None
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of an event is a finite number, or null: one that was not finite."""
+    return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
+
+
+class Metrics:
+    """The file as a run writes it: appended, and cut back to the checkpoint when the run resumes."""
+
+    def __init__(self, path: Path, keep_bytes: int, check_folder: Callable[[], None] = lambda: None):
+        """Opens the file, keeping its first `keep_bytes` bytes.
+
+        What lies behind the newest checkpoint will be written again, equal but for the timing fields.
+
+        Args:
+            check_folder: raises OSError once the folder is no longer the one that was opened.
+        """
+        self._path, self._check_folder = path, check_folder
+        check_folder()
+        self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
+        self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
+
+    def check(self) -> None:
+        """Raises OSError where the folder, or the file in it, is no longer the one that was opened."""
+        self._check_folder()
+        check_same(self._path, self._stream.fileno())
+
+    def write(self, event: dict) -> None:
+        """Appends an event; numbers that JSON does not know become null."""
+        self.check()
+        with writing(self._path):
+            self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
+            self._stream.flush()
+
+    def position(self) -> int:
+        """The file's length in bytes, all of it safely on the disk."""
+        self.check()
+        with writing(self._path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        return os.fstat(self._stream.fileno()).st_size
+
+    def close(self) -> None:
+        with writing(self._path):  # what a failed write has left is tried again
+            self._stream.close()
+
+
+class NoMetrics:
+    """The metrics of ranks other than the main one, which alone writes files."""
+
+    def check(self) -> None: ...
+
+    def write(self, event: dict) -> None: ...
+
+    def position(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def _valid_json(value: object) -> object:
+    """`value` with null for NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: _valid_json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
