@@ -22,10 +22,12 @@ from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards
 from tests.tools import test_sweep
+from tests.train_command import before_step
 from tests.training.test_loggers import Mlflow, Wandb
 from tools import export, launch, report, shards, sweep
-from training import loggers
+from training.services import MlflowLogger, WandbLogger
 
+__all__ = ["before_step"]  # a fixture
 DONE, WRONG_INPUT = 0, 2
 USER, PASSWORD, TOKEN = "carol", "hunter2/secret", "c2lnbmF0dXJl"  # the password is percent-encoded in URLs
 LOGIN, QUERY = f"{USER}:{PASSWORD}", f"sv=2024&sig={TOKEN}"
@@ -101,7 +103,7 @@ def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
     wandb, mlflow = Wandb(), Mlflow()
     monkeypatch.setitem(sys.modules, "wandb", wandb.module)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
-    for name, value in loggers._SETTINGS.items():
+    for name, value in {**WandbLogger.settings, **MlflowLogger.settings}.items():
         monkeypatch.setenv(name, value)
     run, url = tmp_path / "run", with_credentials(server.url)
     services = ("log.wandb=true", "log.mlflow=true", "log.tensorboard=true")
@@ -127,18 +129,18 @@ def _as_of_before(path, url):
     path.write_text(path.read_text().replace(url.replace(f"{USER}:hunter2%2Fsecret@", "").partition("?")[0], url))
 
 
-def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_path, monkeypatch):
+def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_path, monkeypatch, before_step):
     """They are no part of what is compared: the command line, the environment and ~/.netrc are all the same run."""
     server.query = None
     run, url = tmp_path / "run", with_credentials(server.url).partition("?")[0]
     began = recipe(url, run)
     assert call(train.main, *began, "--dry-run")[0] == DONE
-    _until(call, began, 2, monkeypatch)
+    _until(call, began, 2, before_step)
     credentials._known.clear()
     code, said = call(train.main, *recipe(server.url, run))
     assert code == WRONG_INPUT and "401" in said and credentials.ENVIRONMENT in said
     monkeypatch.setenv(credentials.ENVIRONMENT, url)
-    assert "resuming at step 2 of 4" in _until(call, recipe(server.url, run), 3, monkeypatch)
+    assert "resuming at step 2 of 4" in _until(call, recipe(server.url, run), 3, before_step)
     monkeypatch.delenv(credentials.ENVIRONMENT)
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login {USER} password {PASSWORD}\n")
     code, said = call(train.main, *recipe(server.url, run))
@@ -146,18 +148,11 @@ def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_pa
     assert secrets_below(run) == []
 
 
-def _until(call, arguments, step, monkeypatch):
+def _until(call, arguments, step, before_step):
     """A session that is asked to stop at a step; what it said."""
-    original = TorchEngine.train_step
-
-    def interrupted(engine, micro_batches, number, lr, measure=False):
-        if number + 1 == step:
-            signal.raise_signal(signal.SIGTERM)
-        return original(engine, micro_batches, number, lr, measure)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "train_step", interrupted)
-        code, said = call(train.main, *arguments)
+    before_step(step, signal.raise_signal, signal.SIGTERM)
+    code, said = call(train.main, *arguments)
+    before_step(0, None)
     assert code == 75
     return said
 

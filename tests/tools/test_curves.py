@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools.curves import main, read_events
+from tools.curves import main
+from training.metrics import read_events
 
 EVENTS = (
     '{"event": "train", "step": 1, "epoch": 0.5, "loss": 2.0, "top1": 0.1, "lr": 1.0, "gradient_norm": 1.0, '

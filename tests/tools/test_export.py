@@ -92,55 +92,40 @@ def expected(run, digits):
         return model(digits).float()
 
 
-def test_each_format_says_what_was_written_and_how_it_was_checked(run, files):
-    paths, said = files
-    for format, path in paths.items():
-        about = json.loads(said[format][-1])
+def test_each_format_says_what_was_written_and_how_it_was_checked(files):
+    for format, path in files[0].items():
+        *_, checked, score, last = files[1][format]
+        about = json.loads(last)
         assert (about["bytes"], about["images"], about["batches"]) == (path.stat().st_size, "validation", [1, 2, 5])
-        assert 0 <= about["difference"] <= about["limit"] == 1e-4
-        assert said[format][-2] == f"score it: python evaluate.py --checkpoint '{path}'"
-        assert f"{about['difference']:.2g}" in said[format][-3]
-    assert json.loads(said["safetensors"][-1])["difference"] == 0
+        assert 0 <= about["difference"] <= (0 if format == "safetensors" else about["limit"]) <= 1e-4
+        assert f"{about['difference']:.2g}" in checked and score.endswith(f"evaluate.py --checkpoint '{path}'")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_evaluation_of_an_export_gives_the_runs_scores(run, files, format, tmp_path, capsys):
-    """Without --config. The loss is the mean of 360 images; float32 sums in another order differ by 1e-6 of it."""
+def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, tmp_path, monkeypatch, capsys):
+    """Without --config, each in a place of its own. The loss is the mean of 360 images; float32 sums in another order
+    differ by 1e-6 of it. Shares of classes agree to the tenth of a percent that is printed."""
     folder, end = run
-    path = files[0][format]
-    assert evaluate.main(["--checkpoint", str(path), "--output", str(tmp_path)]) == DONE
-    assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in capsys.readouterr().out
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    assert evaluate.main(["--checkpoint", str(folder), "--output", str(tmp_path)]) == DONE
-    own = json.loads((tmp_path / "scores.json").read_text())
-    assert (scores["top1"], scores["top5"], scores["images"]) == (own["top1"], own["top5"], 360)
-    assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
-
-
-def test_what_evaluation_says_of_each_export_lies_in_the_run(run, files, tmp_path, monkeypatch):
-    """One format does not overwrite another's, nor the run's own."""
     monkeypatch.chdir(tmp_path)
-    for path in files[0].values():
-        assert evaluate.main(["--checkpoint", str(path)]) == DONE
-        scores = json.loads((run[0] / f"evaluation-{path.name}" / "scores.json").read_text())
-        assert scores["file"] == str(path)
-    assert not list(tmp_path.iterdir()) and not (run[0] / "evaluation").exists()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_export_classifies_images_as_the_run_does(run, files, format, tmp_path, capsys):
-    """Names and shares, to the tenth of a percent that is printed; but not at another size than it was made for."""
     scan = tmp_path / "a digit.png"
     Image.fromarray(DigitsSource("validation").read(0).permute(1, 2, 0).numpy()).save(scan)
-    told = []
-    for path in (run[0], files[0][format]):
-        assert evaluate.main(["--checkpoint", str(path), "--images", str(scan)]) == DONE
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and told[0].count("%") == 5
-    if format != "safetensors":
-        arguments = ["--checkpoint", str(files[0][format]), "--images", str(scan), "model.image_size=24"]
-        assert evaluate.main(arguments) == WRONG_INPUT
-        assert "was exported with model.image_size 16, not 24" in capsys.readouterr().err
+
+    def told(path, *arguments):
+        assert evaluate.main(["--checkpoint", str(path), *arguments]) == DONE
+        return capsys.readouterr().out
+
+    told(folder, "--output", str(tmp_path / "own"))
+    own, guesses = json.loads((tmp_path / "own" / "scores.json").read_text()), told(folder, "--images", str(scan))
+    assert guesses.count("%") == 5
+    for path in files[0].values():
+        assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in told(path)
+        scores = json.loads((folder / f"evaluation-{path.name}" / "scores.json").read_text())
+        assert (scores["file"], scores["images"]) == (str(path), 360)
+        assert (scores["top1"], scores["top5"]) == (own["top1"], own["top5"])
+        assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
+        assert told(path, "--images", str(scan)) == guesses
+    assert not (folder / "evaluation").exists() and len(list(tmp_path.iterdir())) == 2
+    assert evaluate.main(["--checkpoint", str(path), "--images", str(scan), "model.image_size=24"]) == WRONG_INPUT
+    assert "was exported with model.image_size 16, not 24" in capsys.readouterr().err
 
 
 def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
@@ -194,16 +179,10 @@ def test_a_file_says_what_it_was_made_of(run, files, format):
     else:
         metadata = exported.opened(path.suffix, path.read_bytes()).metadata
     recipe = loading.loads(metadata["recipe"], "file")
-    assert recipe == loading.load(run[0] / "config.yaml")
-    texts = {key: json.loads(metadata[key]) for key in ("classes", "image_size", "mean", "std", "crop_fraction")}
-    assert texts == {
-        "classes": [str(digit) for digit in range(10)],
-        "image_size": 16,
-        "mean": list(recipe.model.mean),
-        "std": list(recipe.model.std),
-        "crop_fraction": recipe.data.crop_fraction,
-    }
-    assert metadata["weights"] == "trained"
+    assert recipe == loading.load(run[0] / "config.yaml") and metadata["weights"] == "trained"
+    expected = [[str(digit) for digit in range(10)], 16, list(recipe.model.mean), list(recipe.model.std)]
+    assert [json.loads(metadata[key]) for key in ("classes", "image_size", "mean", "std")] == expected
+    assert json.loads(metadata["crop_fraction"]) == recipe.data.crop_fraction
 
 
 def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(run, files, command, tmp_path):
@@ -215,9 +194,8 @@ def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(r
         assert tensor.dtype == torch.float16 and tensors[timm_name(name)].dtype == torch.float32
         assert torch.equal(tensors[timm_name(name)], tensor.float())
     again = tmp_path / "again.safetensors"
-    for _ in range(3):
-        assert command(run[0], "--format", "safetensors", "--output", again)[0] == DONE
-        assert again.read_bytes() == files[0]["safetensors"].read_bytes()
+    assert command(run[0], "--format", "safetensors", "--output", again)[0] == DONE
+    assert again.read_bytes() == files[0]["safetensors"].read_bytes()
 
 
 def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
@@ -273,14 +251,6 @@ def test_what_has_no_data_is_checked_on_random_images_and_says_why(run, command,
     code, lines, _ = command(run[0], "--format", "safetensors", "--output", path, "--json")
     assert json.loads(lines[-1])["no_validation_images"] is None
     assert not [line for line in lines if line.startswith("no validation images")]
-
-
-def test_few_images_are_shown_more_than_once(monkeypatch):
-    """Three validation images for a check on eight."""
-    recipe = loading.load(QUICKSTART, [*TINY, "data.source=glyphs", "data.validation_images=3", "data.train_images=3"])
-    images, reason = export._images(recipe, 8)
-    assert (reason, tuple(images.shape), images.dtype) == (None, (8, 3, 16, 16), torch.uint8)
-    assert torch.equal(images[3:6], images[:3]) and not torch.equal(images[0], images[1])
 
 
 @pytest.mark.parametrize("wrong", [1.1e-4, float("nan")])
@@ -339,19 +309,12 @@ def test_refusals_are_one_line(run, command, arguments, said):
     assert said in errors[0]
 
 
-def test_weights_without_a_recipe_are_refused(command, tmp_path):
-    torch.save({"stem.conv_stem.weight": torch.zeros(1)}, tmp_path / "w.pth")
-    code, _, errors = command(tmp_path / "w.pth", "--format", "torch")
-    said = f"{tmp_path / 'w.pth'}: does not say which recipe it was trained by; name it by --config FILE"
-    assert (code, errors) == (WRONG_INPUT, [said])
-
-
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_package_is_one_line(run, command, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     code, _, errors = command(run[0], "--format", "onnx")
-    said = f"--format onnx: the package {package} is not installed; pip install onnx onnxscript onnxruntime"
-    assert (code, errors) == (WRONG_INPUT, [said])
+    assert code == WRONG_INPUT and len(errors) == 1
+    assert f"the package {package} is not installed; pip install onnx" in errors[0]
 
 
 @pytest.mark.parametrize("norm", [("model.norm=batch",), ("model.norm=layer",), ("model.proxy_norm=true",)])

@@ -1,115 +1,75 @@
-"""Checkpoints survive what disks, crashes and strangers do to them."""
+"""Checkpoints are whole or passed over, with files of replicas or without."""
 
-import errno
+import gc
 import hashlib
-import io
 import json
 import os
-import pickle
 import subprocess
-import warnings
-import zipfile
+import weakref
 
 import pytest
 import torch
 
 from recipe.errors import CheckpointError
+from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
-from training.checkpoint import CheckpointFolder
 from training.manifest import File, Manifest, parsed, written
 
 
-def content(step):
-    """Something like a checkpoint: half-precision bits, counters, text."""
-    generator = torch.Generator().manual_seed(step)
-    weights = torch.randn(1000, generator=generator).to(torch.float16)
-    return {"engine": {"weights": {"w": weights}}, "progression": {"step": step, "loss": 0.1 * step, "scores": {}}}
-
-
-def same(loaded, step):
-    expected = content(step)
-    return (
-        loaded["progression"] == expected["progression"]
-        and loaded["engine"]["weights"]["w"].dtype == torch.float16
-        and torch.equal(loaded["engine"]["weights"]["w"], expected["engine"]["weights"]["w"])
-    )
-
-
-def files(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def pair(*steps):
-    return sorted(f"step-{step:08d}.{kind}" for step in steps for kind in ("json", "pt"))
-
-
-def manifest(checkpoints, step):
-    """Where it lies."""
-    return checkpoints.path(step).with_suffix(".json")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """folder(keep_last=2, keep_best=False): the run's checkpoint folder, as a new process would open it."""
-    return lambda keep_last=2, keep_best=False: CheckpointFolder(tmp_path / "checkpoints", keep_last, keep_best)
-
-
-@pytest.fixture
-def warnings_given():
-    return []
-
-
-def test_what_is_saved_is_loaded_bit_for_bit(folder, warnings_given):
-    path = folder().save(7, content(7), top1=0.5)
-    assert path.name == "step-00000007.pt"
-    assert same(folder().load_newest(warnings_given.append), 7)
-    assert same(checkpoint.load(path), 7)
-    assert warnings_given == []
-
-
-def test_nothing_is_loaded_where_nothing_was_saved(folder, warnings_given):
-    assert folder().load_newest(warnings_given.append) is None
-
-
-def test_the_manifest_tells_step_size_checksum_and_score(folder):
-    """The checksum is that of the sha256sum command."""
-    path = folder().save(3, content(3), top1=0.25)
-    manifest = json.loads(path.with_suffix(".json").read_text())
-    digest = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
-    about_itself = manifest.pop("checksum")
-    assert about_itself == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    assert manifest == {"step": 3, "bytes": path.stat().st_size, "sha256": digest, "top1": 0.25}
-    assert folder().manifests() == [Manifest(**manifest)]
-
-
-def test_the_newest_by_step_is_loaded_not_by_time(folder, warnings_given):
+def test_what_is_saved_is_loaded_bit_for_bit_the_newest_by_step(save, newest, replicas):
     """Files may be copied in any order."""
-    checkpoints = folder(keep_last=3)
-    for step in (1000, 5, 30):
-        checkpoints.save(step, content(step), None)
-    assert same(checkpoints.load_newest(warnings_given.append), 1000)
+    assert newest() == (None, [])
+    checkpoints = save(1000, 5, 30)
+    assert files(checkpoints.folder) == names(5, 30, 1000, replicas=replicas)
+    assert checkpoints.path(5).name == "step-00000005.pt"
+    assert newest() == (1000, [])
     assert [manifest.step for manifest in checkpoints.manifests()] == [5, 30, 1000]
+    assert checkpoint.load(checkpoints.path(5))["progression"]["step"] == 5
 
 
-def test_the_last_ones_are_kept(folder):
-    checkpoints = folder(keep_last=3)
-    for step in range(1, 8):
-        checkpoints.save(step, content(step), None)
-    assert files(checkpoints.folder) == pair(5, 6, 7)
+def test_the_manifest_has_step_score_and_the_sizes_and_checksums_of_all_files(save, folder, replicas):
+    """The checksums are those of the sha256sum command; older programs know no list of replicas, so none is empty."""
+    checkpoints = save(3, scores={3: 0.25})
+    paths = [checkpoints.path(3), *(checkpoints.replica_path(3, number) for number in range(replicas))]
+    told = subprocess.run(["sha256sum", *paths], capture_output=True, text=True, check=True).stdout
+    (size, digest), *others = ((path.stat().st_size, line.split()[0]) for path, line in zip(paths, told.splitlines()))
+    found = json.loads(manifest(checkpoints, 3).read_text())
+    about_itself = found.pop("checksum")
+    assert about_itself == hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    expected = {"step": 3, "bytes": size, "sha256": digest, "top1": 0.25}
+    assert found == ({**expected, "replicas": [list(other) for other in others]} if replicas else expected)
+    assert folder().manifests() == [Manifest(**expected, replicas=tuple(File(*other) for other in others))]
 
 
-def test_the_best_one_is_kept_and_a_tie_goes_to_the_later(folder):
-    checkpoints = folder(keep_last=2, keep_best=True)
-    for step, top1 in enumerate([0.1, 0.7, None, 0.7, 0.2, None, 0.3], start=1):
-        checkpoints.save(step, content(step), top1)
-    assert files(checkpoints.folder) == pair(4, 6, 7)
+def test_one_state_at_a_time_is_in_memory(folder):
+    """A thousand replicas have a gradient's length each."""
+    alive = []
+
+    def made():
+        for replica in range(3):
+            gc.collect()
+            assert [reference() for reference in alive] == [None] * replica
+            tensor = torch.zeros(1000)
+            alive.append(weakref.ref(tensor))
+            yield {"residual": tensor}
+            del tensor
+
+    folder().save(1, content(1), None, made())
+    assert len(alive) == 3
 
 
-def test_without_keep_best_the_best_one_goes(folder):
-    checkpoints = folder(keep_last=2, keep_best=False)
-    for step, top1 in enumerate([0.9, 0.1, 0.1], start=1):
-        checkpoints.save(step, content(step), top1)
-    assert files(checkpoints.folder) == pair(2, 3)
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "keep_best", "kept"),
+    [
+        ([None] * 7, 3, True, (5, 6, 7)),
+        ([0.1, 0.7, None, 0.7, 0.2, None, 0.3], 2, True, (4, 6, 7)),  # a tie goes to the later
+        ([0.9, 0.1, 0.1], 2, False, (2, 3)),
+    ],
+)
+def test_the_last_and_the_best_are_kept(save, replicas, scores, keep_last, keep_best, kept):
+    scores = dict(enumerate(scores, start=1))
+    checkpoints = save(*scores, scores=scores, keep_last=keep_last, keep_best=keep_best)
+    assert files(checkpoints.folder) == names(*kept, replicas=replicas)
 
 
 def truncated(path):
@@ -138,85 +98,88 @@ def unreadable(path):
 DAMAGES = [truncated, bit_flipped, emptied, foreign, unreadable]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_and_named(folder, warnings_given, damage):
-    for step in (1, 2):
-        folder().save(step, content(step), None)
-    damage(folder().path(2))
-    assert same(folder().load_newest(warnings_given.append), 1)
-    assert len(warnings_given) == 1
-    assert str(folder().path(2)) in warnings_given[0]
-    assert "\n" not in warnings_given[0]
-
-
-def test_if_all_are_damaged_it_says_so_and_touches_nothing(folder, warnings_given):
-    for step in (1, 2):
-        folder().save(step, content(step), None)
-        truncated(folder().path(step))
-    before = {path: path.read_bytes() for path in folder().folder.iterdir()}
-    with pytest.raises(CheckpointError) as caught:
-        folder().load_newest(warnings_given.append)
-    assert str(folder().path(2)) in str(caught.value)
-    assert "restore one" in str(caught.value) and "\n" not in str(caught.value)
-    assert len(warnings_given) == 2
-    assert {path: path.read_bytes() for path in folder().folder.iterdir()} == before
-
-
-def test_a_file_without_manifest_counts_for_nothing_and_is_named(folder, warnings_given):
-    """So a crash between the two leaves the one before; with none before, the run begins anew."""
-    for step in (1, 2):
-        folder().save(step, content(step), None)
-    manifest(folder(), 2).unlink()
-    assert same(folder().load_newest(warnings_given.append), 1)
-    assert [found.step for found in folder().manifests()] == [1]
-    folder().path(1).unlink()
-    manifest(folder(), 1).unlink()
-    assert folder().load_newest(warnings_given.append) is None
-    assert (
-        warnings_given == [f"{folder().path(2)}: has no manifest, as if its writing was cut off; it does not count"] * 2
-    )
-
-
-def test_a_manifest_of_another_file_is_no_match(folder, warnings_given):
-    for step in (1, 2, 3):
-        folder(keep_last=3).save(step, content(step), None)
-    os.replace(manifest(folder(), 1), manifest(folder(), 3))
-    assert same(folder().load_newest(warnings_given.append), 2)
-    assert "step-00000003.json: damaged: it is that of step 1" in warnings_given[0]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_manifest_is_damage_and_named(folder, warnings_given, damage):
-    for step in (1, 2):
-        folder().save(step, content(step), None)
-    damage(manifest(folder(), 2))
-    assert same(folder().load_newest(warnings_given.append), 1)
-    assert len(warnings_given) == 1 and warnings_given[0].startswith(f"{manifest(folder(), 2)}: ")
-    assert warnings_given[0].endswith("; trying the one before") and "\n" not in warnings_given[0]
+def parts(checkpoints, step, replicas):
+    """The files of a checkpoint: its own, its manifest, the first and the last replica's."""
+    own = [checkpoints.path(step), manifest(checkpoints, step)]
+    return [*own, *(checkpoints.replica_path(step, number) for number in {0, replicas - 1} if replicas)]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, os.unlink])
-def test_with_all_manifests_damaged_or_gone_it_says_so_and_touches_nothing(folder, warnings_given, damage):
-    for step in (1, 2):
-        folder().save(step, content(step), None)
-        damage(manifest(folder(), step))
-    before = files(folder().folder)
-    with pytest.raises(CheckpointError, match=r"no older checkpoint is whole either: restore one [^\n]*$"):
-        folder().load_newest(warnings_given.append)
-    assert len(warnings_given) == 2 and files(folder().folder) == before
+def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save, newest, replicas, damage):
+    """A manifest that is missing is no damage: its writing was cut off."""
+    for number in range(len(parts(save(1, 2), 2, replicas))):
+        checkpoints = save(1, 2)
+        path = parts(checkpoints, 2, replicas)[number]
+        damage(path)
+        step, (line,) = newest()
+        assert step == 1
+        if damage is os.unlink and path.suffix == ".json":
+            assert line.startswith(f"{checkpoints.path(2)}: has no manifest") and line.endswith("it does not count")
+            assert [found.step for found in checkpoints.manifests()] == [1]
+        else:
+            assert line.startswith(f"{path}: ") and line.endswith("; trying the one before")
+        if path.is_dir():
+            path.rmdir()
 
 
-def test_a_missing_file_beside_its_manifest_is_damage(folder, warnings_given):
-    """Also of one that is not looked at because a newer one is whole: to remove it later ends no run."""
-    for step in (1, 2, 3):
-        folder(keep_last=3).save(step, content(step), None)
-    folder().path(3).unlink()
-    folder().path(1).unlink()
+@pytest.mark.parametrize("damage", [*DAMAGES, os.unlink])
+def test_if_all_are_damaged_it_says_so_and_touches_nothing(save, folder, replicas, damage):
+    for number in range(len(parts(save(1, 2), 2, replicas))):
+        checkpoints = save(1, 2)
+        for step in (1, 2):
+            damage(parts(checkpoints, step, replicas)[number])
+        before, given = files(checkpoints.folder), []
+        with pytest.raises(
+            CheckpointError, match=r"no older checkpoint is whole either: restore one with all files of"
+        ):
+            folder().load_newest(given.append, with_replicas=True)
+        assert len(given) == 2 and files(checkpoints.folder) == before
+        for step in (1, 2):
+            path = parts(checkpoints, step, replicas)[number]
+            if path.is_dir():
+                path.rmdir()
+
+
+def test_a_first_checkpoint_that_was_cut_off_counts_for_nothing(save, newest):
+    checkpoints = save(2)
+    manifest(checkpoints, 2).unlink()
+    step, (line,) = newest()
+    assert step is None and "has no manifest" in line
+
+
+def test_weights_can_be_had_without_the_files_of_replicas(folder, replicas, save):
+    """A run folder that was copied without them can be scored."""
+    checkpoints = save(1, 2)
+    for path in checkpoints.folder.glob("*.replica-*"):
+        path.unlink()
+    assert checkpoints.load_newest(pytest.fail)["progression"]["step"] == 2
+
+
+def test_files_that_changed_places_are_damage(save, newest, replicas):
+    checkpoints = save(1, 2)
+    one, other = manifest(checkpoints, 1), manifest(checkpoints, 2)
+    if replicas:
+        one, other = checkpoints.replica_path(2, 0), checkpoints.replica_path(2, 1)
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[1])
+    other.write_bytes(contents[0])
+    if replicas:
+        step, (line,) = newest()
+        assert step == 1 and line.startswith(f"{one}: damaged")
+    else:
+        with pytest.raises(CheckpointError, match=r"step-00000002.json: damaged: it is that of step 1"):
+            newest()
+
+
+def test_what_is_damaged_and_was_not_looked_at_ends_no_run(save, newest, folder):
+    checkpoints = save(1, 2, 3)
+    checkpoints.path(3).unlink()
+    checkpoints.path(1).unlink()
     resumed = folder()
-    assert same(resumed.load_newest(warnings_given.append), 2)
-    assert warnings_given[0].startswith(f"{folder().path(3)}: cannot be read: No such file")
-    resumed.save(4, content(4), None)
-    assert not manifest(folder(), 1).exists()
+    step, (line,) = newest(resumed)
+    assert step == 2 and line.startswith(f"{checkpoints.path(3)}: cannot be read: No such file")
+    save(4, checkpoints=resumed)
+    assert not manifest(resumed, 1).exists()
 
 
 def test_every_wrong_bit_of_a_manifest_is_reported():
@@ -231,13 +194,13 @@ def test_every_wrong_bit_of_a_manifest_is_reported():
             parsed(bytes(flipped), 1234)
 
 
-def test_manifests_of_before_have_no_checksum_and_are_read(folder, warnings_given):
-    folder().save(5, content(5), 0.25)
-    found = json.loads(manifest(folder(), 5).read_text())
+def test_manifests_of_before_have_no_checksum_and_are_read(save, newest):
+    checkpoints = save(5, scores={5: 0.25})
+    found = json.loads(manifest(checkpoints, 5).read_text())
     del found["checksum"]
-    manifest(folder(), 5).write_text(json.dumps(found) + "\n")
-    assert same(folder().load_newest(warnings_given.append), 5)
-    assert [each.top1 for each in folder().manifests()] == [0.25] and warnings_given == []
+    manifest(checkpoints, 5).write_text(json.dumps(found) + "\n")
+    assert newest() == (5, [])
+    assert [each.top1 for each in checkpoints.manifests()] == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -251,263 +214,38 @@ def test_what_is_no_manifest_is_refused(text):
         parsed(text.encode(), 1)
 
 
-def test_damaged_checkpoints_do_not_push_out_whole_ones(folder, warnings_given):
+def test_damaged_checkpoints_push_out_no_whole_ones_and_are_kept_until_they_are_written_again(save, newest, folder):
     """1 is whole, 8 and 9 are damaged: what is saved next, at 2, must be kept, and 1 as its predecessor."""
-    checkpoints = folder(keep_last=3)
-    for step in (1, 8, 9):
-        checkpoints.save(step, content(step), 0.1 * step)
-    for step in (8, 9):
-        bit_flipped(checkpoints.path(step))
-    resumed = folder(keep_last=2, keep_best=True)
-    assert same(resumed.load_newest(warnings_given.append), 1)
-    resumed.save(2, content(2), None)
-    assert {*pair(1, 2)} <= {*files(resumed.folder)}
-    assert same(folder().load_newest(warnings_given.append), 2)
+    checkpoints = save(1, 8, 9, scores={8: 0.8, 9: 0.9})
+    bit_flipped(checkpoints.path(8))
+    (checkpoints.replica_path(9, 1) if checkpoints.replica_count(9) else checkpoints.path(9)).unlink()
+    resumed = folder(keep_best=True)
+    assert newest(resumed)[0] == 1
+    save(2, checkpoints=resumed)
+    assert {*names(1, 2), *names(8)} <= {*files(resumed.folder)} and manifest(resumed, 9).exists()
+    assert newest()[0] == 2
+    save(9, 10, checkpoints=resumed)
+    assert {path.name for path in resumed.folder.glob("*.json")} == {f"step-{step:08d}.json" for step in (8, 9, 10)}
+    assert newest() == (10, [])
 
 
-def test_a_damaged_checkpoint_that_is_written_again_counts_again(folder, warnings_given):
-    checkpoints = folder()
-    for step in (1, 2):
-        checkpoints.save(step, content(step), None)
-    truncated(checkpoints.path(2))
+def test_a_checkpoint_whose_manifest_is_damaged_keeps_its_files(save, folder, newest, replicas):
+    """Its manifest alone knows that they are no strays."""
+    emptied(manifest(save(1, 2), 2))
     resumed = folder()
-    resumed.load_newest(warnings_given.append)
-    for step in (2, 3):
-        resumed.save(step, content(step), None)
-    assert files(resumed.folder) == pair(2, 3)
+    assert newest(resumed)[0] == 1
+    save(3, checkpoints=resumed)
+    assert files(resumed.folder) == names(1, 2, 3, replicas=replicas)
 
 
-class _Disk:
-    """Lets the n-th call of one of the operations that saving consists of fail; write is one of them."""
-
-    def __init__(self, monkeypatch, operation, number, error):
-        self.calls = 0
-        self._number, self._error = number, error
-        if operation == "write":
-            monkeypatch.setattr("builtins.open", self._opening(open))
-        else:
-            monkeypatch.setattr(os, operation, self._failing(getattr(os, operation)))
-
-    def _failing(self, function):
-        def call(*arguments):
-            self.calls += 1
-            if self.calls == self._number:
-                raise self._error
-            return function(*arguments)
-
-        return call
-
-    def _opening(self, function):
-        def call(path, mode="r", *arguments, **keywords):
-            stream = function(path, mode, *arguments, **keywords)
-            if str(path).endswith(".tmp"):
-                whole = stream.write
-                stream = _Stream(stream)
-                stream.write = self._failing(lambda data: whole(data))
-            return stream
-
-        return call
-
-
-class _Stream:
-    """A file object whose methods can be replaced."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self._stream, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._stream.close()
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize(
-    ("operation", "number"), [("write", 1), ("write", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)]
-)
-def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
-    folder, warnings_given, monkeypatch, operation, number, error
-):
-    """Writing, syncing (file, folder, manifest, folder) and renaming, each of the file and of its manifest."""
-    checkpoints = folder()
-    checkpoints.save(1, content(1), None)
-    with monkeypatch.context() as patch, pytest.raises(type(error)):
-        disk = _Disk(patch, operation, number, error)
-        checkpoints.save(2, content(2), None)
-    assert disk.calls == number
-    assert files(checkpoints.folder) == pair(1)
-    assert same(folder().load_newest(warnings_given.append), 1)
-    checkpoints.save(2, content(2), None)
-    assert same(folder().load_newest(warnings_given.append), 2)
-    assert warnings_given == []
-
-
-def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(folder, monkeypatch):
-    """The order that a power cut needs: data, name, folder entry; first the file, then the manifest."""
-    log = []
-    for operation in ("fsync", "replace"):
-        real = getattr(os, operation)
-        monkeypatch.setattr(
-            os,
-            operation,
-            lambda *arguments, operation=operation, real=real: (log.append((operation, arguments)), real(*arguments)),
-        )
-    folder().save(1, content(1), None)
-    assert [operation for operation, _ in log] == ["fsync", "replace", "fsync"] * 2
-    assert [str(arguments[1]).rpartition(".")[2] for operation, arguments in log if operation == "replace"] == [
-        "pt",
-        "json",
-    ]
-
-
-def test_what_a_killed_process_left_half_written_is_removed_by_the_next_save(folder):
-    checkpoints = folder()
-    checkpoints.save(1, content(1), None)
-    leftover = checkpoints.path(2).with_name("step-00000002.pt.tmp")
-    leftover.write_bytes(b"half")
-    checkpoints.save(3, content(3), None)
-    assert files(checkpoints.folder) == pair(1, 3)
-
-
-def test_files_of_others_are_left_alone(folder):
-    """A copy that somebody put aside in the folder is not ours to remove."""
-    checkpoints = folder()
-    checkpoints.save(1, content(1), None)
-    aside = checkpoints.folder / "step-00000001-before-the-change.pt"
-    aside.write_bytes(b"mine")
-    for step in (2, 3, 4):
-        checkpoints.save(step, content(step), None)
-    assert files(checkpoints.folder) == sorted([*pair(3, 4), aside.name])
-
-
-def test_a_disk_that_is_really_full_leaves_the_last_one(small_disk, warnings_given):
-    """64 KiB hold one checkpoint of 40 KiB and not two."""
-    checkpoints = CheckpointFolder(small_disk("64k") / "checkpoints", 2, False)
-    large = {"engine": {}, "progression": {"step": 1}, "weights": torch.zeros(10_000)}
-    checkpoints.save(1, large, None)
-    with pytest.raises(OSError) as caught:
-        checkpoints.save(2, large, None)
-    assert caught.value.errno == errno.ENOSPC
-    assert files(checkpoints.folder) == pair(1)
-    assert checkpoints.load_newest(warnings_given.append)["progression"]["step"] == 1
-
-
-class _Hostile:
-    """Unpickled by the usual means, it makes a folder."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.target),)
-
-
-def _as_torch_file(thing):
-    buffer = io.BytesIO()
-    torch.save(thing, buffer)
-    return buffer.getvalue()
-
-
-def _as_old_torch_file(thing):
-    buffer = io.BytesIO()
-    torch.save(thing, buffer, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("pack", [_as_torch_file, _as_old_torch_file, pickle.dumps])
-def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path, folder, pack):
-    """Even with a manifest that vouches for it. That the code would run is shown first, without the guard."""
-    proof = tmp_path / "executed"
-    data = pack({"format": checkpoint.FORMAT, "engine": _Hostile(proof)})
-    if pack is pickle.dumps:
-        pickle.loads(data)
-    else:
-        torch.load(io.BytesIO(data), weights_only=False)
-    proof.rmdir()
-
-    checkpoints = folder()
-    path = checkpoints.save(1, content(1), None)
-    path.write_bytes(data)
-    digest, size = checkpoint._digest(io.BytesIO(data))
-    manifest(checkpoints, 1).write_bytes(written(Manifest(1, size, digest, None)))
-    with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
-        checkpoints.load_newest(lambda line: None)
-    with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
-        checkpoint.load(path)
-    assert not proof.exists()
-
-
-def _deflated(value):
-    """As torch packs it, then compressed."""
-    whole, packed = zipfile.ZipFile(io.BytesIO(_as_torch_file(value))), io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in whole.namelist():
-            archive.writestr(name, whole.read(name))
-    return packed.getvalue()
-
-
-def _bytearray(length):
-    """A pickle that asks for so many bytes, which weights_only grants."""
-    return b"\x80\x02cbuiltins\nbytearray\nJ" + length.to_bytes(4, "little") + b"\x85R."
-
-
-def _bytearray_in_archive(length):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("archive/data.pkl", _bytearray(length))
-        archive.writestr("archive/version", "3\n")
-    return packed.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("make", "size"), [(_deflated, 16 << 20), (_bytearray, 256 << 20), (_bytearray_in_archive, 256 << 20)]
-)
-def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch, make, size):
-    """torch would open both in archives: shown first, with the little that is enough to tell."""
-    refused_by_old_torch = make is _bytearray_in_archive and not hasattr(torch.serialization, "add_safe_globals")
-    if make is not _bytearray and not refused_by_old_torch:  # an old file goes on behind its first pickle
-        assert len(torch.load(io.BytesIO(make([1, 2] if make is _deflated else 2)), weights_only=True)) == 2
-    path = tmp_path / "small.pt"
-    path.write_bytes(make(torch.zeros(size, dtype=torch.uint8) if make is _deflated else size))
-    assert path.stat().st_size < 1 << 20
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was opened"))
-    assert checkpoint.unpickled(path) is None
-
-
-def test_any_other_file_is_refused_in_one_line(tmp_path):
-    """torch answers random bytes and foreign files with nearly every exception there is, and with warnings."""
-    path = tmp_path / "file.pt"
-    generator = torch.Generator().manual_seed(0)
-    whole = _as_torch_file({"format": checkpoint.FORMAT, "x": torch.arange(9)})
-    old = _as_old_torch_file({"format": checkpoint.FORMAT, "x": torch.arange(9)})
-    samples = [b"", b"PK\x05\x06" + bytes(18), pickle.dumps({"format": 1}, protocol=4), _as_torch_file([1, 2])]
-    samples += [_as_torch_file({"weights": 1}), _as_torch_file({"format": 0}), b"\x80\x02" + whole]
-    samples += [data[:length] for data in (whole, old) for length in range(0, len(data), 41)]
-    for prefix in (b"", b"\x80\x02"):
-        samples += [prefix + torch.randint(0, 256, (60,), generator=generator).numpy().tobytes() for _ in range(200)]
-        samples += [prefix + bytes([byte]) * 40 for byte in range(256)]
-    for data in samples:
-        path.write_bytes(data)
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.load(path)
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value), data
-
-
-def test_a_foreign_file_is_refused_without_torchs_warnings(tmp_path):
-    """Newer ones warn of pickle protocols other than 2, which would be a second line beside ours."""
-    path = tmp_path / "file.pt"
-    path.write_bytes(pickle.dumps({"format": 1}, protocol=4))
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        with pytest.raises(CheckpointError):
-            checkpoint.load(path)
-    assert given == []
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nothing\.pt: cannot be read: No such file or directory"):
-        checkpoint.load(tmp_path / "nothing.pt")
+def test_strays_are_removed_by_the_next_save_and_files_of_others_left_alone(save, replicas):
+    """Of a process that was killed while it wrote or removed a checkpoint; of one with more replicas; a user's own."""
+    checkpoints = save(1)
+    for name in ("2.replica-0000.pt", "2.replica-0001.pt.tmp", "0.replica-0002.pt", "2.pt.tmp", "1.replica-0003.pt"):
+        (checkpoints.folder / f"step-0000000{name}").write_bytes(b"half")
+    aside = [f"step-00000002.replica-0001{end}" for end in ("-mine.pt", ".txt")]
+    aside.append("step-00000001-before-the-change.pt")
+    for name in aside:
+        (checkpoints.folder / name).write_bytes(b"mine")
+    save(3, checkpoints=checkpoints)
+    assert files(checkpoints.folder) == sorted([*names(1, 3, replicas=replicas), *aside])

@@ -6,6 +6,7 @@ import torch
 
 from data.batches import MicroBatch
 from engines.base import Counts
+from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.errors import DataError
 from training.evaluation import Scores, evaluate
@@ -14,18 +15,18 @@ from training.evaluation import Scores, evaluate
 class Ranker:
     """Stands in for an engine: an image's first pixel is the rank of its label, its loss is a quarter of that."""
 
-    topology = Topology()
+    topology, device = Topology(), torch.device("cpu")
+    processes = Processes(topology, device)
 
     def __init__(self):
         self.batches = 0
 
     def evaluate_step(self, batch):
         self.batches += 1
+        if batch is None:
+            return Counts(0, *torch.zeros(3))
         ranks = batch.images[: batch.valid, 0, 0, 0].long()
         return Counts(batch.valid, ranks.double().sum() / 4, (ranks < 1).sum(), (ranks < 5).sum())
-
-    def total(self, counts, unreadable):
-        return Counts(*(sum(values) for values in zip(*counts))), list(unreadable)
 
 
 def batches(ranks, size, unreadable=()):
@@ -49,33 +50,15 @@ def test_every_image_counts_once_whatever_the_batch_size(size):
     )
 
 
-def test_unreadable_images_are_counted_apart():
-    """Shares are of the images that could be read."""
-    scores = evaluate(Ranker(), batches([0, 0, 9, 3, 0, 9], 4, unreadable=(1, 5)))
-    assert scores == Scores(top1=2 / 4, top5=3 / 4, loss=12 / 4 / 4, images=4, unreadable=2)
-
-
-def test_a_batch_without_any_readable_image_is_given_to_the_engine_like_all_others():
-    """Other stages of a pipeline wait for it."""
+def test_unreadable_images_are_counted_apart_and_every_batch_is_given_to_the_engine():
+    """Shares are of the images that could be read. Other stages of a pipeline wait for a batch without any."""
     ranker = Ranker()
-    assert evaluate(ranker, batches([0, 9, 0, 9], 2, unreadable=(0, 1))).images == 2
-    assert ranker.batches == 2
+    scores = evaluate(ranker, batches([0, 0, 9, 3, 0, 9, 9, 9], 2, unreadable=(1, 6, 7)))
+    assert scores == Scores(top1=2 / 5, top5=3 / 5, loss=21 / 4 / 5, images=5, unreadable=3)
+    assert ranker.batches == 4
 
 
-def test_where_images_do_not_enter_the_engine_is_called_as_often():
-    class LaterStage(Ranker):
-        def evaluate_step(self, batch):
-            assert batch is None
-            self.batches += 1
-            return Counts(0, *torch.zeros(3))
-
-        def total(self, counts, unreadable):
-            assert len(counts) == 3 and not unreadable
-            return Counts(8, torch.tensor(4.0), torch.tensor(2), torch.tensor(6)), ["3.jpg: empty"]
-
-    assert evaluate(LaterStage(), [None] * 3) == Scores(0.25, 0.75, 0.5, 8, 1)
-
-
-def test_no_readable_image_at_all_is_an_error_that_names_the_first():
+def test_no_image_at_all_is_an_error_that_names_the_first_that_cannot_be_read():
+    """Also where images do not enter: the engine is called as often."""
     with pytest.raises(DataError, match=r"^no validation image can be read; the first: 0\.jpg: empty$"):
-        evaluate(Ranker(), batches([0, 9], 1, unreadable=(0, 1)))
+        evaluate(Ranker(), [*batches([0, 9], 1, unreadable=(0, 1)), None])

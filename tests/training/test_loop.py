@@ -11,38 +11,24 @@ from engines import factory
 from engines.base import Diverged
 from recipe import batch as arithmetic
 from recipe.errors import DataError
+from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
-from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, TrainingError
-from training.monitor import Metrics, Monitor, Progress
 
 
-def test_steps_come_in_order_with_the_rate_of_the_schedule(start):
+def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_checkpoint_behind(start):
     """Linear over two steps from 0 to the peak of 3, then (1 - t)**2 down to 1e-5 of it over the other ten."""
     engine = ScriptedEngine()
-    start(engine)
+    events = start(engine)
     assert engine.steps == list(range(12))
     final = 3e-5
     decay = [final + (3 - final) * (1 - t / 10) ** 2 for t in range(10)]
     assert engine.rates == pytest.approx([0.0, 1.5, *decay], rel=1e-12)
-
-
-def test_events_come_in_the_order_update_log_evaluation_checkpoint_end(start):
-    events = start(ScriptedEngine())
     assert [(event["event"], event["step"]) for event in events] == [
-        ("train", 4),
-        ("eval", 6),
-        ("checkpoint", 6),
-        ("train", 8),
-        ("train", 12),
-        ("eval", 12),
-        ("checkpoint", 12),
-        ("end", 12),
+        *(("train", 4), ("eval", 6), ("checkpoint", 6), ("train", 8)),
+        *(("train", 12), ("eval", 12), ("checkpoint", 12), ("end", 12)),
     ]
-    assert [event["file"] for event in events if event["event"] == "checkpoint"] == [
-        "checkpoints/step-00000006.pt",
-        "checkpoints/step-00000012.pt",
-    ]
+    assert [event["file"][-5:] for event in start.events("checkpoint")] == ["06.pt", "12.pt"]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +67,6 @@ def test_a_log_line_averages_the_steps_since_the_last_one(start):
     assert (event["gradient_norm"], event["weight_norm"], event["update_norm"]) == (70.0, 71.0, 72.0)
     assert event["trust"] == {"stem": 2.33333}
     assert (event["skipped_steps"], event["unreadable_images"], event["loss_scale"]) == (0, 0, 128.0)
-
-
-def test_trust_ratios_can_be_left_out(start):
     assert "trust" not in start(ScriptedEngine(), "log.trust_ratios=false")[0]
 
 
@@ -97,7 +80,7 @@ def test_the_end_tells_the_last_and_the_best_scores(start):
     assert (end["top1"], end["best_top1"], end["top5"]) == (0.3, 0.8, 0.9)
     assert end["images"] == 12 * 24
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
-    assert start.saved() == [6, 12]
+    assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
 
 
 def test_epochs_end_before_their_evaluation_and_checkpoint(start):
@@ -116,11 +99,6 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
     assert events[-1]["epoch_average"] == {"top1": 1.4, "top5": 0.9, "loss": 0.5}
     assert (events[-1]["top1"], events[-1]["best_top1"]) == (1.2, 1.2)
     assert "step_average" not in events[-1]
-
-
-def test_a_checkpoint_carries_the_names_of_the_classes(start):
-    start(ScriptedEngine())
-    assert start.content()["classes"] == ["cat", "dog"]
 
 
 def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
@@ -170,28 +148,22 @@ def test_weights_that_are_lost_end_the_run_at_once(start):
     assert start.saved() == [6]
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start):
-    """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
-    engine = ScriptedEngine(finite=lambda step: step < 3)
-    with pytest.raises(TrainingError, match=r"^step 8: the last 5 updates .*lower schedule.peak .*loss_scale$"):
-        start(engine, "precision.max_skipped_steps=3")
-    assert len(engine.steps) == 8
-    assert start.saved() == [6]
-
-
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "words"),
     [
         ([], "left out; the weights"),
         (["a"], r"\(a\)"),
         (["a", "b", "c"], r"\(that of c and of 2 parameters before it\)"),
     ],
 )
-def test_gradients_that_are_not_finite_are_named(start, names, said):
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, words):
+    """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
     engine = ScriptedEngine(finite=lambda step: step < 3)
     engine.not_finite = lambda: names
-    with pytest.raises(TrainingError, match=rf"^step 8: the last 5 updates .*{said}.* those of step 3; lower"):
+    remedy = "lower schedule.peak .*loss_scale$"
+    with pytest.raises(TrainingError, match=rf"^step 8: the last 5 updates .*{words}.* those of step 3; {remedy}"):
         start(engine, "precision.max_skipped_steps=3")
+    assert len(engine.steps) == 8 and start.saved() == [6]
 
 
 LOW_LIMIT = ("log.every_steps=2", "run.loss_limit=1.5")  # times ln 10: 3.45; lines have 0.5, 2.5, 4.5, 6.5, 8.5, 10.5
@@ -338,7 +310,7 @@ class _Waits(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeypatch):
+def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatch):
     """With the real engine. On the CPU nothing ever waits, but the operations that would are the same ones.
 
     Float32 weights: the CPU's stochastic rounding may ask whether to round. And the update is told not to ask whether
@@ -346,9 +318,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
     """
     mixing_and_averages = ("data.mixup=0.2", "data.cutmix=0.85", "average.step_decay=0.9", "average.epoch_decay=0.9")
     precision = ("precision.weights=float32", "precision.compute=bfloat16", "precision.dynamic_loss_scale=true")
-    recipe = tiny("run.steps=12", "log.every_steps=4", *precision, *mixing_and_averages)
+    overrides = ("schedule.peak=0.1", *precision, *mixing_and_averages)
+    recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
     source = open_source(recipe.data, 10, "train")
-    lengths = arithmetic.lengths(recipe, len(source))
     engine = factory.create(recipe, arithmetic.divide(recipe))
     engine.weights._update.asks = False
     waits, by_step = _Waits(), {}
@@ -369,16 +341,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(tiny, tmp_path, monkeyp
 
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
-    monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), Progress(12, lambda line: None), ())
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
-    trainer = Trainer(
-        recipe, lengths, engine, evaluation, checkpoints, monitor, Progression(), lambda epoch: 1e6, source.classes,
-        tmp_path / "trace",
-    )  # fmt: skip
     loaded = list(engine.training_batches(source, range(12)))  # the loader is the host's own
     with waits:
-        trainer.run(iter(loaded))
-    monitor.close()
+        start(engine, *overrides, batches=loaded, evaluation=evaluation, steps_per_epoch=12)
     assert [number for number, seen in by_step.items() if seen] == [4, 8, 12]
     assert "aten::_local_scalar_dense" in by_step[4] and "tolist" in by_step[4]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 
 from recipe import loading
 from recipe.errors import CheckpointError, ConfigError
+from tests.conftest import QUICKSTART
 from training import run_folder
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, check_owner, starts
 
 
 @pytest.fixture
@@ -45,34 +47,31 @@ def test_a_new_folder_is_made_with_its_parents_and_says_what_runs_in_it(opened, 
 
 def test_the_default_folder_is_named_after_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = RunFolder(tiny("run.name=mine"))
-    folder.close()
+    RunFolder(tiny("run.name=mine")).close()
     assert (tmp_path / "runs" / "mine" / "config.yaml").exists()
 
 
-def test_each_start_is_noted(opened):
-    for _ in range(3):
+def test_each_start_is_noted_and_damaged_notes_do_not_stop_a_run(opened):
+    for number in (1, 2, 3):
         folder = opened()
         begin(folder)
-    assert len(json.loads((folder.path / "environment.json").read_text())["starts"]) == 3
-
-
-def test_a_damaged_note_of_the_environment_does_not_stop_a_run(opened):
-    folder = opened()
-    begin(folder)
-    (folder.path / "environment.json").write_text("{")
-    folder = opened()
-    assert len(json.loads((folder.path / "environment.json").read_text())["starts"]) == 1
+        assert len(starts(folder.path)) == number
+    for text, threads in (("{", None), ('{"starts": [1]}', None), ('{"starts": [7, {"threads": "2"}]}', None)):
+        (folder.path / "environment.json").write_text(text)
+        assert folder.first_threads() is threads
+        before = len(starts(folder.path))
+        folder = opened()
+        begin(folder)
+        assert len(starts(folder.path)) == before + 1
+    (folder.path / "environment.json").write_text('{"starts": [{"threads": 3}]}')
+    assert folder.first_threads() == 3
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("model.dropout=0.3", r"model.dropout is \S+ there, 0.3 here"),
-        ("run.seed=1", r"run.seed is 0 there, 1 here"),
         ("batch.global=48", r"batch.global is 24 there, 48 here"),
-        ("batch.micro=6", r"batch.micro is 12 there, 6 here"),
-        ("precision.rounding=nearest", r"precision.rounding is stochastic there, nearest here"),
         ("run.epochs=1", r"run.epochs is null there, 1.0 here"),
     ],
 )
@@ -118,15 +117,11 @@ def test_a_checkpoint_makes_the_folder_its_recipes(opened):
         opened("run.seed=1")
 
 
-def test_resume_never_refuses_a_used_folder(opened):
-    begin(opened())
+def test_resume_never_takes_an_empty_folder_and_refuses_a_used_one(opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    begin(opened("run.resume=never"))
     with pytest.raises(ConfigError, match=r"already holds a run and run.resume is never; .*run.output=FOLDER"):
         opened("run.resume=never")
-
-
-def test_resume_never_takes_an_empty_folder(opened, tmp_path):
-    (tmp_path / "run").mkdir()
-    assert opened("run.resume=never").path.exists()
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(opened, tmp_path):
@@ -223,50 +218,24 @@ def test_the_lock_ends_with_the_training_process_not_with_its_workers(opened):
         child.wait()
 
 
-def test_a_run_is_finished_once_its_last_event_is_the_end(opened):
-    folder = opened()
-    assert folder.finished() is None
-    folder.metrics.write_text('{"event": "train", "step": 8}\n')
-    assert folder.finished() is None
-    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "top1": 0.5, "seconds": 9}\n')
-    assert folder.finished() == {"event": "end", "top1": 0.5, "seconds": 9}
-    folder.metrics.write_text('{"event": "train", "step": 8}\n{"event": "end", "to')
-    assert folder.finished() is None
+TRAIN, END = {"event": "train", "step": 8}, {"event": "end", "step": 8, "top1": 0.5, "seconds": 9}
 
 
 @pytest.mark.parametrize(
-    "last",
+    ("last", "finished"),
     [
-        "[1]", "7", '{"event": "end"}', '{"event": "end", "top1": "all", "seconds": 9}',
-        '{"event": "end", "top1": NaN, "seconds": 9}', '{"event": "end", "top1": 0.5, "seconds": 1e999}',
+        (END, True), (TRAIN, False), ([1], False), (7, False), ({"event": "end"}, False),
+        *(({**END, **odd}, False) for odd in ({"top1": "all"}, {"top1": math.nan}, {"top1": 2}, {"top1": None})),
+        *(({**END, **odd}, False) for odd in ({"seconds": math.inf}, {"seconds": -1}, {"seconds": None})),
     ],
 )  # fmt: skip
-def test_a_last_event_that_is_damaged_is_no_end(opened, last):
+def test_a_run_is_finished_once_its_last_event_is_a_whole_end(opened, last, finished):
     folder = opened()
-    folder.metrics.write_text('{"event": "train", "step": 8}\n' + last + "\n")
     assert folder.finished() is None
-
-
-@pytest.mark.parametrize(
-    ("starts", "threads"), [("[1]", None), ('[7, {"threads": "2"}]', None), ('[{"threads": 3}]', 3)]
-)
-def test_notes_of_starts_that_are_damaged_are_left_out(opened, starts, threads):
-    folder = opened()
-    (folder.path / "environment.json").write_text(f'{{"starts": {starts}}}')
-    assert folder.first_threads() == threads
-
-
-def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "note"
-    run_folder.write_text(path, "old")
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError):
-        run_folder.write_text(path, "new")
-    assert path.read_text() == "old"
+    folder.metrics.write_text(f"{json.dumps(TRAIN)}\n{json.dumps(last)}\n")
+    assert folder.finished() == (last if finished else None)
+    folder.metrics.write_text(f"{json.dumps(TRAIN)}\n{json.dumps(last)[:-3]}")
+    assert folder.finished() is None
 
 
 def test_a_start_that_was_cut_off_while_it_wrote_its_recipe_is_no_stranger(opened, tmp_path):
@@ -274,3 +243,14 @@ def test_a_start_that_was_cut_off_while_it_wrote_its_recipe_is_no_stranger(opene
     for name in ("lock", "config.yaml.tmp"):
         (tmp_path / "run" / name).write_text("")
     assert (opened().path / "config.yaml").exists()
+
+
+def test_what_auto_came_to_is_no_other_recipe(tmp_path):
+    """A run of several replicas that took topk, begun with `exchange.method: auto`."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    overrides = ("exchange.method=topk", f"run.output={folder}")
+    (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART, overrides)))
+    check_owner(loading.load(QUICKSTART, ("exchange.method=auto", f"run.output={folder}")))
+    with pytest.raises(CheckpointError, match=r"exchange\.method is topk there, dense here"):
+        check_owner(loading.load(QUICKSTART, ("exchange.method=dense", f"run.output={folder}")))

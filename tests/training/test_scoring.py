@@ -36,16 +36,6 @@ def batches(size, unreadable=()):
         yield MicroBatch(images, labels, None, len(part), number, 0, messages if number == 0 else ())
 
 
-def test_names_cannot_be_formulas_of_a_spreadsheet(tmp_path):
-    names = ("=1+1", "-2", "@sum")
-    report = score(Answers(), batches(3), len(CLASSES))
-    write_class_table(tmp_path / "classes.csv", class_rows(report, names))
-    with open(tmp_path / "classes.csv", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert {row["class"] for row in rows} == {"'=1+1", "'-2", "'@sum"}
-    assert {row["taken_for"] for row in rows} <= {"", "'=1+1", "'-2", "'@sum"} and rows[0]["taken_for"]
-
-
 @pytest.mark.parametrize("size", [1, 3, 8, 20])
 def test_every_image_is_counted_once_in_its_row_and_column(size):
     report = score(Answers(), batches(size), len(CLASSES))
@@ -65,24 +55,31 @@ def test_unreadable_images_are_left_out_and_counted():
         score(Answers(), batches(8, unreadable=tuple(range(8))), len(CLASSES))
 
 
-def test_the_table_has_the_worst_class_first_and_says_what_it_was_taken_for():
+def table(tmp_path, rows):
+    """The rows as a reader of the file gets them."""
+    write_class_table(tmp_path / "classes.csv", rows)
+    with open(tmp_path / "classes.csv", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_the_table_has_the_worst_class_first_and_the_class_that_it_was_taken_for(tmp_path):
     rows = class_rows(score(Answers(), batches(8), len(CLASSES)), CLASSES)
     assert rows == [
         {"class": "eel", "images": 1, "top1": 0.0, "taken_for": "cat", "times": 1},
         {"class": "cat", "images": 4, "top1": 0.5, "taken_for": "dog", "times": 1},
         {"class": "dog", "images": 3, "top1": 2 / 3, "taken_for": "cat", "times": 1},
     ]
-
-
-def test_a_class_without_images_comes_last_with_nothing_to_say(tmp_path):
-    report = score(Answers(), batches(8, unreadable=(7,)), len(CLASSES))
-    rows = class_rows(report, CLASSES)
+    rows = class_rows(score(Answers(), batches(8, unreadable=(7,)), len(CLASSES)), CLASSES)
     assert rows[-1] == {"class": "eel", "images": 0, "top1": None, "taken_for": "", "times": 0}
-    write_class_table(tmp_path / "classes.csv", rows)
-    with open(tmp_path / "classes.csv", newline="") as stream:
-        read = list(csv.DictReader(stream))
+    read = table(tmp_path, rows)
     assert read[0] == {"class": "cat", "images": "4", "top1": "0.5", "taken_for": "dog", "times": "1"}
     assert read[-1]["top1"] == ""
+
+
+def test_names_cannot_be_formulas_of_a_spreadsheet(tmp_path):
+    read = table(tmp_path, class_rows(score(Answers(), batches(3), len(CLASSES)), ("=1+1", "-2", "@sum")))
+    assert {row["class"] for row in read} == {"'=1+1", "'-2", "'@sum"}
+    assert {row["taken_for"] for row in read} <= {"", "'=1+1", "'-2", "'@sum"} and read[0]["taken_for"]
 
 
 def test_the_picture_is_darker_where_more_images_went(tmp_path):

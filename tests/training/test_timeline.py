@@ -220,17 +220,12 @@ def test_interleaved_stages_of_a_rank_share_a_row_in_two_shades(tmp_path):
     assert "stages 1, 3 (rank 1)" in [event["args"].get("name") for event in trace]
 
 
-def test_one_stage_works_and_the_folder_is_made(tmp_path):
+def test_one_stage_works_the_folder_is_made_and_missing_ranks_are_noticed(tmp_path):
     folder = tmp_path / "runs" / "one"
     line = write(folder, pipeline(gpipe, 4, 1, step=7, end=1), micro_batches=4, stages=1)
-    assert line == (
-        f"timeline of step 7: {folder}/trace.json, timeline.png; "
-        "pipeline efficiency 1.00 of 1, ideal 4 / (4 + 0) = 1.00"
-    )
+    assert line.startswith(f"timeline of step 7: {folder}/trace.json, timeline.png; ")
+    assert line.endswith("pipeline efficiency 1.00 of 1, ideal 4 / (4 + 0) = 1.00")
     assert sorted(path.name for path in folder.iterdir()) == ["timeline.png", "trace.json"]
     assert len(bands(imread(folder / "timeline.png"))) == 1
-
-
-def test_ranks_that_are_missing_are_noticed(tmp_path):
     with pytest.raises(AssertionError, match=re.escape("spans of 2 ranks of replica 0, where 4 are said to be")):
         write(tmp_path, pipeline(gpipe, 4, 2), micro_batches=4, stages=4)

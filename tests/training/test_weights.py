@@ -1,6 +1,7 @@
 """Weights from every kind of file, under our names or timm's, and refusals that name file, tensor and remedy."""
 
 import json
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -60,16 +61,15 @@ def test_a_run_folder_gives_its_newest_checkpoint(run):
     assert run_folder_of(stored.path) is None
 
 
-def test_a_checkpoint_gives_itself_and_its_averages(run):
+def test_a_checkpoint_gives_itself_and_the_averages_that_it_has(run):
     path = str(run / "checkpoints" / "step-00000001.pt")
     assert set(read(path).tensors) == set(MODEL)
-    assert read(path, "step_average").tensors["blocks.0.0.bn1.running_mean"].tolist() == [10.0, 10.0]
+    average = read(path, "step_average")
+    assert average.tensors["blocks.0.0.bn1.running_mean"].tolist() == [10.0, 10.0]
+    assert (read(path).which, average.which) == ("trained", "step_average")
     assert read(str(run), "epoch_average").tensors["stem.conv_stem.weight"][0, 0] == 40.0
-
-
-def test_an_average_that_holds_nothing_yet_is_refused(run):
     with pytest.raises(CheckpointError, match=r"step-00000001\.pt: has no epoch_average; it has trained, step_average"):
-        read(str(run / "checkpoints" / "step-00000001.pt"), "epoch_average")
+        read(path, "epoch_average")
 
 
 @pytest.mark.parametrize("wrap", [dict, lambda d: {"state_dict": d, "epoch": 3}, lambda d: {"model": d}])
@@ -107,10 +107,6 @@ def test_exported_weights_say_which_they_are(tmp_path):
         read(path, "epoch_average")
 
 
-def test_a_checkpoint_says_which_weights_were_taken(run):
-    assert [read(str(run), which).which for which in ("trained", "step_average")] == ["trained", "step_average"]
-
-
 def test_the_recipe_is_the_named_one_or_the_files_own(run, tiny, tmp_path):
     """Overrides are laid over either; the complaint about a wrong one names the command line."""
     other = tmp_path / "other.yaml"
@@ -134,21 +130,29 @@ def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "words"),
     [
         ("none.pt", None, "no such file or folder; name a run folder, a checkpoint or a weights file"),
+        ("folder", Path.mkdir, "no checkpoint in this folder"),
+        *((f"{kind}.safetensors", content, "not a whole") for kind, content in (("text", b"hello"), ("empty", b""))),
         ("text.pth", b"hello", "not weights: neither a checkpoint of this program nor a state dict"),
-        ("text.safetensors", b"hello", "not a whole .safetensors file"),
-        ("empty.safetensors", b"", "not a whole .safetensors file"),
+        *(
+            ("w.pt", content, "not weights")
+            for content in ({}, {"a": 1}, [torch.zeros(2)], {"state_dict": {}}, torch.zeros(3))
+        ),
     ],
 )
-def test_other_files_are_refused_by_name(tmp_path, name, content, said):
+def test_what_holds_no_weights_is_refused_by_name(tmp_path, name, content, words):
     path = tmp_path / name
-    if content is not None:
+    if callable(content):
+        content(path)
+    elif isinstance(content, bytes):
         path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
     with pytest.raises(CheckpointError) as refusal:
         read(str(path))
-    assert str(refusal.value).startswith(f"{path}: {said}")
+    assert str(refusal.value).startswith(f"{path}: {words}")
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
@@ -157,18 +161,6 @@ def test_files_of_one_set_of_weights_have_no_averages(tmp_path, name):
     save(tensors(), tmp_path / name)
     with pytest.raises(CheckpointError, match="has no step_average: only run folders and checkpoints have averages"):
         read(str(tmp_path / name), "step_average")
-
-
-@pytest.mark.parametrize("content", [{}, {"a": 1}, [torch.zeros(2)], {"state_dict": {}}, torch.zeros(3)])
-def test_torch_files_that_hold_no_state_dict_are_refused(tmp_path, content):
-    torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="not weights"):
-        read(str(tmp_path / "w.pt"))
-
-
-def test_a_folder_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
-        read(str(tmp_path))
 
 
 def stored(tmp_path, shapes):
