@@ -136,7 +136,7 @@ def test_ranks_that_rest_are_not_given_up():
 
 
 def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr("parallel.processes._MEETING_SECONDS", 1.0)
+    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match=r"^rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "):
