@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -75,6 +76,10 @@ def contents(batches):
     return [content(batch) for batch in batches]
 
 
+def prefetches():
+    return any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
 def children_are_gone(patience=60.0):
     deadline = time.monotonic() + patience
     while multiprocessing.active_children() and time.monotonic() < deadline:
@@ -102,7 +107,9 @@ def test_orders_never_change_and_have_no_equal_keys():
 def test_each_micro_batch_holds_the_next_images_of_the_order():
     """The rule, written out: 50 images make 4 steps of 12, and 2 are left over."""
     source = Tinted()
-    batches = list(train(source, last=9))
+    batches = train(source, last=9)
+    assert not prefetches(), "two threads that compute would hinder each other"
+    batches = list(batches)
     assert [(batch.step, batch.number) for batch in batches] == [(s, n) for s in range(9) for n in range(4)]
     for batch in batches:
         epoch, step = divmod(batch.step, 4)
@@ -273,6 +280,7 @@ def test_workers_outlive_the_signals_of_terminals_and_schedulers_and_end_with_th
     sends them, because from the training process itself SIGTERM must work."""
     batches = train(workers=2, last=60)
     received = [content(next(batches))]
+    assert prefetches()
     workers = [str(child.pid) for child in multiprocessing.active_children()]
     for name in ("-INT", "-TERM"):
         subprocess.run(["kill", name, *workers], check=True)
@@ -289,5 +297,7 @@ def test_workers_outlive_the_signals_of_terminals_and_schedulers_and_end_with_th
     while worker.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)
     assert worker.exitcode == 0
+    with pytest.raises(RuntimeError, match=r"worker .*exited unexpectedly"):
+        list(batches)
     batches.close()
     assert children_are_gone()

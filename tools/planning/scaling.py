@@ -14,7 +14,6 @@ from tools.planning.workload import Workload
 
 REPLICAS = [2**power for power in range(13)]
 _FEW = 0.1  # below this share of a step, what is not computing is no limit
-_FILES = ("folder", "shards")
 
 
 class Row(NamedTuple):
@@ -188,7 +187,7 @@ def _input(recipe: Recipe, machine: Machine, workload: Workload) -> float:
     """Seconds an image of reading for one replica, or of copying it to the device: the slower one, as both go on
     beside computing."""
     seconds = 3 * workload.image_size**2 / machine.to_device.value
-    if recipe.data.source in _FILES:
+    if recipe.data.files:
         seconds = max(seconds, 1 / (machine.decode.value * machine.cores * len(workload.stages)))
     return seconds
 

@@ -16,7 +16,6 @@ from tools.planning.workload import Workload
 
 STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
-_FILES = ("folder", "shards")
 
 
 class Memory(NamedTuple):
@@ -107,7 +106,7 @@ def _memory(recipe: Recipe, machine: Machine, batch: Batch, work: Workload) -> M
 
 
 def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
-    rate, files = own.images_per_second, recipe.data.source in _FILES
+    rate, files = own.images_per_second, recipe.data.files
     return Input(
         rate,
         rate * FILE_BYTES if files else None,
