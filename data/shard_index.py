@@ -82,17 +82,15 @@ def decode_index(encoded: bytes, place: str) -> Index:
         arrays = safetensors.numpy.load(encoded)
         header = parse_json(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
         shard = parse_json(header["__metadata__"]["shard"])
-        version = shard["format"]
-        if version == FORMAT:
-            found = {name: _array(arrays, name) for name in _ARRAYS}
-            found["names"] = found["names"].tobytes()
-            index = Index(**found, bytes=int(shard["bytes"]), sha256=str(shard["sha256"]), plan=str(shard["plan"]))
-            _check_consistent(index)
-            return index
+        _check_format(shard["format"], f"{place}: index")
+        found = {name: _array(arrays, name) for name in _ARRAYS}
+        found["names"] = found["names"].tobytes()
+        index = Index(**found, bytes=int(shard["bytes"]), sha256=str(shard["sha256"]), plan=str(shard["plan"]))
+        _check_consistent(index)
+        return index
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = str(error) or type(error).__name__
         raise DataError(f"{place}: damaged index ({reason}); make it anew: {_REMEDY}") from None
-    raise DataError(f"{place}: index of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
@@ -142,21 +140,25 @@ def read_manifest(folder: Folder) -> Manifest:
         raise MissingFile(f"{error}; make it: {_REMEDY}") from None
     try:
         data = parse_json(encoded)
-        version = data["format"]
-        if version == FORMAT:
-            shards = tuple(_shard(**shard) for shard in data["shards"])
-            classes = tuple(printable(_text(name)) for name in data["classes"])
-            if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
-                raise ValueError("no shards, no classes, or a shard twice")
-            return Manifest(classes, shards)
+        _check_format(data["format"], f"{place}: manifest")
+        shards = tuple(_shard(**shard) for shard in data["shards"])
+        classes = tuple(printable(_text(name)) for name in data["classes"])
+        if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
+            raise ValueError("no shards, no classes, or a shard twice")
+        return Manifest(classes, shards)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{place}: damaged manifest ({error}); make it anew: {_REMEDY}") from None
-    raise DataError(f"{place}: manifest of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
+
+
+def _check_format(version: Any, file: str) -> None:
+    if version != FORMAT:
+        raise DataError(f"{file} of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
 
 
 def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
     # Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
-    if not _text(name).endswith(".tar") or set("/\\\0") & set(name) or name.startswith(".") or not _is_unicode(name):
+    whole = not any("\ud800" <= letter <= "\udfff" for letter in _text(name))
+    if not name.endswith(".tar") or set("/\\\0") & set(name) or name.startswith(".") or not whole:
         raise ValueError(f"{name!r} is no name of a shard")
     if not all(type(number) is int and number > 0 for number in (bytes, images)):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images")
@@ -167,10 +169,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _array(arrays: dict, name: str) -> np.ndarray:
