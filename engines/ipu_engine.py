@@ -1,8 +1,8 @@
-"""The engine for Graphcore's IPUs, by PopTorch: the only file that imports it.
+"""The engine for Graphcore's IPUs: the only file that imports PopTorch.
 
-What of a recipe becomes which option is in recipe/ipu.py, and docs/ipu.md has the table. A program is compiled once
-for training and once for evaluation; the two take turns on the same IPUs. Weights and optimizer state live on the
-device, and come to the host when they are saved, averaged or evaluated.
+recipe/ipu.py maps a recipe to PopTorch's options; docs/ipu.md has the table. One program is compiled for training and
+one for evaluation; they take turns on the same IPUs. Weights and optimizer state live on the device and come to the
+host when they are saved, averaged or evaluated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from data.base import Source
 from data.batches import MicroBatch
 from data.workers import begin_work
 from engines import cuts, state
-from engines.base import AVERAGES, Counts, Diverged, Engine, StepResult, scored
+from engines.base import Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
-from engines.ipu_model import EvaluationModule, TrainingModule, begin_stages, device_model
+from engines.ipu_model import EvaluationModule, TrainingModule, device_model
 from engines.ipu_options import made, resolved
 from models.normalization import norm_parameters
 from models.stages import BlockList
@@ -41,26 +41,19 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 
-# Of a Mk2 IPU in matrix products, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
+# Matrix products on a Mk2 IPU, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
-# Of each optimizer's state tensors, what PopART puts before the parameter's name (willow/src/patterns/*decompose.cpp).
-_SLOT_PREFIXES = {
-    "lars": {"momentum_buffer": "Accl1___"},
-    "sgd": {"momentum_buffer": "Accl1___"},
-    "lamb": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"},
-    "rmsprop": {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"},
-}
-_COUNT_PREFIX = "Step___"  # of the updates that a bias correction counts
+_COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker hands over at once: each time costs some 0.2 ms
 _NO_MARKS = (None, None)
-_INSIDE = "model."  # parameters of engines.ipu_model's modules are those of their BlockList
+_INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
 
 
 def connect(recipe: Recipe, topology: Topology) -> Agreement:
-    """Meets the other instances that poprun started, if it did.
+    """Joins the other instances that poprun started, if any.
 
     Raises:
-        ConfigError: PopTorch cannot be imported here, or poprun started something else than the recipe says.
+        ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe says.
     """
     _poptorch()
     if not _under_poprun():
@@ -84,13 +77,13 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
 class IpuEngine(Engine):
     """Computes the replicas that this instance serves, each in `parallel.stages` IPUs."""
 
-    device = torch.device("cpu")  # of all that goes in and out
+    device = torch.device("cpu")  # of inputs and outputs
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Agreement):
         poptorch = _poptorch()
         self.batch, self.topology = batch, processes.topology
         self._recipe, self.processes = recipe, processes
-        self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: the rules hold them equal
+        self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: ipu_rules requires one for both
         training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
         self.shapes = state.shapes(evaluation)
         parts, note = cuts.counted(evaluation, recipe, batch)
@@ -99,9 +92,9 @@ class IpuEngine(Engine):
                 raise ConfigError(
                     f"ipu.keep_activations: {name} is not a block; the blocks are {', '.join(evaluation.names)}"
                 )
-        begin = functools.partial(_begin, poptorch)
         for model in (training, evaluation):
-            begin_stages(model, parts, begin)
+            for number, names in enumerate(parts):
+                poptorch.BeginBlock(model.get_submodule(names[0]), user_id=f"stage {number}", ipu_id=number)
         # The host's copy of the weights and the optimizer's state, in the form that all engines save.
         self._host = WeightState(
             evaluation.named_parameters(),
@@ -110,17 +103,14 @@ class IpuEngine(Engine):
             rounding="nearest",  # the device rounds; here values are only kept
             seed=recipe.run.seed,
         )
-        self._averages = {
-            name: WeightAverage(decay, [self._host.flat])
-            for name, decay in zip(AVERAGES, (None, recipe.average.epoch_decay))
-            if decay is not None
-        }
+        decay = recipe.average.epoch_decay
+        self._averages = {} if decay is None else {"epoch_average": WeightAverage(decay, [self._host.flat])}
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
         self._create_programs(poptorch, training, evaluation)
         self.notes = (*((note,) if note else ()), *ipu.notes(recipe, self.topology.served))
 
     def _create_programs(self, poptorch: Any, training: BlockList, evaluation: BlockList) -> None:
-        """The two executors. Nothing is compiled before the first images come."""
+        """Create the two executors. Nothing is compiled before the first images come."""
         recipe, served = self._recipe, self.topology.served
         options = {
             "training": ipu.training_settings(recipe, self.batch, served, _under_poprun()),
@@ -163,7 +153,7 @@ class IpuEngine(Engine):
                 groups.append({"params": members, **group.options})
                 self._rate_scales.append(group.lr_scale)
         keywords = {name: resolved(poptorch, value) for name, value in plan.options.items()}
-        # The rate must be given here: PopTorch takes what is only said in groups for constant.
+        # The rate must be given here: PopTorch compiles in what only groups have.
         self._optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **keywords)
         for name in plan.constant:
             self._optimizer.variable_attrs.markAsConstant(name)
@@ -212,7 +202,7 @@ class IpuEngine(Engine):
         if self._slots_to_send:
             self._send_slots(step)
         losses, correct = self._training(*arguments)
-        # With synthetic data nothing leaves the device: the host keeps the first weights.
+        # With synthetic data nothing leaves the device, and the host keeps the first weights.
         self._weights_are_on_device = self._slots_are_on_device = not self._recipe.ipu.synthetic_data
         sums = self.processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
         if self._weights_are_on_device and not sums[0].isfinite():
@@ -297,7 +287,7 @@ class IpuEngine(Engine):
         self._send_weights()
 
     def peak_flops(self) -> float:
-        """Published, not measured: nothing but the run's own programs can run on the IPUs beside it."""
+        """Published, not measured: nothing else can run on the IPUs beside the run's programs."""
         return _PEAK_FLOPS[self._dtype] * self.batch.replicas * self._recipe.parallel.stages
 
     def close(self) -> None:
@@ -306,14 +296,14 @@ class IpuEngine(Engine):
         self.processes.part()
 
     def _fetch_weights(self) -> None:
-        """The device's weights into the host's copy; PopTorch reads them when the module's are looked at."""
+        """Copy the device's weights to the host; PopTorch reads them when the module's state_dict is called."""
         if self._weights_are_on_device:
             self._weights_are_on_device = False
             with warnings.catch_warnings():  # PopTorch hands arguments to torch by position
                 warnings.filterwarnings("ignore", "Positional args are being deprecated")
                 found = self._module.state_dict()
             self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in found.items()})
-            if not self._host.flat.float().sum().isfinite():  # the loss would tell at the next step
+            if not self._host.flat.float().sum().isfinite():  # the loss would show it at the next step only
                 raise Diverged("the weights are not finite any more")
             self._inference_is_stale = True
 
@@ -333,7 +323,7 @@ class IpuEngine(Engine):
             self._host.load_state_dict({**self._host.state_dict(), **slots})
 
     def _send_slots(self, step: int) -> None:
-        """What was loaded, into the program that has just been compiled: before, PopART has no place for it."""
+        """Copy the loaded optimizer state into the program just compiled; before, PopART has no place for it."""
         self._slots_to_send = False
         saved, own = self._optimizer.state_dict(), self._host.state_dict()
         found = {
@@ -347,13 +337,13 @@ class IpuEngine(Engine):
         self._training.setOptimizer(self._optimizer)
 
     def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
-        """Each parameter's name, and PopART's for its state tensor."""
-        prefix = _SLOT_PREFIXES[self._recipe.optimizer.name][slot]
+        """(parameter's name, PopART's name of its state tensor) of a slot."""
+        prefix = ipu.optimizer(self._recipe).slots[slot]
         return [(name, f"{prefix}{_INSIDE}{name}") for name in self.shapes]
 
 
 def _poptorch() -> Any:
-    """The module. Raises ConfigError with PopTorch's own words where it cannot be imported."""
+    """The module poptorch. Raises ConfigError with PopTorch's message if it cannot be imported."""
     try:
         import poptorch
     except (ImportError, AssertionError, RuntimeError, OSError) as error:
@@ -366,7 +356,7 @@ def _poptorch() -> Any:
 
 
 def _needed(name: str, remedy: str) -> Any:
-    """A module that joins the instances. Raises ConfigError."""
+    """Import a module that joins the instances. Raises ConfigError."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
@@ -389,17 +379,13 @@ def _new_options(poptorch: Any, recipe: Recipe) -> Any:
 
 
 def _set_free(program: Any) -> None:
-    """Takes a program off the IPUs; the other one takes them itself when it is called."""
+    """Detach a program from the IPUs; the other one attaches itself when it is called."""
     if program.isCompiled() and program.isAttachedToDevice():
         program.detachFromDevice()
 
 
-def _begin(poptorch: Any, block: torch.nn.Module, number: int) -> None:
-    poptorch.BeginBlock(block, user_id=f"stage {number}", ipu_id=number)
-
-
 def _overlap_marks(poptorch: Any) -> tuple:
-    """What marks inputs and outputs whose transfer is to overlap the accumulation loop."""
+    """Functions that mark inputs and outputs whose transfer overlaps the accumulation loop."""
     mode = poptorch.OverlapMode.OverlapAccumulationLoop
     return (
         lambda tensor: poptorch.set_overlap_for_input(tensor, mode),

@@ -1,7 +1,7 @@
-"""Images for IPUs: what one instance reads, position by position, in the order that every engine keeps.
+"""Images for IPUs: those of one instance, position by position, in the order that every engine keeps.
 
-PopTorch's own loader gathers positions into the batches of a whole update, in worker processes. So a step arrives as
-one block of memory that its data path takes as it is.
+PopTorch's loader gathers positions into the batches of a whole update, in worker processes. So a step arrives as one
+block of memory, which its data path takes as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipe.config import Recipe
 from recipe.division import Batch
 
 UNREADABLE = -2  # label of an image that could not be decoded
-_PATIENCE = 30.0  # seconds that PopTorch's process has to end; it withholds the signals that PopTorch sends it before
+_PATIENCE = 30.0  # seconds that PopTorch's process has to end; until then it ignores the signals that PopTorch sends it
 
 
 class StepImages(NamedTuple):
@@ -77,7 +77,7 @@ class Positions(Dataset):
         return image, label, self._mixing(step, row // self._batch.micro)[row % self._batch.micro]
 
     def complain(self, position: int) -> None:
-        """Raises UnreadableImage: what is wrong with the image at a position."""
+        """Raise UnreadableImage with the fault of the image at a position."""
         index = self._place(position)[3]
         try:
             self._source.read(index)
@@ -96,7 +96,7 @@ class Positions(Dataset):
         try:
             image = self._transform(self._source.open(index), self._size, epoch, index)
             label = int(self._source.labels[index])
-        except UnreadableImage:  # the training process says which: here it would end as a traceback of a worker
+        except UnreadableImage:  # the training process reports it: here it would be a worker's traceback
             image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
         return image, torch.tensor(label, dtype=torch.int32)
 
@@ -114,14 +114,14 @@ class Positions(Dataset):
 
 
 class TrainingFeed:
-    """The steps of a run, out of a loader that gives combined batches of `Positions`; closing it ends the loader.
+    """The steps of a run, from a loader of combined batches of `Positions`; closing it ends the loader.
 
     Attributes:
-        waited: seconds spent waiting for images, while the IPUs had nothing to do, but for the first step's.
+        waited: seconds spent waiting for images while the IPUs were idle, without the first step's.
     """
 
     def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
-        """Args: loader: makes PopTorch's loader, which begins to read at once."""
+        """Args: loader: creates PopTorch's loader, which begins to read at once."""
         self._positions, self._first = positions, steps.start
         # A signal to all processes is for this one: it saves, and needs the images of the step until then. Python's
         # tracker of resources, which PopTorch's fork server needs, unblocks signals here once it is started.
@@ -160,9 +160,9 @@ class TrainingFeed:
 
 
 class EvaluationFeed:
-    """This instance's part of the validation images, in as many batches as any other instance's.
+    """This instance's share of the validation images, in as many batches as on any other instance.
 
-    The replicas of all instances run in step, so an instance with fewer images ends with batches of no image.
+    The replicas of all instances run in step, so an instance with fewer images ends with empty batches.
     """
 
     def __init__(self, source: Source, recipe: Recipe, rows: int, instance: int, instances: int):
@@ -182,7 +182,7 @@ class EvaluationFeed:
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
             yield from self._batches
-        except NotLeftOut as error:  # leaving it out, which that advises, IPUs cannot do
+        except NotLeftOut as error:  # its advice is to leave the image out, which IPUs cannot
             raise UnreadableImage(f"{error.reason}; mend or remove the file") from None
         for _ in range(self._empty):
             none = torch.zeros(self._shape[0], dtype=torch.int64)
@@ -194,7 +194,7 @@ class EvaluationFeed:
 
 
 def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
-    """Images in parts of `rows`, the last filled up with black ones: a compiled program takes one size only."""
+    """Images in parts of `rows`, the last filled up with black images: a compiled program takes one size only."""
     parts = list(images.contiguous().split(rows))  # PopTorch warns of others, and copies them
     missing = rows - len(parts[-1])
     if missing:

@@ -1,7 +1,7 @@
 """The instances of a run on IPUs: the processes that poprun starts, each of which serves some replicas.
 
-Gradients travel between IPUs without the hosts. What the hosts tell each other, small things and files, goes by
-Horovod, which pip installs, and there by `allgather` alone, which every version of it has.
+Gradients travel between IPUs without the hosts. The hosts exchange small objects by Horovod's `allgather`, which all of
+its versions have.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from parallel.topology import Topology
 
 
 class Instances(Agreement):
-    """What parallel.processes.Processes is to ranks of torch.distributed, for the instances of poprun."""
+    """The counterpart of parallel.processes.Processes for the instances of poprun."""
 
     def __init__(self, topology: Topology):
-        """Meets the other instances; every one must make this call."""
+        """Join the other instances; every one must make this call."""
         import horovod.torch
 
         self.topology = topology

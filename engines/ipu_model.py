@@ -1,12 +1,12 @@
-"""The model as an IPU runs it: with its loss, its mixing of images, and random layers that the hardware draws.
+"""The model as an IPU runs it: with its loss, its mixing of images, and random layers whose draws are the hardware's.
 
-Nothing here imports PopTorch: what marks stages, losses and overlapped tensors is handed in as functions, so that the
-same modules run on a CPU.
+Nothing here imports PopTorch. The functions that mark losses and overlapped tensors are arguments, so the same modules
+run on a CPU.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Container, Optional, Sequence, Tuple
+from typing import Callable, Container, Optional, Tuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ Mark = Callable[[torch.Tensor], torch.Tensor]
 class HardwareDraws(Draws):
     """Draws of the device's own generator: a compiled program cannot ask the host for numbers.
 
-    Distributed as `Draws`, but not the same numbers; PopTorch seeds them by Options.randomSeed.
+    They have the distribution of `Draws`, but other values; Options.randomSeed seeds them.
     """
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
@@ -35,13 +35,13 @@ class HardwareDraws(Draws):
 class Entry(nn.Module):
     """The first block: (image / 255 - mean) / std in float32, of images mixed on the device; returned in `dtype`.
 
-    In the place of models.preprocess.Preprocess, whose constants are buffers: PopTorch moves buffers to the device
-    one by one, and takes it amiss where a module puts others in their place.
+    It replaces models.preprocess.Preprocess, whose constants are buffers. PopTorch moves buffers to the device one by
+    one, and a module may not exchange them.
     """
 
     def __init__(self, preprocess: Preprocess, dtype: torch.dtype):
         super().__init__()
-        # In tuples, out of the reach of .half() and .to().
+        # In a tuple, which .half() and .to() do not convert.
         self._constants = (preprocess.scale.float(), preprocess.shift.float())
         self._dtype = dtype
 
@@ -71,8 +71,8 @@ class TrainingModule(nn.Module):
         Args:
             model: as `device_model` makes it.
             mark_loss: poptorch.identity_loss.
-            kept, keep: blocks whose output is kept where activations are recomputed, and what marks a tensor so.
-            overlap: what marks an input and an output whose transfer may overlap computing.
+            kept, keep: blocks whose output is kept where activations are recomputed, and the function that marks it.
+            overlap: functions that mark an input and an output whose transfer may overlap computation.
         """
         super().__init__()
         self.model = model
@@ -124,7 +124,7 @@ class EvaluationModule(nn.Module):
 
 
 def device_model(recipe: Recipe, dtype: torch.dtype) -> BlockList:
-    """The model of a recipe, weights and arithmetic in `dtype`, its first block an `Entry`."""
+    """Build the model of a recipe with weights and arithmetic in `dtype`, its first block an `Entry`."""
     model = build(recipe.model, recipe.run.seed)
     model.preprocess = Entry(model.preprocess, dtype)
     draws = HardwareDraws(recipe.run.seed)
@@ -135,10 +135,10 @@ def device_model(recipe: Recipe, dtype: torch.dtype) -> BlockList:
 
 
 def mixing_rows(plan: Mixing, rows: int, height: int, width: int) -> torch.Tensor:
-    """How a micro batch is mixed, as the device takes it: float32 [rows, 6].
+    """A plan of mixing as a tensor for the device: float32 [rows, 6].
 
-    By row: its own share in mixup; top, left, bottom and right edge of the box that cutmix shows, in pixels; the share
-    of the pixels outside of it. The box is the same in all rows.
+    A row has its own share in mixup; top, left, bottom and right edge of cutmix's box in pixels; and the share of the
+    pixels outside the box, which is the same in all rows.
     """
     top, left, box_height, box_width = plan.box
     edges = torch.tensor([top, left, top + box_height, left + box_width, plan.kept], dtype=torch.float32)
@@ -146,7 +146,7 @@ def mixing_rows(plan: Mixing, rows: int, height: int, width: int) -> torch.Tenso
 
 
 def mix_images(images: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    """What data.mixing.mix_images does to full micro batches, without indices: partners are found by rolling.
+    """Mix full micro batches as data.mixing.mix_images does, but find partners by rolling instead of by indices.
 
     Args: images: float32 [micro, 3, H, W]; mixing: of `mixing_rows`.
     """
@@ -159,7 +159,7 @@ def mix_images(images: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
 
 
 def mix_targets(targets: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    """Likewise for float32 [micro, classes]."""
+    """Mix targets in the same way: float32 [micro, classes]."""
     mixed = _mixed_up(targets, mixing)
     kept = mixing[:, 5:6]
     return mixed * kept + _donors(mixed) * (1 - kept)
@@ -171,11 +171,5 @@ def _mixed_up(rows: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
 
 
 def _donors(rows: torch.Tensor) -> torch.Tensor:
-    """The rows that cutmix shows in the box: two before, or one before where there are but two."""
+    """The rows in cutmix's box: those two before, or one before if there are only two."""
     return torch.roll(rows, 2 if len(rows) > 2 else 1, 0)
-
-
-def begin_stages(model: BlockList, parts: Sequence[Sequence[str]], begin: Callable[[nn.Module, int], object]) -> None:
-    """Marks the first block of each part as the beginning of a stage. Args: begin: (module, number of the IPU)."""
-    for number, names in enumerate(parts):
-        begin(model.get_submodule(names[0]), number)

@@ -1,4 +1,4 @@
-"""From the settings of recipe/ipu.py to PopTorch's options, which are handed in: nothing here imports PopTorch."""
+"""Sets PopTorch's options from the settings of recipe/ipu.py. Both are arguments: nothing here imports PopTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipe.ipu import Chain, Name, Setting
 
 
 def made(poptorch: Any, options: Any, settings: Sequence[Setting], is_main: bool) -> Any:
-    """`options` with all settings made, in their order. Args: is_main: whether this is the first process of a run."""
+    """Make all settings on `options`, in order. Args: is_main: whether this is the first process of a run."""
     for setting in settings:
         if setting.main_only and not is_main:
             continue
@@ -22,7 +22,7 @@ def made(poptorch: Any, options: Any, settings: Sequence[Setting], is_main: bool
 
 
 def resolved(poptorch: Any, value: Any) -> Any:
-    """`value` with the objects that its names stand for."""
+    """Replace the names in `value` by the objects they stand for."""
     if isinstance(value, Name):
         module, *path = value.path.split(".")
         return functools.reduce(getattr, path, {"poptorch": poptorch, "torch": torch}[module])

@@ -1,16 +1,16 @@
-"""What a recipe means on IPUs, as plain data: the options that PopTorch is given, and the optimizer on the device.
+"""A recipe's options for PopTorch, and its optimizer on the device, as plain data.
 
-Names stand for PopTorch's objects, so that a plan can be made and checked where there is no Poplar SDK. Facts are those
-of PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md says why each option is what it is. What a recipe may ask for
-is in ipu_rules.py.
+Names stand for PopTorch's objects, so that a plan can be made and checked without the Poplar SDK. Facts are those of
+PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md explains each option, ipu_rules.py has what IPUs refuse.
 """
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from typing import Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
+from recipe.ipu_optimizers import FORMS, DeviceOptimizer, Name
 from recipe.ipu_rules import (
     Launched,
     check,
@@ -21,22 +21,12 @@ from recipe.ipu_rules import (
     pipelined,
     stages_of_launcher,
 )
-from recipe.optimization import Optimizer
 
 __all__ = [
-    "Chain", "DeviceOptimizer", "Group", "Launched", "Name", "Setting", "check", "check_launched", "check_served",
+    "Chain", "DeviceOptimizer", "Launched", "Name", "Setting", "check", "check_launched", "check_served",
     "compute_dtype", "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "launched_by",
     "model_calls", "notes", "optimizer", "overlaps", "pipelined", "shown", "stages_of_launcher", "training_settings",
 ]  # fmt: skip
-
-
-class Name(NamedTuple):
-    """Something of poptorch or torch that the engine looks up, e.g. torch.half."""
-
-    path: str
-
-    def __str__(self) -> str:
-        return self.path
 
 
 class Chain(NamedTuple):
@@ -65,30 +55,6 @@ class Setting(NamedTuple):
         return f"{self.call}({_listed(self.arguments)})"
 
 
-class Group(NamedTuple):
-    """Parameters that are stepped alike: the skipped ones (optim.factory.skipped_names), or all others.
-
-    lr_scale: the group's learning rate is the schedule's times this. options: what else the group sets.
-    """
-
-    skipped: bool
-    lr_scale: float
-    options: Dict[str, float]
-
-
-class DeviceOptimizer(NamedTuple):
-    """An optimizer of poptorch.optim.
-
-    options: arguments of its constructor besides params and lr. The learning rate belongs there, too, lest PopTorch
-    compile it in. constant: attributes for `variable_attrs.markAsConstant`, which are compiled in.
-    """
-
-    name: str
-    options: Dict[str, object]
-    constant: Tuple[str, ...]
-    groups: Tuple[Group, ...]
-
-
 def evaluation_iterations(recipe: Recipe) -> int:
     """Batches that a replica scores in one call.
 
@@ -107,7 +73,7 @@ def overlaps(recipe: Recipe, batch: Batch) -> bool:
 
 
 def evaluation_overlaps(recipe: Recipe) -> bool:
-    """Likewise, in evaluation."""
+    """Whether they do in evaluation."""
     return _may_overlap(recipe) and evaluation_iterations(recipe) > 1
 
 
@@ -116,8 +82,8 @@ def _may_overlap(recipe: Recipe) -> bool:
 
 
 def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
-    """What a run should say at its start, a line each. Args: served: replicas of this process."""
-    said = {
+    """Lines to print at the start of a run. Args: served: replicas of this process."""
+    found = {
         "synthetic data: nothing is learned, and the weights that are saved and scored are the first ones": (
             recipe.ipu.synthetic_data
         ),
@@ -126,7 +92,7 @@ def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
         f"pipelined stages: {recipe.ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap "
         "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time": pipelined(recipe),
     }
-    return tuple(note for note, applies in said.items() if applies)
+    return tuple(note for note, applies in found.items() if applies)
 
 
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
@@ -145,7 +111,7 @@ def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: b
 
 
 def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
-    """The options of the inference model, likewise."""
+    """The options of the inference model, in the order in which they are to be set."""
     source = "ipu.evaluation_iterations" if recipe.ipu.evaluation_iterations else "parallel.stages"
     return [
         *_common(recipe, served, under_poprun, evaluation_overlaps(recipe)),
@@ -156,7 +122,7 @@ def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun:
 
 
 def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
-    """What is called on the model besides the options: stages, outputs that are kept, transfers that overlap."""
+    """The calls on the model besides the options: stages, outputs that are kept, transfers that overlap."""
     parallel, mode = recipe.parallel, Name("poptorch.OverlapMode.OverlapAccumulationLoop")
     later = parallel.split if isinstance(parallel.split, list) else ["the cut by multiply-adds"] * (parallel.stages - 1)
     found = [
@@ -178,7 +144,7 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
 
 
 def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> Iterator[Setting]:
-    """What training and evaluation have in common."""
+    """Options that training and evaluation have in common."""
     ipu, stages = recipe.ipu, recipe.parallel.stages
     if not under_poprun:
         instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
@@ -284,9 +250,9 @@ def _recomputation(recipe: Recipe) -> Iterator[Setting]:
 
 
 def _published() -> Iterator[Setting]:
-    """What Graphcore's published PyTorch recipe of this model sets besides (vision/cnns/pytorch, SDK 3.4).
+    """Other options of Graphcore's published PyTorch recipe of this model (vision/cnns/pytorch, SDK 3.4).
 
-    But not its disableOptimizerStateTensorStreams, which would keep the momentum on the device.
+    Without its disableOptimizerStateTensorStreams, which would keep the momentum on the device.
     """
     overlap_memory_optimized = 3  # AccumulateOuterFragmentSchedule, by number
     for name, value, reason in (
@@ -305,76 +271,7 @@ def _popart(name: str, value: object, source: str) -> Setting:
 
 def optimizer(recipe: Recipe) -> DeviceOptimizer:
     """The optimizer of poptorch.optim that updates as the recipe's does, apart from rounding."""
-    section, precision = recipe.optimizer, recipe.precision
-    state = Name("torch.half" if precision.weights == "float16" else "torch.float")
-    options: Dict[str, object] = {"loss_scaling": precision.loss_scale, "accum_type": Name("torch.float")}
-    constant = () if precision.dynamic_loss_scale else ("loss_scaling",)
-    make = {"lars": _lars, "lamb": _lamb, "sgd": _sgd, "rmsprop": _rmsprop}[section.name]
-    name, own, groups = make(section, state)
-    own = {key: value for key, value in own.items() if value is not None}
-    fixed = tuple(key for key in own if key in ("betas", "eps", "momentum", "alpha"))
-    return DeviceOptimizer(name, {**own, **options}, (*fixed, *constant), groups)
-
-
-_Parts = Tuple[str, Dict[str, object], Tuple[Group, ...]]
-
-
-def _lars(section: Optimizer, state: Name) -> _Parts:
-    """LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives it).
-
-    With E = eps and wd / E as weight decay LAMB's direction is u = (m + wd w) / E; the trust ratio cancels E. With
-    float16 weights PopART adds m / E and wd w / E in float16, where E = 2^-8 keeps small momenta clear of the subnormal
-    numbers. A maximum weight norm of 0 makes the ratio 1 (willow/src/patterns/adamdecompose.cpp): plain momentum.
-    """
-    epsilon = 2.0**-8 if state.path == "torch.half" else 1.0
-    own = {
-        "betas": (section.momentum, 1.0),
-        "eps": epsilon,
-        "bias_correction": False,
-        "first_order_momentum_accum_type": state,
-        "second_order_momentum_accum_type": Name("torch.float"),
-    }
-    trusted = Group(False, section.trust_coefficient, {"weight_decay": section.weight_decay / epsilon})
-    scale = section.skip_lr_scale * epsilon / (1 - section.momentum)
-    return "LAMB", own, (trusted, Group(True, scale, {"weight_decay": 0.0, "max_weight_norm": 0.0}))
-
-
-def _lamb(section: Optimizer, state: Name) -> _Parts:
-    """LAMB; both moments in float32, as everywhere."""
-    own = {
-        "betas": (section.beta1, section.beta2),
-        "eps": section.eps,
-        "bias_correction": True,
-        "first_order_momentum_accum_type": Name("torch.float"),
-        "second_order_momentum_accum_type": Name("torch.float"),
-    }
-    trusted = Group(False, 1.0, {"weight_decay": section.weight_decay})
-    return "LAMB", own, (trusted, Group(True, 1.0, {"weight_decay": 0.0, "max_weight_norm": 0.0}))
-
-
-def _sgd(section: Optimizer, state: Name) -> _Parts:
-    """SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
-    own = {"momentum": section.momentum or None, "use_combined_accum": False, "velocity_accum_type": state}
-    return "SGD", own, _decayed(section)
-
-
-def _rmsprop(section: Optimizer, state: Name) -> _Parts:
-    """TensorFlow's form: averages start at 1, the rate is in the momentum, which is float32 on IPUs (adaptive.hpp)."""
-    own = {
-        "alpha": section.alpha,
-        "eps": section.eps,
-        "momentum": section.momentum or None,
-        "first_order_momentum_accum_type": Name("torch.float"),
-        "use_tf_variant": True,
-    }
-    return "RMSprop", own, _decayed(section)
-
-
-def _decayed(section: Optimizer) -> Tuple[Group, ...]:
-    return (
-        Group(False, 1.0, {"weight_decay": section.weight_decay}),
-        Group(True, 1.0, {"weight_decay": 0.0}),
-    )
+    return FORMS.of(recipe.optimizer)(recipe.optimizer, recipe.precision).made()
 
 
 def shown(value: object) -> str:

@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Dict, Iterator, List, Tuple
+from typing import Iterator, List, Tuple
 
 from recipe import ipu
 from recipe.config import Recipe
 from recipe.division import Batch
 
-# Where the arguments of an optimizer's constructor come from, for those that are not named after their key.
-_SOURCES: Dict[str, Dict[str, str]] = {
-    "lamb": {
-        "first_order_momentum_accum_type": "always: averages in float32",
-        "betas": "optimizer.beta1, optimizer.beta2",
-        "bias_correction": "optimizer.name",
-    },
-    "lars": {
-        "first_order_momentum_accum_type": "precision.weights",
-        "betas": "optimizer.momentum; always: 1.0 keeps the second moment at 0",
-        "bias_correction": "optimizer.name",
-        "eps": "precision.weights",
-    },
-    "sgd": {
-        "use_combined_accum": "always: accumulator and momentum apart",
-        "velocity_accum_type": "precision.weights",
-    },
-    "rmsprop": {
-        "first_order_momentum_accum_type": "always: averages of squares in float32",
-        "use_tf_variant": "optimizer.name",
-    },
-}
-_COMMON_SOURCES = {
-    "loss_scaling": "precision.loss_scale",
-    "accum_type": "always: gradients add up in float32",
-    "second_order_momentum_accum_type": "always: the first moment is cast to its type",
-}
-_GROUP_SOURCES = {
-    "lars": ("optimizer.trust_coefficient, optimizer.weight_decay", "optimizer.skip, optimizer.skip_lr_scale"),
-}
-
 
 def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
-    """("training" or "evaluation", setting) of each option, as a process that this environment starts sets them, and
-    of each call on the model."""
+    """("training" or "evaluation", setting) of each option in this environment, and of each call on the model."""
     under_poprun = ipu.stages_of_launcher(os.environ) is not None
     for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
         for setting in make(recipe, batch, batch.replicas, under_poprun):
@@ -55,15 +23,15 @@ def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
 def arguments_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     """(argument, value, source) of the optimizer's constructor; the learning rate is the schedule's."""
     yield "lr", "the schedule's x the group's", "schedule"
-    sources = {**_COMMON_SOURCES, **_SOURCES[recipe.optimizer.name]}
-    for name, value in ipu.optimizer(recipe).options.items():
-        yield name, ipu.shown(value), sources.get(name, f"optimizer.{name}")
+    made = ipu.optimizer(recipe)
+    for name, value in made.options.items():
+        yield name, ipu.shown(value), made.sources[name]
 
 
 def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     """(which parameters, how they are stepped, source) of each group."""
-    sources = _GROUP_SOURCES.get(recipe.optimizer.name, ("optimizer.weight_decay", "optimizer.skip"))
-    for group, source in zip(ipu.optimizer(recipe).groups, sources):
+    made = ipu.optimizer(recipe)
+    for group, source in zip(made.groups, made.group_sources):
         options = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
         which = "skipped" if group.skipped else "other"
         yield which, f"lr scale {group.lr_scale:.6g}, {options}", source

@@ -1,22 +1,23 @@
-"""What a recipe may ask of IPUs: rules that are checked before anything is compiled, which takes many minutes.
+"""What IPUs refuse: rules that are checked before anything is compiled, which takes many minutes.
 
 Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 """
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Iterator, Mapping, NamedTuple, Optional
 
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
+from recipe.ipu_optimizers import refusals
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
 
 class Launched(NamedTuple):
-    """What poprun started. replicas: of the run; served: of them, by this process; ipus_per_replica: each has."""
+    """What poprun started. replicas: of the run; served: those of this process; ipus_per_replica: IPUs of each."""
 
     replicas: int
     served: int
@@ -46,7 +47,7 @@ def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def compute_dtype(recipe: Recipe) -> str:
-    """Of activations and working weights: float16 unless the recipe says otherwise."""
+    """dtype of activations and working weights: float16 unless the recipe says otherwise."""
     return "float16" if recipe.precision.compute == "auto" else recipe.precision.compute
 
 
@@ -56,178 +57,126 @@ def pipelined(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe, batch: Batch) -> None:
-    """Refuses what IPUs cannot do as the recipe says it. Raises ConfigError: one line with key, reason and remedy."""
-    for refused, key, reason, remedy in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
-        if refused:
-            raise ConfigError(f"{key} on IPUs: {reason}; {remedy}")
+    """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
+    found = [*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)]
+    if found:
+        raise ConfigError(found[0])
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
     _check_powers(batch)
 
 
-_Rule = Tuple[bool, str, str, str]  # whether it is broken; the key and its value; why; what to do
-
-
-def _algorithm(recipe: Recipe) -> Iterator[_Rule]:
-    """What is learned, and how."""
+def _algorithm(recipe: Recipe) -> Iterator[str]:
+    """Rules for the algorithm."""
     section, data, average = recipe.optimizer, recipe.data, recipe.average
-    yield (
-        getattr(section, "trust", None) == "gradient",
-        "optimizer.trust gradient",
-        "PopTorch has no LARS, and its LAMB, which stands in for it, divides by the norm of the momentum",
-        "use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)",
-    )
-    yield (
-        section.name == "lars" and getattr(section, "eps", 0) != 0,
-        f"optimizer.eps {getattr(section, 'eps', 0)}",
-        "LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon",
-        "use optimizer.eps=0",
-    )
-    yield (
-        getattr(section, "nesterov", False),
-        "optimizer.nesterov",
-        "PopART adds the gradient to Nesterov's step without dividing it by accumulation and replicas",
-        "use optimizer.nesterov=false",
-    )
-    yield (
-        section.clip_norm is not None,
-        f"optimizer.clip_norm {section.clip_norm}",
-        "PopTorch's LAMB and RMSprop cannot clip gradients",
-        "use optimizer.clip_norm=null",
-    )
-    yield (
-        average.step_decay is not None,
-        f"average.step_decay {average.step_decay}",
-        "the weights would have to leave the device after every update",
-        "use average.step_decay=null; average.epoch_decay works",
-    )
-    yield (
-        recipe.exchange.method not in ("dense", "auto"),
-        f"exchange.method {recipe.exchange.method}",
-        "PopART exchanges gradients itself, completely and in the accumulator's float32",
-        "use exchange.method=dense",
-    )
-    yield (
-        recipe.exchange.delay > 0,
-        f"exchange.delay {recipe.exchange.delay}",
-        "PopART makes each update from the gradients of its own step",
-        "use exchange.delay=0",
-    )
-    yield (
-        recipe.exchange.in_tree,
-        "exchange.order tree",
-        "PopART decides in which order gradients are added",
-        "use exchange.order=fast",
-    )
-    yield (
-        recipe.model.norm == "batch",
-        "model.norm batch",
-        "running statistics would be each replica's own",
-        "use model.norm=group or layer",
-    )
-    yield (
-        data.bad_images == "skip",
-        "data.bad_images skip",
-        "a compiled program takes whole micro batches only",
-        "use data.bad_images=error",
-    )
-    yield (
-        data.reader == "dali",
-        "data.reader dali",
-        "PopTorch's loader reads by worker processes of its own",
-        "use data.reader=torch",
-    )
-    yield (
-        data.image_sizes is not None and len({pixels for _, pixels in data.image_sizes}) > 1,
-        f"data.image_sizes {data.image_sizes}",
-        "every size is another program to compile",
-        "use one size, or a run for each that starts from the one before (model.init_from)",
-    )
-
-
-def _numbers(recipe: Recipe) -> Iterator[_Rule]:
-    """Formats of numbers."""
-    precision, compute = recipe.precision, compute_dtype(recipe)
-    yield (
-        compute == "bfloat16",
-        "precision.compute bfloat16",
-        "the IPU has float16 and float32 only",
-        "use precision.compute=float16",
-    )
-    yield (
-        compute != precision.weights,
-        f"precision.weights {precision.weights} with precision.compute {compute}",
-        "weights live on the device, in the format that it computes in",
-        f"use precision.weights={compute} or precision.compute={precision.weights}",
-    )
-    yield (
-        precision.dynamic_loss_scale and compute == "float32",
-        "precision.dynamic_loss_scale",
-        "PopART finds the scale from float16 gradients, and float32 has none",
-        "use precision.dynamic_loss_scale=false",
-    )
-
-
-def _machine(recipe: Recipe, batch: Batch) -> Iterator[_Rule]:
-    """Schedules, memory, data movement."""
-    parallel, ipu = recipe.parallel, recipe.ipu
-    yield (
-        parallel.schedule == "interleaved",
-        "parallel.schedule interleaved",
-        "PopART pipelines in one way of its own, one stage an IPU",
-        "use parallel.schedule=1f1b",
-    )
-    yield (
-        isinstance(parallel.recompute, list),
-        "parallel.recompute as a list",
-        "PopART recomputes all blocks or none, and is told which outputs to keep",
-        "use parallel.recompute=true, and ipu.keep_activations for the blocks whose output is kept",
-    )
-    yield (
-        bool(ipu.keep_activations) and not parallel.recompute,
-        "ipu.keep_activations",
-        "without recomputation all activations are kept",
-        "use parallel.recompute=true or ipu.keep_activations=[]",
-    )
-    yield (
-        recipe.log.trace > 0,
-        f"log.trace {recipe.log.trace}",
-        "the host does not see what the IPUs of a replica do when",
-        "use log.trace=0, and ipu.profile=FOLDER for Poplar's own profile",
-    )
-    yield (
-        bool(ipu.overlap_io) and pipelined(recipe),
-        "ipu.overlap_io with pipelined stages",
-        '"Overlapped IO is not supported with poptorch.PipelinedExecution"',
-        "use ipu.overlap_io=null, which prefetches only, or parallel.schedule=sharded, or parallel.stages=1",
-    )
-    yield (
-        bool(ipu.overlap_io) and batch.accumulation == 1,
-        "ipu.overlap_io with an accumulation of 1",
-        "the next micro batch moves while this one is computed, and an update has only one",
-        "use ipu.overlap_io=null, or a smaller batch.micro",
-    )
-    for key, value in EngineSection():
+    yield from refusals(section, recipe.precision)
+    if section.clip_norm is not None:
         yield (
-            getattr(recipe.engine, key) != value,
-            f"engine.{key} {getattr(recipe.engine, key)}",
-            "Poplar compiles the model, chooses its layouts and has kernels of its own",
-            f"use engine.{key}={str(value).lower()}",
+            f"optimizer.clip_norm {section.clip_norm} on IPUs: PopTorch's LAMB and RMSprop cannot clip gradients; use "
+            "optimizer.clip_norm=null"
         )
+    if average.step_decay is not None:
+        yield (
+            f"average.step_decay {average.step_decay} on IPUs: the weights would have to leave the device after every "
+            "update; use average.step_decay=null; average.epoch_decay works"
+        )
+    if recipe.exchange.method not in ("dense", "auto"):
+        yield (
+            f"exchange.method {recipe.exchange.method} on IPUs: PopART exchanges gradients itself, completely and in "
+            "the accumulator's float32; use exchange.method=dense"
+        )
+    if recipe.exchange.delay > 0:
+        yield (
+            f"exchange.delay {recipe.exchange.delay} on IPUs: PopART makes each update from the gradients of its own "
+            "step; use exchange.delay=0"
+        )
+    if recipe.exchange.in_tree:
+        yield "exchange.order tree on IPUs: PopART decides in which order gradients are added; use exchange.order=fast"
+    if recipe.model.norm == "batch":
+        yield "model.norm batch on IPUs: running statistics would be each replica's own; use model.norm=group or layer"
+    if data.bad_images == "skip":
+        yield (
+            "data.bad_images skip on IPUs: a compiled program takes whole micro batches only; use data.bad_images=error"
+        )
+    if data.reader == "dali":
+        yield "data.reader dali on IPUs: PopTorch's loader reads by worker processes of its own; use data.reader=torch"
+    if data.image_sizes is not None and len({pixels for _, pixels in data.image_sizes}) > 1:
+        yield (
+            f"data.image_sizes {data.image_sizes} on IPUs: every size is another program to compile; use one size, or "
+            "a run for each that starts from the one before (model.init_from)"
+        )
+
+
+def _numbers(recipe: Recipe) -> Iterator[str]:
+    """Rules for formats of numbers."""
+    precision, compute = recipe.precision, compute_dtype(recipe)
+    if compute == "bfloat16":
+        yield "precision.compute bfloat16 on IPUs: the IPU has float16 and float32 only; use precision.compute=float16"
+    if compute != precision.weights:
+        yield (
+            f"precision.weights {precision.weights} with precision.compute {compute} on IPUs: weights live on the "
+            f"device, in the format that it computes in; use precision.weights={compute} or "
+            f"precision.compute={precision.weights}"
+        )
+    if precision.dynamic_loss_scale and compute == "float32":
+        yield (
+            "precision.dynamic_loss_scale on IPUs: PopART finds the scale from float16 gradients, and float32 has "
+            "none; use precision.dynamic_loss_scale=false"
+        )
+
+
+def _machine(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Rules for schedules, memory and data movement."""
+    parallel, ipu = recipe.parallel, recipe.ipu
+    if parallel.schedule == "interleaved":
+        yield (
+            "parallel.schedule interleaved on IPUs: PopART pipelines in one way of its own, one stage an IPU; use "
+            "parallel.schedule=1f1b"
+        )
+    if isinstance(parallel.recompute, list):
+        yield (
+            "parallel.recompute as a list on IPUs: PopART recomputes all blocks or none, and is told which outputs to "
+            "keep; use parallel.recompute=true, and ipu.keep_activations for the blocks whose output is kept"
+        )
+    if ipu.keep_activations and not parallel.recompute:
+        yield (
+            "ipu.keep_activations on IPUs: without recomputation all activations are kept; use "
+            "parallel.recompute=true or ipu.keep_activations=[]"
+        )
+    if recipe.log.trace > 0:
+        yield (
+            f"log.trace {recipe.log.trace} on IPUs: the host does not see what the IPUs of a replica do when; use "
+            "log.trace=0, and ipu.profile=FOLDER for Poplar's own profile"
+        )
+    if ipu.overlap_io and pipelined(recipe):
+        yield (
+            'ipu.overlap_io with pipelined stages on IPUs: "Overlapped IO is not supported with '
+            'poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches only, or '
+            "parallel.schedule=sharded, or parallel.stages=1"
+        )
+    if ipu.overlap_io and batch.accumulation == 1:
+        yield (
+            "ipu.overlap_io with an accumulation of 1 on IPUs: the next micro batch moves while this one is computed, "
+            "and an update has only one; use ipu.overlap_io=null, or a smaller batch.micro"
+        )
+    for key, value in EngineSection():
+        if getattr(recipe.engine, key) != value:
+            yield (
+                f"engine.{key} {getattr(recipe.engine, key)} on IPUs: Poplar compiles the model, chooses its layouts "
+                f"and has kernels of its own; use engine.{key}={str(value).lower()}"
+            )
     shares = ipu.available_memory_proportion
-    yield (
-        shares is not None and len(shares) not in (1, parallel.stages),
-        f"ipu.available_memory_proportion {shares}",
-        f"{parallel.stages} stages have {parallel.stages} IPUs",
-        "give one number, or one for each stage",
-    )
+    if shares is not None and len(shares) not in (1, parallel.stages):
+        yield (
+            f"ipu.available_memory_proportion {shares} on IPUs: {parallel.stages} stages have {parallel.stages} IPUs; "
+            "give one number, or one for each stage"
+        )
     wanted = ipu.evaluation_iterations
-    yield (
-        wanted is not None and pipelined(recipe) and wanted < parallel.stages,
-        f"ipu.evaluation_iterations {wanted}",
-        f"a pipeline of {parallel.stages} stages needs at least {parallel.stages} batches",
-        "use ipu.evaluation_iterations=null",
-    )
+    if wanted is not None and pipelined(recipe) and wanted < parallel.stages:
+        yield (
+            f"ipu.evaluation_iterations {wanted} on IPUs: a pipeline of {parallel.stages} stages needs at least "
+            f"{parallel.stages} batches; use ipu.evaluation_iterations=null"
+        )
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:

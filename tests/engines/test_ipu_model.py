@@ -99,10 +99,3 @@ def test_marks_are_put_where_they_belong(tiny):
     seen.clear()
     EvaluationModule(model, (mark("input"), mark("output")))(images_of(2))
     assert seen == [("input", (2, 3, 20, 20)), ("output", (2, 10))]
-
-
-def test_each_stage_begins_at_its_first_block(tiny):
-    model, begun = device_model(tiny(*RECIPE), torch.float32), []
-    parts = [model.names[:3], model.names[3:]]
-    ipu_model.begin_stages(model, parts, lambda block, number: begun.append((block, number)))
-    assert begun == [(model.block("preprocess"), 0), (model.block(model.names[3]), 1)]

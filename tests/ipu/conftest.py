@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 DOUBLE = Path(__file__).with_name("double")
-_PACKAGES = ("poptorch", "popdist", "horovod")
+_PACKAGES = ("poptorch", "popdist", "horovod", "signatures")
 
 
 def _forget():

@@ -13,8 +13,10 @@ from data.sources import open_source
 from engines import base, factory
 from optim import schedule
 from parallel.topology import Topology
+from recipe import ipu
 from recipe.batch import divide, lengths
 from recipe.errors import ConfigError
+from tests.recipe.test_ipu import EVERYTHING
 from tests.tensors import flat
 from training.checkpoint import CheckpointFolder
 from training.loop import TrainingError
@@ -66,7 +68,9 @@ def first_state(recipe):
 PLAIN = ("batch.global=64", "model.width=0.5", "model.depth=0.4", "model.image_size=28")
 
 
-@pytest.mark.parametrize(("what", "steps"), [(PLAIN, 20), (MIXED, 44)], ids=["plain", "mixed"])
+@pytest.mark.parametrize(
+    ("what", "steps"), [pytest.param(PLAIN, 20, marks=pytest.mark.slow), (MIXED, 44)], ids=["plain", "mixed"]
+)
 def test_many_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path, what, steps):
     own = (*IPU, *LARS, *what, f"run.steps={steps}", "schedule.warmup_steps=4", "log.every_steps=5")
     state, said = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
@@ -86,13 +90,13 @@ def test_many_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, 
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
-@pytest.mark.parametrize("weight", ["optimizer.trust_coefficient=0.0101", "optimizer.momentum=0.91", "run.seed=1"])
-def test_another_recipe_would_be_seen(tiny, tmp_path, weight):
+def test_another_recipe_would_be_seen(tiny, tmp_path):
     own = (*IPU, *LARS, "run.steps=6", "schedule.warmup_steps=2")
-    state, _ = trained(tiny(*own, weight, *PIPELINE, f"run.output={tmp_path}/ipu"))
     cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
     expected, _ = trained(cpu)
-    assert moved(state, expected, "weights", first_state(cpu)) > 1e-3
+    for number, change in enumerate(("optimizer.trust_coefficient=0.0101", "optimizer.momentum=0.91", "run.seed=1")):
+        state, _ = trained(tiny(*own, change, *PIPELINE, f"run.output={tmp_path}/{number}"))
+        assert moved(state, expected, "weights", first_state(cpu)) > 1e-3, change
 
 
 @pytest.mark.parametrize(
@@ -204,9 +208,9 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     place = Topology(2, 1, 0, 0, 2)
     engine = factory.create(recipe, batch, factory.connect(recipe, place))
     source = open_source(recipe.data, recipe.model.classes, "train")
-    batches = engine.training_batches(source, range(4))
+    batches = engine.training_batches(source, range(2))
     seen = []
-    for step in range(4):
+    for step in range(2):
         engine.train_step(batches, step, 1.0)
         engine.end_epoch()
         total, state = evaluated(engine, recipe), engine.state_dict()
@@ -214,9 +218,8 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
             averaged = evaluated(engine, recipe)
         seen.append((total, averaged, state))
     batches.close()
-    assert not torch.equal(
-        seen[0][2]["weights"]["stem.conv_stem.weight"], seen[3][2]["weights"]["stem.conv_stem.weight"]
-    )
+    first, last = (each[2]["weights"]["stem.conv_stem.weight"] for each in seen)
+    assert not torch.equal(first, last)
     cpu = tiny(*on_cpu((*IPU, *LARS)), "average.epoch_decay=0.5")
     other = factory.create(cpu, divide(cpu))
     for total, averaged, state in seen:
@@ -273,7 +276,7 @@ def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
 
 def test_synthetic_data_leaves_the_first_weights(tiny, tmp_path, capsys):
     """Nothing comes back from a device that makes its own images; what is said of it is said at the start."""
-    recipe = tiny(*IPU, *LARS, "ipu.synthetic_data=true", f"run.output={tmp_path}/ipu")
+    recipe = tiny(*IPU, *LARS, "ipu.synthetic_data=true", "run.steps=3", f"run.output={tmp_path}/ipu")
     state, _ = trained(recipe)
     cpu = tiny(*on_cpu((*IPU, *LARS)))
     assert all(torch.equal(state["weights"][name], tensor) for name, tensor in first_state(cpu)["weights"].items())
@@ -319,6 +322,42 @@ def test_poptorchs_own_refusal_is_shown(tiny, monkeypatch):
         factory.connect(recipe, Topology())
     assert "only compatible with PyTorch version 2.0.1" in str(error.value)
     assert f"torch {torch.__version__}" in str(error.value) and "requirements-ipu.txt" in str(error.value)
+
+
+CUT = (*PIPELINE, "parallel.split=[blocks.3.0]")
+SWITCHES = (*EVERYTHING, "ipu.keep_activations=[blocks.2.0]", "parallel.schedule=sharded")
+
+
+@pytest.mark.parametrize("overrides", [CUT, ("batch.micro=24", "data.mixup=0"), (*CUT, *SWITCHES)])
+def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
+    """In their order, with PopTorch's objects for their names; the recorder refuses calls that PopTorch lacks."""
+    recipe = tiny("run.device=ipu", "batch.micro=4", "data.workers=0", *LARS, *overrides)
+    batch = divide(recipe)
+    for rank in (0, 1):
+        place = Topology(batch.replicas, 1, rank, 0, batch.replicas)
+        engine = factory.create(recipe, batch, factory.connect(recipe, place))
+        plans = {
+            "training": ipu.training_settings(recipe, batch, batch.replicas, False),
+            "evaluation": ipu.evaluation_settings(recipe, batch, batch.replicas, False),
+        }
+        for name, settings in plans.items():
+            calls = [path for path, _ in engine._options[name].calls]
+            assert calls == [each.call for each in settings if rank == 0 or not each.main_only]
+    blocks = engine._module.model
+    begun = [name for name in blocks.names if blocks.get_submodule(name)._forward_pre_hooks]
+    assert begun == [each.arguments[0] for each in ipu.model_calls(recipe, batch, True) if "BeginBlock" in each.call]
+    made = engine._options["training"]
+    partials = torch.float if recipe.ipu.partials else torch.half
+    assert made.value("Precision.setPartialsType", None) is partials
+    assert made.value("outputMode", None) is double.OutputMode.Sum
+    kind = double.PipelinedExecution if ipu.pipelined(recipe) else double.ShardedExecution
+    assert type(made.value("setExecutionStrategy", None)) is kind
+    if recipe.ipu.shard_optimizer_state:
+        calls = made.value("TensorLocations.setOptimizerLocation", None).calls
+        assert [(path.split(".")[1], arguments) for path, arguments in calls] == [
+            ("useOnChipStorage", (True,)),
+            ("useReplicatedTensorSharding", (True,)),
+        ]
 
 
 def under_poprun(monkeypatch, replicas):

@@ -91,15 +91,6 @@ def test_the_line_as_typed_is_corrected(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_plan_is_that_of_what_poprun_started(tmp_path):
-    """Checked and shown, as the run would be."""
-    done = command("poprun", "--num-replicas", 2, "--ipus-per-replica", 2, *train("--dry-run"))
-    assert done.returncode == 0, done.stderr
-    assert "240 = 12 micro x 10 accumulation x 2 replicas (2 stages each: 4 devices)" in done.stdout
-    done = command("poprun", "--num-replicas", 2, *train("--dry-run"))
-    assert (done.returncode, "--ipus-per-replica 2" in done.stderr) == (2, True)
-
-
 def test_a_python_without_packages_is_told_what_to_install(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')

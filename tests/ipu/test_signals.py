@@ -16,7 +16,6 @@ from engines import ipu_input
 from recipe.errors import STOPPED
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.ipu.conftest import DOUBLE
-from tests.ipu.nets import options
 from tests.ipu.test_engine import FLOAT32, LARS
 
 pytestmark = [pytest.mark.ipu, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -100,9 +99,9 @@ class Hanging(torch.utils.data.Dataset):
 def test_a_feed_ends_though_a_read_hangs(double, monkeypatch):
     """PopTorch ends its process by the very signals that it withholds."""
     monkeypatch.setattr(ipu_input, "_PATIENCE", 1.0)
-    mode = double.DataLoaderMode.Async
+    values = {"batch_size": 2, "mode": double.DataLoaderMode.AsyncRebatched, "auto_distributed_partitioning": False}
     feed = ipu_input.TrainingFeed(
-        Hanging(), range(50), lambda images: double.DataLoader(options(double), images, batch_size=2, mode=mode)
+        Hanging(), range(50), lambda images: double.DataLoader(double.Options(), images, **values)
     )
     next(feed)
     (reader,) = feed._readers

@@ -1,4 +1,4 @@
-"""Collectives between instances, over the group of popdist.init (Horovod 0.28, horovod/torch/mpi_ops.py)."""
+"""What the product uses of Horovod, over the group of popdist.init (Horovod 0.28, horovod/torch/mpi_ops.py)."""
 
 import popdist
 import torch
@@ -10,24 +10,15 @@ def init():
     popdist.init()
 
 
-def rank():
-    """This process."""
-    return popdist.getInstanceIndex()
-
-
-def size():
-    """All processes."""
-    return popdist.getNumInstances()
-
-
 def allgather(tensor, name=None, process_set=None):
     """All processes' tensors behind one another; they may differ in the first dimension."""
-    if size() == 1:
+    if not distributed.is_initialized():
         return tensor.clone()
-    rows = [torch.empty(1, dtype=torch.int64) for _ in range(size())]
+    size = distributed.get_world_size()
+    rows = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     distributed.all_gather(rows, torch.tensor([len(tensor)]))
     longest = max(int(row) for row in rows)
     padded = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in range(size())]
+    parts = [torch.empty_like(padded) for _ in range(size)]
     distributed.all_gather(parts, padded)
     return torch.cat([part[: int(row)] for part, row in zip(parts, rows)])

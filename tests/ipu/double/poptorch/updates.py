@@ -1,20 +1,19 @@
-"""What the device does to one parameter in an update: LAMB, SGD, RMSprop, and rounding to float16.
+"""The update of one parameter on the device: LAMB, SGD, RMSprop, and rounding to float16.
 
-All take a float32 gradient from which loss scale and counts are already gone, change the weight and the state in
-place, and compute in float32 but where PopART holds a result in float16.
+Gradients are without loss scale and counts. Weights and state change in place; arithmetic has the gradient's dtype
+(float32 on a device) but where PopART holds a result in the weight's or the state's.
 
 Sources: PopART 3.4, willow/include/popart/adam.hpp, sgd.hpp, adaptive.hpp; willow/src/popx/op/adamupdaterx.cpp,
-adamvarupdatex.cpp, accumulatex.cpp, rmspropupdaterx.cpp.
+adamvarupdatex.cpp, accumulatex.cpp, rmspropupdaterx.cpp. State is named as in willow/include/popart/tensornames.hpp.
 """
 
 import torch
 
-# Of state tensors, before the parameter's name (willow/include/popart/tensornames.hpp).
 PREFIXES = ("Accl1___", "Accl2___", "Accl3___", "Step___")
 
 
 def nearest(values, dtype):
-    """Rounds float32 to the nearest of dtype, ties to even."""
+    """Rounds to the nearest of dtype, ties to even."""
     return values.to(dtype)
 
 
@@ -28,122 +27,93 @@ def stochastic(values, dtype):
     return ((values / spacing + torch.rand_like(values)).floor() * spacing).to(dtype)
 
 
-def new_state(kind, values, settings, weight):
-    """{prefix: tensor} of a parameter's state before the first update."""
-    first, second = _state_types(settings)
-    momentum, constant = values.get("momentum", (0.0, True))
-    has_momentum = momentum != 0 or not constant
-    if kind.startswith("LAMB"):
-        state = {
-            "Accl1___": torch.zeros(weight.shape, dtype=first),
-            "Accl2___": torch.zeros(weight.shape, dtype=second),
-        }
-        if kind == "LAMB":
-            state["Step___"] = torch.zeros(())
-        return state
-    if kind.startswith("SGD"):
-        return {"Accl1___": torch.zeros(weight.shape, dtype=first)} if has_momentum else {}
-    initial = 1.0 if settings.globals["use_tf_variant"] else 0.0
-    state = {"Accl1___": torch.full(weight.shape, initial, dtype=first)}
-    if kind == "RMSPROP_CENTERED":
-        state["Accl2___"] = torch.zeros(weight.shape, dtype=second)
-    if has_momentum:
-        state["Accl3___"] = torch.zeros(weight.shape)
-    return state
+def new_state(kind, values, types, correction, weight):
+    """{prefix: tensor} of a parameter's state before the first update.
+
+    Args:
+        kind: name of the optimizer's class.
+        values: {name: number} of the parameter's group.
+        types: {argument of the constructor: dtype}.
+        correction: whether LAMB corrects its averages' bias.
+    """
+    first, second = (types[f"{order}_order_momentum_accum_type"] for order in ("first", "second"))
+    if kind == "SGD":
+        return {"Accl1___": torch.zeros_like(weight, dtype=types["velocity_accum_type"])} if values["momentum"] else {}
+    if kind == "RMSprop":
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        momentum = {"Accl3___": torch.zeros_like(weight, dtype=wide)} if values["momentum"] else {}
+        return {"Accl1___": torch.ones_like(weight, dtype=first), **momentum}
+    count = {"Step___": torch.zeros(())} if correction else {}
+    moments = {"Accl1___": torch.zeros_like(weight, dtype=first), "Accl2___": torch.zeros_like(weight, dtype=second)}
+    return {**moments, **count}
 
 
-def _state_types(settings):
-    types = settings.globals
-    if "velocity_accum_type" in types:
-        return types["velocity_accum_type"], torch.float32
-    return types["first_order_momentum_accum_type"], types["second_order_momentum_accum_type"]
-
-
-def apply(settings, values, weight, gradient, state, rounded):
+def apply(kind, values, weight, gradient, state, rounded, loss_scaling=1.0):
     """One update of one parameter.
 
     Args:
-        settings: attributes.Settings.
-        values: {name: (value, constant)} of the parameter's group.
-        weight: float16 or float32; changed in place.
-        gradient: float32, of weight's shape.
-        state: as of new_state; changed in place.
+        kind, values: as of new_state; loss_scaling: which SGD's velocity is kept larger by.
+        weight, state: changed in place.
+        gradient: of weight's shape, in the dtype of the arithmetic.
         rounded: nearest or stochastic.
     """
-    values = {name: value for name, (value, _) in values.items()}
-    if settings.kind.startswith("LAMB"):
-        _lamb(settings.kind == "LAMB", values, weight, gradient, state, rounded)
-    elif settings.kind == "SGD2":
-        _sgd(values, weight, gradient, state, settings.loss_scaling[0], rounded)
-    elif settings.kind.startswith("RMSPROP"):
-        _rmsprop(settings.globals["use_tf_variant"], values, weight, gradient, state, rounded)
+    if kind == "LAMB":
+        _lamb(values, weight, gradient, state, rounded)
+    elif kind == "SGD":
+        _sgd(values, weight, gradient, state, loss_scaling, rounded)
     else:
-        raise NotImplementedError(f"the double does not compute {settings.kind}")
+        _rmsprop(values, weight, gradient, state, rounded)
 
 
 def _set(target, values, rounded):
     target.copy_(rounded(values, target.dtype))
 
 
-def _lamb(bias_correction, values, weight, gradient, state, rounded):
+def _lamb(values, weight, gradient, state, rounded):
+    wide, narrow = gradient.dtype, weight.dtype
     first, second = state["Accl1___"], state["Accl2___"]
-    beta1, beta2 = values["beta1"], values["beta2"]
-    _set(first, beta1 * first.float() + (1.0 - beta1) * gradient, rounded)
-    _set(second, beta2 * second.float() + (1.0 - beta2) * gradient * gradient, rounded)
-    mean, square = first.float(), second.float()
-    if bias_correction:
+    beta1, beta2 = values["betas"]
+    _set(first, beta1 * first.to(wide) + (1.0 - beta1) * gradient, rounded)
+    _set(second, beta2 * second.to(wide) + (1.0 - beta2) * gradient * gradient, rounded)
+    mean, square = first.to(wide), second.to(wide)
+    if "Step___" in state:
         state["Step___"] += 1
         mean = mean / (1.0 - beta1 ** state["Step___"])
         square = square / (1.0 - beta2 ** state["Step___"])
     # The first moment takes the second's type, then the quotient, the decay and their sum the weight's.
-    mean = rounded(mean, second.dtype).float()
-    update = rounded(mean / (square.sqrt() + values["eps"]), weight.dtype).float()
+    mean = rounded(mean, second.dtype).to(wide)
+    update = rounded(mean / (square.sqrt() + values["eps"]), narrow).to(wide)
     if values["weight_decay"]:
-        decay = rounded(values["weight_decay"] * weight.float(), weight.dtype).float()
-        update = rounded(update + decay, weight.dtype).float()
-    _set(weight, weight.float() - values["lr"] * _trust(values["max_weight_norm"], weight, update) * update, rounded)
+        decay = rounded(values["weight_decay"] * weight.to(wide), narrow).to(wide)
+        update = rounded(update + decay, narrow).to(wide)
+    step = values["lr"] * _trust(values["max_weight_norm"], weight.to(wide), update)
+    _set(weight, weight.to(wide) - step * update, rounded)
 
 
 def _trust(max_weight_norm, weight, update):
-    """min(||w||, max) / ||u||; 1 where any of the three is 0."""
-    weight_square, update_square = weight.float().square().sum(), update.square().sum()
+    """min(||w||, max) / ||u||; 1 where any of the three is 0 (willow/src/patterns/adamdecompose.cpp)."""
+    weight_square, update_square = weight.square().sum(), update.square().sum()
     if max_weight_norm == 0 or weight_square == 0 or update_square == 0:
         return 1.0
     return weight_square.sqrt().clamp(max=max_weight_norm) / update_square.sqrt()
 
 
 def _sgd(values, weight, gradient, state, loss_scaling, rounded):
-    damped = 1.0 - values["dampening"]
-    decayed = gradient + values["weight_decay"] * weight.float()
-    if "Accl1___" not in state:
-        _set(weight, weight.float() - values["lr"] * damped * decayed, rounded)
-        return
-    # The velocity is kept a factor loss_scaling larger than torch's.
-    velocity = state["Accl1___"]
-    _set(velocity, velocity.float() * values["momentum"] + damped * loss_scaling * decayed, rounded)
-    step = velocity.float() / loss_scaling
-    if values["nesterov"]:
-        step = decayed + values["momentum"] * step
-    _set(weight, weight.float() - values["lr"] * step, rounded)
+    wide = gradient.dtype
+    step = gradient + values["weight_decay"] * weight.to(wide)
+    if "Accl1___" in state:
+        velocity = state["Accl1___"]
+        _set(velocity, velocity.to(wide) * values["momentum"] + loss_scaling * step, rounded)
+        step = velocity.to(wide) / loss_scaling
+    _set(weight, weight.to(wide) - values["lr"] * step, rounded)
 
 
-def _rmsprop(tensorflow, values, weight, gradient, state, rounded):
-    gradient = gradient + values["weight_decay"] * weight.float()
+def _rmsprop(values, weight, gradient, state, rounded):
+    wide = gradient.dtype
+    gradient = gradient + values["weight_decay"] * weight.to(wide)
     alpha, square = values["alpha"], state["Accl1___"]
-    _set(square, alpha * square.float() + (1.0 - alpha) * gradient * gradient, rounded)
-    variance = square.float()
-    if "Accl2___" in state:
-        mean = state["Accl2___"]
-        _set(mean, alpha * mean.float() + (1.0 - alpha) * gradient, rounded)
-        variance = variance - mean.float().square()
-    if tensorflow:
-        update = gradient / (variance + values["eps"]).sqrt()
-    else:
-        update = gradient / (variance.sqrt() + values["eps"])
-    if "Accl3___" not in state:
-        update = values["lr"] * update
-    else:
-        momentum = state["Accl3___"]
-        momentum.copy_(values["momentum"] * momentum + (values["lr"] * update if tensorflow else update))
-        update = momentum if tensorflow else values["lr"] * momentum
-    _set(weight, weight.float() - update, rounded)
+    _set(square, alpha * square.to(wide) + (1.0 - alpha) * gradient * gradient, rounded)
+    update = values["lr"] * (gradient / (square.to(wide) + values["eps"]).sqrt())
+    if "Accl3___" in state:
+        update = state["Accl3___"].copy_(values["momentum"] * state["Accl3___"] + update)
+    _set(weight, weight.to(wide) - update, rounded)

@@ -1,7 +1,6 @@
-"""Optimizers on IPUs: PopART's own equations, written out here, step as this repository's optimizers do on a CPU.
+"""Optimizers on IPUs: PopART's equations, as the double has them, step as this repository's optimizers do on a CPU.
 
-The equations are those of PopART 3.4: willow/include/popart/{adam,sgd,adaptive}.hpp, and adamupdaterx.cpp and
-adamvarupdatex.cpp in willow/src/popx/op. Gradients enter them times the loss scale, summed over micro batches.
+Gradients enter them times the loss scale, summed over micro batches. Both sides are computed in float64.
 """
 
 import math
@@ -14,6 +13,8 @@ from recipe import ipu
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 
+pytestmark = pytest.mark.ipu
+
 MICRO_BATCHES, STEPS = 8, 40
 FULL = ("precision.weights=float32", "precision.compute=float32")
 
@@ -25,46 +26,35 @@ def recipe(*overrides):
 
 
 class PopArt:
-    """An optimizer of poptorch.optim as PopART computes it, in float64."""
+    """An optimizer of poptorch.optim as PopART computes it, without rounding."""
 
-    def __init__(self, plan):
-        self.plan, self.state = plan, {}
-        self._step = {"LAMB": self._lamb, "SGD": self._sgd, "RMSprop": self._rmsprop}[plan.name]
+    def __init__(self, poptorch, plan, weights, skipped):
+        from poptorch import updates
 
-    def step(self, weights, summed, lr, skipped):
+        self.updates, self.plan, self.weights = updates, plan, weights
+        groups = [
+            {"params": [weight for name, weight in weights.items() if (name in skipped) == group.skipped],
+             **group.options}
+            for group in plan.groups
+        ]  # fmt: skip
+        options = {name: value for name, value in plan.options.items() if not isinstance(value, ipu.Name)}
+        self.optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **options)
+        types = dict.fromkeys(self.optimizer.types, torch.float64)
+        self.state = {
+            weight: updates.new_state(plan.name, group, types, self.optimizer.bias_correction, weight)
+            for group in self.optimizer.param_groups
+            for weight in group["params"]
+        }
+
+    def step(self, summed, lr):
         """`summed`: gradients times the loss scale, summed over micro batches; the reduction type is Mean."""
-        for group in self.plan.groups:
-            for name in weights:
-                if (name in skipped) == group.skipped:
-                    gradient = summed[name] / (self.plan.options["loss_scaling"] * MICRO_BATCHES)
-                    state = self.state.setdefault(name, {})
-                    self._step(weights[name], gradient, lr * group.lr_scale, group.options, state)
-
-    def _lamb(self, w, g, lr, group, state):
-        options = self.plan.options
-        (b1, b2), bias = options["betas"], options["bias_correction"]
-        state["t"] = state.get("t", 0) + 1
-        state["m"] = b1 * state.get("m", torch.zeros_like(w)) + (1 - b1) * g
-        state["v"] = b2 * state.get("v", torch.zeros_like(w)) + (1 - b2) * g * g
-        c1, c2 = (1 - b1 ** state["t"], 1 - b2 ** state["t"]) if bias else (1, 1)
-        u = (state["m"] / c1) / ((state["v"] / c2).sqrt() + options["eps"]) + group["weight_decay"] * w
-        r1, r2, limit = w.norm().item(), u.norm().item(), group.get("max_weight_norm", 65500.0)
-        ratio = 1.0 if 0 in (r1, r2, limit) else min(limit, r1) / r2
-        w -= lr * ratio * u
-
-    def _sgd(self, w, g, lr, group, state):
-        mm = self.plan.options.get("momentum", 0.0)
-        state["v"] = mm * state.get("v", torch.zeros_like(w)) + g + group["weight_decay"] * w
-        w -= lr * state["v"]
-
-    def _rmsprop(self, w, g, lr, group, state):
-        options = self.plan.options
-        assert options["use_tf_variant"]
-        g, a, m = g + group["weight_decay"] * w, options["alpha"], options.get("momentum", 0.0)
-        state["v1"] = a * state.get("v1", torch.ones_like(w)) + (1 - a) * g * g
-        x = lr * g / (state["v1"] + options["eps"]).sqrt()
-        state["v3"] = m * state.get("v3", torch.zeros_like(w)) + x
-        w -= state["v3"]
+        names = {id(weight): name for name, weight in self.weights.items()}
+        for group, plan in zip(self.optimizer.param_groups, self.plan.groups):
+            values = {**group, "lr": lr * plan.lr_scale}
+            for weight in group["params"]:
+                gradient = summed[names[id(weight)]] / (self.optimizer.loss_scaling * MICRO_BATCHES)
+                state = self.state[weight]
+                self.updates.apply(self.plan.name, values, weight, gradient, state, self.updates.nearest)
 
 
 def parameters():
@@ -84,7 +74,7 @@ def rates():
     return [0.4 * min(1, (step + 1) / 10) * (1 - step / STEPS) ** 2 for step in range(STEPS)]
 
 
-def largest_difference(made):
+def largest_difference(poptorch, made):
     """Between our optimizer and PopART's after STEPS updates, relative to how far each tensor went."""
     ours = parameters()
     before = {name: parameter.detach().clone() for name, parameter in ours.items()}
@@ -96,7 +86,8 @@ def largest_difference(made):
     skipped = factory.skipped_names(made.optimizer, ours, {"norm.weight", "norm.bias"})
     assert skipped == {"conv.bias", "norm.weight", "norm.bias"}
     theirs = {name: parameter.detach().double() for name, parameter in ours.items()}
-    popart, random = PopArt(ipu.optimizer(made)), torch.Generator().manual_seed(1)
+    popart = PopArt(poptorch, ipu.optimizer(made), theirs, skipped)
+    random = torch.Generator().manual_seed(1)
     for step, lr in enumerate(rates()):
         summed = {name: torch.zeros_like(value) for name, value in theirs.items()}
         for name, parameter in ours.items():
@@ -107,7 +98,7 @@ def largest_difference(made):
             group["lr"] = lr
         optimizer.at_step(step)
         optimizer.step()
-        popart.step(theirs, summed, lr, skipped)
+        popart.step(summed, lr)
     return max(
         ((ours[name].detach() - theirs[name]).norm() / (theirs[name] - before[name]).norm()).item() for name in ours
     )
@@ -126,19 +117,19 @@ def largest_difference(made):
     ],
 )
 @pytest.mark.parametrize("numbers", [FULL, ()], ids=["float32", "float16"])
-def test_popart_steps_as_we_do(overrides, numbers):
+def test_popart_steps_as_we_do(double, overrides, numbers):
     """Ours adds in float32, to weights of 0.5 steps of 1e-3 and less: each is rounded to 1e-4 of itself at most."""
-    assert largest_difference(recipe(*overrides, *numbers)) < 1e-4
+    assert largest_difference(double, recipe(*overrides, *numbers)) < 1e-4
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["trusted", "skipped"])
-def test_the_comparison_sees_a_rate_that_is_off_by_a_thousandth(number, monkeypatch):
+def test_the_comparison_sees_a_rate_that_is_off_by_a_thousandth(double, number, monkeypatch):
     made = recipe("optimizer.trust_coefficient=0.05")
     plan = ipu.optimizer(made)
     groups = list(plan.groups)
     groups[number] = groups[number]._replace(lr_scale=groups[number].lr_scale * 1.001)
     monkeypatch.setattr(ipu, "optimizer", lambda _: plan._replace(groups=tuple(groups)))
-    assert largest_difference(made) > 5e-4
+    assert largest_difference(double, made) > 5e-4
 
 
 def test_an_epsilon_of_a_256th_keeps_small_momenta_in_float16():
