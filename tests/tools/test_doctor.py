@@ -126,7 +126,7 @@ def _examine(rank, size, arguments, slow, output):
     if rank == slow:
         forward = Stage.forward
         Stage.forward = lambda stage, x: time.sleep(LAG) or forward(stage, x)
-    finish(lambda: doctor.main([*SHORT, "--output", output, *arguments]))
+    finish(lambda: doctor.main([*SHORT, "--output", output, *(text.format(rank=rank) for text in arguments)]))
 
 
 @pytest.mark.multiprocess
@@ -173,19 +173,17 @@ def test_a_pipeline_has_a_bubble(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_ranks_with_other_recipes_are_refused(tmp_path):
-    ends = ranks.run(2, _examine_other, str(tmp_path))
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("run.seed={rank}",), "rank 1 has another recipe than rank 0; give all hosts the same files and overrides"),
+        (("batch.global=36", "batch.micro=12"), "12 micro x 2 replicas"),
+    ],
+)
+def test_a_recipe_that_ranks_cannot_share_is_refused_once(tmp_path, arguments, fault):
+    ends = examined_in_ranks(2, *arguments, output=tmp_path)
     assert [end.code for end in ends] == [2, 2]
-    errors = [line for end in ends for line in end.errors]
-    assert errors == [
-        f"{QUICKSTART}: rank 1 has another recipe than rank 0; give all hosts the same files and overrides"
-    ]
-
-
-def _examine_other(rank, size, output):
-    from training.command import finish
-
-    finish(lambda: doctor.main([*SHORT, "--output", output, f"run.seed={rank}"]))
+    assert [len(end.errors) for end in ends] == [1, 0] and fault in ends[0].errors[0]
 
 
 @pytest.mark.multiprocess
@@ -222,13 +220,6 @@ def test_under_torchrun_a_wrong_folder_is_one_line_besides_its_own(tmp_path):
     assert ended.stderr.count("no such folder") == 1 and "no such folder" in ended.stderr.splitlines()[0]
     for word in ("[rank", "KeyboardInterrupt", "UserError", "tools/doctor.py"):
         assert word not in ended.stderr
-
-
-@pytest.mark.multiprocess
-def test_a_batch_that_does_not_divide_is_reported_once(tmp_path):
-    ends = examined_in_ranks(2, "batch.global=36", "batch.micro=12", output=tmp_path)
-    assert [end.code for end in ends] == [2, 2]
-    assert [len(end.errors) for end in ends] == [1, 0] and "12 micro x 2 replicas" in ends[0].errors[0]
 
 
 @pytest.mark.multiprocess
@@ -275,12 +266,10 @@ def test_seconds_are_a_positive_number(examined, capfd, seconds):
     assert ended.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_wrong_command_line_is_refused_before_torch_is_loaded(tmp_path):
-    program = (
-        "import sys; from tools import doctor; code = doctor.main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
-    )
+def test_a_wrong_command_line_is_refused_before_torch_is_loaded():
+    program = "import sys; from tools import doctor; print(doctor.main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", program, "--config", str(QUICKSTART), "run.device=ipu"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=QUICKSTART.parent.parent)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ended.stdout.split() == ["2", "False"]
 
 
@@ -293,10 +282,7 @@ def test_a_full_disk_is_one_line(examined, small_disk):
 
 
 def test_a_signal_ends_it_with_its_own_code(examined, monkeypatch, tmp_path):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(examination, "examine", interrupted)
+    monkeypatch.setattr(examination, "examine", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60))
     code, _, _, errors = examined()
     assert code == 75 and errors == ["stopped; nothing was written"]
     assert list((tmp_path / "doctor").iterdir()) == []
