@@ -18,6 +18,7 @@ from data.encoded import EncodedSource
 from data.loader import NotLeftOut
 from data.reader import Reader
 from data.transforms import Training
+from engines.devices import synchronize
 from recipe.config import Recipe
 from recipe.errors import DataError
 from tools.diagnosis.splitting import Spread, spread
@@ -98,8 +99,7 @@ def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
         start = time.perf_counter()
         for _ in range(times):
             there.copy_(images, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     copy(1)
