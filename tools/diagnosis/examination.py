@@ -85,10 +85,10 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         say: prints a line of progress; called on the main rank only.
 
     Raises:
-        UserError: recipe or data cannot be used, or ranks do not meet.
+        UserError: recipe or data cannot be used, or ranks cannot connect.
     """
     started = time.perf_counter()
-    place, processes = _met(recipe)
+    place, processes = _connect(recipe)
     _check_one_recipe(recipe, processes)
     batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
     source, lengths, training_images = _opened(recipe, processes)
@@ -133,7 +133,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     )  # fmt: skip
 
 
-def _met(recipe: Recipe) -> Tuple[Topology, Processes]:
+def _connect(recipe: Recipe) -> Tuple[Topology, Processes]:
     """This rank's place, connected to all others. Raises ConfigError."""
     try:
         place = topology.from_environment(recipe)
