@@ -5,7 +5,6 @@ Everything is read from the source; no file of ours is run.
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,30 +168,17 @@ def test_broken_rules_are_found_and_others_let_through(path, source, complaint):
 def test_optional_packages_are_imported_where_they_are_used(name):
     """A file that is itself only imported when it is used may import them at its start."""
     path, (package, _, last) = "data/special.py", name.rpartition(".")
-    ways = [
-        f"import {name}\n",
-        f"from {name} import x\n",
-        f"try:\n    import {name}.x\nexcept ImportError:\n    pass\n",
-    ]
-    ways += [f"from {package} import {last}\n"] if package else []
+    ways = [f"import {name}", f"from {name} import x", f"if x:\n    import {name}.x"]
+    ways += [f"from {package} import {last}"] if package else []
+    at_start = ["import data.special", "from data.special import x", "from data import special"]
+    later = [f"def f():\n    {at_start[1]}", f"import typing\nif typing.TYPE_CHECKING:\n    {at_start[0]}"]
     for way in ways:
-        for user in (
-            "import data.special",
-            "from data.special import x",
-            "from data import special",
-            "if x:\n  import data.special",
-        ):
-            found = complaints({path: way, "training/a.py": user + "\n"})
-            assert found[0].startswith(f"{path}:{2 if way.startswith('try') else 1}: {name}")
-            assert found[0].endswith("at the start of a file that others need; import it in a function")
-        inside = "def f():\n    " + way.replace("\n", "\n    ") + "\n"
-        assert complaints({path: inside, "training/a.py": "import data.special\n"}) == []
-        for user in (
-            "def f():\n    from data.special import x\n",
-            "import typing\nif typing.TYPE_CHECKING:\n    import data.special\n",
-        ):
-            assert complaints({path: way, "training/a.py": user}) == []
-        assert complaints({path: way}) == []
+        for user in at_start:
+            found = complaints({path: way, "training/a.py": user})
+            assert name in found[0] and found[0].endswith("; import it in a function"), found
+        inside = "def f():\n    " + way.replace("\n", "\n    ")
+        assert complaints({path: inside, "training/a.py": at_start[0]}) == []
+        assert [complaints({path: way, "training/a.py": user}) for user in later] == [[], []]
 
 
 def lint_imports(folder):
@@ -214,7 +200,8 @@ def test_every_contract_finds_what_breaks_it(tmp_path):
     for room in ROOMS:
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()
-    shutil.copytree(ROOT / "engines", tmp_path / "engines", dirs_exist_ok=True, ignore=lambda *_: [])
+    for path in (ROOT / "engines").glob("ipu_*.py"):  # allowed importers
+        (tmp_path / "engines" / path.name).touch()
     middle = ("models", "optim", "data", "parallel")
     levels = [("recipe",), middle, ("engines",), ("training",), ("tools",), ("benchmarks",)]
     illegal = []
