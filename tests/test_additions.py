@@ -1,0 +1,63 @@
+"""Each kind is added by one schema class and one file, in tests/additions, and trains; no other file knows of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import QUICKSTART, ROOT, TINY
+
+# Runs the overrides of each line of standard input, and prints the losses of each run.
+PROGRAM = """
+import importlib, json, sys
+from pathlib import Path
+import train
+
+for line in sys.stdin:
+    name, *overrides = json.loads(line)
+    if name:
+        importlib.import_module(f"tests.additions.{name}")
+    assert train.main(["--config", *overrides]) == 0
+"""
+
+ADDITIONS = {
+    "source": ("data.source=stripes", "data.contrast=100"),
+    "logger": ("log.losses=true",),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder of a run by what was added to it; of the one of "" nothing was."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = [
+        json.dumps([name, str(QUICKSTART), *TINY, *overrides, f"run.output={folder}/{name or 'plain'}"])
+        for name, overrides in (("", ()), *ADDITIONS.items())
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input="\n".join(lines), cwd=str(ROOT), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def losses(folder):
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "end"
+    return [(event["step"], event["loss"]) for event in events if event["event"] == "train"]
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_an_addition_trains(runs, name):
+    """The run is not the plain one, except that a logger only writes down what the plain one has, too."""
+    found = losses(runs / name)
+    assert len(found) == 4 and (found == losses(runs / "plain")) == (name == "logger")
+    resolved = (runs / name / "config.yaml").read_text()
+    for override in ADDITIONS[name]:
+        assert f"{override.split('.')[1].split('=')[0]}: {override.split('=')[1]}" in resolved
+
+
+def test_a_logger_has_the_losses_of_the_run(runs):
+    lines = (runs / "logger" / "losses.txt").read_text().splitlines()
+    assert [(int(step), float(loss)) for step, loss in map(str.split, lines)] == losses(runs / "logger")
