@@ -98,6 +98,7 @@ class OnGpu:
         ranks.before_step(self.until, functools.partial(signal.raise_signal, signal.SIGTERM))
 
 
+@pytest.mark.slow  # that a run keeps what it measured is the test above
 @pytest.mark.multiprocess
 def test_a_run_that_began_on_a_cpu_decides_once_for_each_kind_of_gpu(tmp_path):
     """Whatever is measured later, and though nobody kept what was measured before."""

@@ -133,6 +133,7 @@ def assert_killed_ends_as_undisturbed(tmp_path, stretches, seed):
     assert any(tensor.any() for tensor in flat(found).values())
 
 
+@pytest.mark.slow  # test_resume.py kills one process, test_sparse_runs.py resumes residuals
 def test_two_kills_leave_no_trace_in_residuals_and_late_gradients(tmp_path):
     assert_killed_ends_as_undisturbed(tmp_path, [Stretch(2, 1, end=10, saving=1, running=1)], seed=0)
 

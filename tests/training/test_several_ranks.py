@@ -133,6 +133,7 @@ def test_any_order_ends_the_same_but_for_rounding(tmp_path):
     assert 0 < (moved(tmp_path / "run") - wanted).norm() / wanted.norm() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_trace_shows_every_pass_of_every_stage(tmp_path):
     """Steps 2 and 3 of 3: 12 micro batches forward and backward each, on each stage."""
     said = train_to_the_end(2, *TWO_STAGES, "log.trace=2", "run.steps=4", f"run.output={tmp_path}/run")
