@@ -209,7 +209,8 @@ class Parts(_Open):
         count = len(cls.parts)
         if count not in cls._whole:
             bases = (*reversed(cls.parts), cls.section())
-            cls._whole[count] = create_model(cls.section().__name__, __base__=bases, __module__=__name__)
+            name, doc = cls.section().__name__, cls.section().__doc__
+            cls._whole[count] = create_model(name, __base__=bases, __module__=__name__, __doc__=doc)
         return cls._whole[count]
 
     @classmethod

@@ -135,7 +135,7 @@ def test_a_kind_defined_after_the_recipe_is_a_choice_like_any_other():
         assert set(Shape.fields()) == {"name", "colour", "radius", "side"}
         circle, square = Drawing.model_json_schema()["properties"]["shape"]["anyOf"]
         assert square["properties"]["radius"] == {"type": "null"} != circle["properties"]["radius"]
-        with pytest.raises(TypeError, match=r"name cube is taken by .*Square; choose another"):
+        with pytest.raises(TypeError, match=r"name square is taken by .*Square; choose another"):
             type("Cube", (Square,), {"__module__": __name__})
         with pytest.raises(ValueError, match="radius belongs to circle, not to square"):
             Shape(name="square", radius=1.0)

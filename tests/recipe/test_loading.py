@@ -357,6 +357,7 @@ def accepted(section, named, key, entry):
     """How many values of a key make another recipe, which is the same when it was dumped and loaded."""
     base = {"run": {"steps": 2}, "schedule": {"peak": 2}}
     options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
+    default = Recipe.model_validate({**base, section: {**base.get(section, {}), **named}})
     count = 0
     for value in (*VALUES, *options):
         content = {**base.get(section, {}), **named, key: value}
@@ -374,9 +375,9 @@ def accepted(section, named, key, entry):
             recipe = Recipe.model_validate({**base, section: content})
         except ValueError:
             continue
-        assert loads(dump(recipe), "again") == recipe, (key, value)
-        default = Recipe.model_validate({**base, section: {**base.get(section, {}), **named}})
-        count += getattr(recipe, section) != getattr(default, section)
+        if recipe != default:
+            assert loads(dump(recipe), "again") == recipe, (key, value)
+            count += 1
     return count
 
 

@@ -13,7 +13,7 @@ from tests.conftest import QUICKSTART
 
 hypothesis = pytest.importorskip("hypothesis", reason="has no releases for this Python")
 st = hypothesis.strategies
-often = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+often = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 SECTIONS = st.sampled_from([*Recipe.model_fields, "extends", "unknown"])
 KEYS = st.sampled_from(
