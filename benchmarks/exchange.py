@@ -35,7 +35,7 @@ from torch import distributed
 
 from benchmarks import claims, networks
 from benchmarks.networks import FRAME, PAYLOAD, Network
-from parallel import costs
+from parallel import costs, exchange
 from parallel.costs import Link
 from parallel.sparse import Sparse, SparseSum
 
@@ -171,8 +171,8 @@ def model(name: str, ranks: int, rate: float) -> float:
     """Seconds of a side's payload on cables of `rate` bits a second."""
     link = Link(0.0, 8 / rate)
     if name == "dense":
-        return costs.dense(link, ranks, ELEMENTS)
-    return costs.SPARSE[name](link, ranks, costs.message_bytes(ENTRIES, "float32"))
+        return costs.ring(link, ranks, 4 * ELEMENTS)
+    return exchange.named(name).rounds(ranks) * link.message(costs.message_bytes(ENTRIES, "float32"))
 
 
 def seconds(outcomes: Sequence[Dict[str, Outcome]], name: str) -> List[float]:

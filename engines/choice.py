@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Tuple
 import torch
 
 from engines import cuts
+from engines.devices import device_of, synchronize
 from models.efficientnet import build
-from parallel import costs
+from parallel import exchange
 from parallel.costs import Link
+from parallel.exchange import Method
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
@@ -28,9 +30,14 @@ _NEGLIGIBLE = 0.01
 class Candidate(NamedTuple):
     """An exchange and its predicted seconds: on the network, and of processors, to select or to round."""
 
-    name: str
+    method: Method
     network: float
     processor: float
+
+    @property
+    def name(self) -> str:
+        """That of the method."""
+        return self.method.name
 
     @property
     def seconds(self) -> float:
@@ -66,12 +73,12 @@ def resolve(
     if recipe.exchange.method != "auto":
         return recipe
     if begun is not None and begun.method != "auto":
-        say(f"exchange.method auto: {_name(begun)}, as the run began")
-        return _resolved(recipe, begun.method, getattr(begun, "pattern", "tree"), say)
+        say(f"exchange.method auto: {exchange.of(begun).name}, as the run began")
+        return _resolved(recipe, exchange.of(begun), say)
     if recipe.run.device == "ipu" or processes.topology.replicas == 1:
         why = "on IPUs there is no other" if recipe.run.device == "ipu" else "one replica has nobody to send to"
         say(f"exchange.method auto: dense; {why}")
-        return _resolved(recipe, "dense", recipe.exchange.pattern, say)
+        return _resolved(recipe, exchange.named("dense"), say)
     gradient = processes.together(lambda: _gradient(recipe, batch, processes))
     link, selection, rounding = _measured(recipe, gradient, processes)
     candidates = predict(recipe.exchange, processes.topology.replicas, gradient, link, selection, rounding)
@@ -79,8 +86,7 @@ def resolve(
     for line in _table(recipe, processes.topology.replicas, gradient, link, candidates):
         say(line)
     say(f"  taken: {taken.name}; {why}")
-    method, _, pattern = taken.name.partition(" ")
-    return _resolved(recipe, method, pattern or recipe.exchange.pattern, say)
+    return _resolved(recipe, taken.method, say)
 
 
 def predict(
@@ -89,17 +95,13 @@ def predict(
     """The exchanges that the section allows, from the most faithful one to that which leaves out most.
 
     Args:
-        selection, rounding: seconds of a processor, for topk and gtopk, and for half.
+        selection, rounding: seconds of a processor.
     """
-    found = [Candidate("dense", costs.dense(link, replicas, gradient.elements), 0.0)]
-    if section.wire != "float32":
-        found.append(Candidate("half", costs.half(link, replicas, gradient.elements), rounding))
-    message = costs.message_bytes(_count(section, gradient), section.wire or "float32")
-    whole = costs.dense(link, replicas, gradient.whole) if gradient.whole else 0.0
-    found += [
-        Candidate(name, whole + seconds(link, replicas, message), selection) for name, seconds in costs.SPARSE.items()
+    work = {"": 0.0, "select": selection, "round": rounding}
+    return [
+        Candidate(method, method.seconds(link, replicas, gradient.elements, gradient.whole), work[method.work])
+        for method in exchange.variants(section)
     ]
-    return found
 
 
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
@@ -116,13 +118,12 @@ def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
     return taken, why
 
 
-def _resolved(recipe: Recipe, method: str, pattern: str, say: Callable[[str], None]) -> Recipe:
-    section = recipe.exchange
-    dropped = section.refused_by(method)
+def _resolved(recipe: Recipe, method: Method, say: Callable[[str], None]) -> Recipe:
+    section, taken = recipe.exchange, method.section.method
+    dropped = section.refused_by(taken)
     if dropped:
-        say(f"exchange.{', '.join(dropped)}: left out, as {method} sends whole gradients")
-    own = {"pattern": pattern} if method == "gtopk" else {}
-    return recipe.model_copy(update={"exchange": section.to(method, **own)})
+        say(f"exchange.{', '.join(dropped)}: left out, as {taken} sends whole gradients")
+    return recipe.model_copy(update={"exchange": method.taken_by(section)})
 
 
 def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
@@ -143,7 +144,6 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
 def _measured(recipe: Recipe, gradient: Gradient, processes: Agreement) -> Tuple[Link, float, float]:
     """The link, and seconds to select and to round a gradient; of the slowest process, and so the same on all."""
     # These need a newer Python than the IPU's, where nothing is measured.
-    from engines.devices import device_of
     from parallel import probe, selection
 
     device = device_of(recipe, processes.topology)
@@ -162,26 +162,17 @@ def _seconds(work: Callable[[torch.Tensor], object], vector: torch.Tensor) -> fl
     """Of the fastest of a few calls: the first finds caches empty, and a machine that starts a run is busy."""
     found = []
     for _ in range(4):
-        _wait_for(vector.device)
+        synchronize(vector.device)
         start = time.perf_counter()
         work(vector)
-        _wait_for(vector.device)
+        synchronize(vector.device)
         found.append(time.perf_counter() - start)
     return min(found)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _count(section: Exchange, gradient: Gradient) -> int:
     """Values that a replica sends of the largest stage's gradient, once densities have come down."""
     return max(1, round(section.density * (gradient.elements - gradient.whole)))
-
-
-def _name(section: Exchange) -> str:
-    return section.variant
 
 
 def _table(recipe: Recipe, replicas: int, gradient: Gradient, link: Link, candidates: List[Candidate]) -> List[str]:
@@ -191,8 +182,7 @@ def _table(recipe: Recipe, replicas: int, gradient: Gradient, link: Link, candid
         f"{replicas} replicas; links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
     ]
     for each in candidates:
-        work = "to round" if each.name == "half" else "to select"
-        and_work = f", {_figure(1e3 * each.processor)} ms of it {work}" if each.processor else ""
+        and_work = f", {_figure(1e3 * each.processor)} ms of it to {each.method.work}" if each.processor else ""
         lines.append(f"  {each.name:15}  {_figure(1e3 * each.seconds)} ms{and_work}")
     return lines
 

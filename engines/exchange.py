@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterator, List, Optional
 
 import torch
-import torch.distributed as dist
 
-from engines.devices import DTYPES
+from engines.delay import Delay
 from optim.half_weights import WeightState
+from parallel import exchange
+from parallel.exchange import Setup
 from parallel.processes import Processes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
-
-if TYPE_CHECKING:
-    from parallel.reduce import Exchange
-    from parallel.sparse_exchange import SparseExchange
 
 
 class GradientExchange:
@@ -34,25 +31,19 @@ class GradientExchange:
         """
         self._weights, self._processes = weights, processes
         self._buffer = weights.gradients.flat
-        section = recipe.exchange
+        delay = recipe.exchange.delay
         alone = processes.topology.replicas == 1
         # The exchange of a late gradient runs in a thread of its own.
-        group = None if alone else processes.further_replica_group() if section.delay else processes.replica_group
-        self._dense: Optional[Exchange] = None
-        self._sparse: Optional[SparseExchange] = None
-        if section.sparse:
-            self._sparse = _create_sparse(weights, recipe, processes, group, steps_per_epoch)
-        elif not alone:
-            self._dense = _create_dense(weights, recipe, batch, group)
-        self._delay = None
-        self.arm: Optional[Callable[[], None]] = None
-        if section.delay:
-            from engines.delay import Delay
-
-            self._delay = Delay(self._buffer, section.delay, None if alone and self._sparse is None else self._run)
-        elif self._dense is not None and self._dense.overlaps:
-            self.arm = self._dense.arm
-        self._summed = batch.accumulation if section.method == "none" else batch.micro_batches
+        group = None if alone else processes.further_replica_group() if delay else processes.replica_group
+        method = exchange.of(recipe.exchange)
+        gradients, places = weights.gradients, weights.places()
+        self._running = method.create(
+            Setup(recipe, batch, processes, gradients.flat, places, gradients.collect, group, steps_per_epoch)
+        )
+        self._delay = Delay(self._buffer, delay, self._running) if delay else None
+        overlaps = self._delay is None and self._running is not None and self._running.overlaps
+        self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
+        self._summed = batch.micro_batches if method.sums else batch.accumulation
 
     def __call__(self, step: int, scale: torch.Tensor) -> Optional[torch.Tensor]:
         """Exchanges the gradient of update `step`, from 0, that lies in the weights' buffer.
@@ -67,10 +58,8 @@ class GradientExchange:
         divisor = scale * self._summed
         if self._delay is not None:
             return self._delay.advance(step, divisor)
-        if self._sparse is not None:
-            self._sparse(self._buffer, step, divisor)
-        elif self._dense is not None:
-            self._dense.finish()
+        if self._running is not None:
+            self._running(self._buffer, step, divisor)
         return divisor
 
     def state_dict(self) -> List[dict]:
@@ -88,8 +77,9 @@ class GradientExchange:
         self._delay.load_state_dict([{**entry, "gradient": flat} for entry, flat in zip(entries, flats)])
 
     def replica_states(self) -> Iterator[dict]:
-        """What each replica has kept for later steps: see engines/base.py."""
-        if self._sparse is None:
+        """State of each replica for later steps: see engines/base.py."""
+        own_state = self._own_state()
+        if not own_state:
             return
         place = self._processes.topology
         if self._delay is not None:
@@ -98,20 +88,20 @@ class GradientExchange:
             ranks = range(replica * place.stages, (replica + 1) * place.stages)
             own = {}
             if place.replica == replica:
-                own = {name: self._weights.by_name(flat) for name, flat in self._sparse.state().items()}
+                own = {name: self._weights.by_name(flat) for name, flat in own_state.items()}
             yield _joined(self._processes.collect(own, ranks))
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Takes over what `count` replicas had kept: see engines/base.py.
+        """Takes over the state of `count` replicas: see engines/base.py.
 
-        A replica takes the same share of the kept values as of the images: where their number changes, those of
+        A replica takes the same share of the values as of the images: where the number of replicas changes, those of
         several are added, or those of one divided, so that the sum over replicas stays.
         """
-        if self._sparse is None:
+        place, own = self._processes.topology, self._own_state()
+        if not own:
             if count:
                 raise ValueError(f"{count} replicas have kept a part of their gradients; exchange.method is not sparse")
             return
-        place, own = self._processes.topology, self._sparse.state()
         sums = {name: torch.zeros_like(flat) for name, flat in own.items()}
         fault = ""
         for number, state in enumerate(self._shared_out(count, read)):
@@ -161,69 +151,14 @@ class GradientExchange:
         if self._delay is not None:
             self._delay.close()
 
-    def _run(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        if self._sparse is not None:
-            self._sparse(buffer, step, divisor)
-        else:
-            self._dense.finish(buffer)
+    def _own_state(self) -> Dict[str, torch.Tensor]:
+        return self._running.state() if self._running is not None else {}
 
     def _flat(self, tensors: Dict[str, torch.Tensor]) -> torch.Tensor:
         """A buffer laid out as the weights are, with the tensors that belong to this stage. Raises ValueError."""
         flat = torch.zeros_like(self._buffer)
         self._weights.load_flat(flat, self._weights.own(tensors))
         return flat
-
-
-def _create_dense(weights: WeightState, recipe: Recipe, batch: Batch, group: dist.ProcessGroup) -> Exchange:
-    from parallel.reduce import Exchange
-
-    section = recipe.exchange
-    return Exchange(
-        weights.gradients.flat,
-        weights.places(),
-        group,
-        method=section.method,
-        order="tree" if section.in_tree else "fast",
-        wire=DTYPES[section.sent],
-        micro_batches=batch.micro_batches,
-        collect=weights.gradients.collect,
-    )
-
-
-def _create_sparse(
-    weights: WeightState,
-    recipe: Recipe,
-    processes: Processes,
-    group: Optional[dist.ProcessGroup],
-    steps_per_epoch: Optional[int],
-) -> SparseExchange:
-    from parallel.sparse_exchange import Rules, SparseExchange
-
-    section, place, buffer = recipe.exchange, processes.topology, weights.gradients.flat
-    whole = [
-        range(start, start + parameter.numel())
-        for start, parameter in weights.places()
-        if section.dense_1d and parameter.dim() == 1
-    ]
-    sparse = sum(parameter.numel() for _, parameter in weights.places()) - sum(len(each) for each in whole)
-    return SparseExchange(
-        Rules(
-            pattern="gather" if section.method == "topk" else section.pattern,
-            wire=DTYPES[section.sent],
-            density=lambda step: section.density_at(step, steps_per_epoch),
-            conserve=getattr(section, "conserve", True),
-            momentum=recipe.optimizer.momentum if section.momentum_correction else None,
-            masks=section.factor_masking,
-            by_threshold=section.stage_share == "threshold",
-        ),
-        len(buffer),
-        processes.gather(sparse)[: place.stages],
-        place.stage,
-        whole,
-        group,
-        processes.further_group(),
-        buffer.device,
-    )
 
 
 def _joined(states: List[dict]) -> dict:

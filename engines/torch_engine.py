@@ -27,6 +27,7 @@ from optim import factory
 from optim.averaging import WeightAverage
 from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
+from parallel import exchange
 from parallel.processes import Processes
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_sizes
@@ -55,6 +56,7 @@ class TorchEngine(Engine):
             for name, decay in zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
             if decay is not None
         }
+        self._method = exchange.of(recipe.exchange)
         self._exchange = GradientExchange(self.weights, recipe, batch, processes, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self.recorder = Recorder(processes, self.device)
@@ -232,7 +234,7 @@ class TorchEngine(Engine):
         return boundaries(self._parts, model, images, self._compute)
 
     def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
-        if self._buffers and self.topology.replicas > 1 and self._recipe.exchange.method != "none":
+        if self._buffers and self.topology.replicas > 1 and self._method.sums:
             replication.combine_statistics(
                 list(self._buffers.values()),
                 before,
@@ -252,7 +254,7 @@ class TorchEngine(Engine):
         return sum(counts), [message for part in messages for message in part]
 
     def not_finite(self) -> List[str]:
-        if self._recipe.exchange.sparse:
+        if self._method.sparse:
             return []  # of which one element says that something was not finite
         return self.weights.not_finite()
 

@@ -8,13 +8,13 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
 import torch
 from torch import distributed, nn
 
-METHODS, ORDERS = ("dense", "half", "none"), ("fast", "tree")
+from parallel.exchange import Running
 
 # all_gather_single is new, and the older name warns where both exist.
 all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
-class Exchange:
+class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 
     Methods:
@@ -25,7 +25,6 @@ class Exchange:
         half: the same tree, but float16 or bfloat16 travels, at half the bytes, and what travels are means over micro
             batches: each replica's own, then that of all. An element is rounded twice. What overflows float16 becomes
             inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.
-        none: every replica keeps its own; for measuring what an exchange costs.
 
     Buckets of the buffer, from its end, where the last layers are, to its start, are launched in this order on every
     replica. No other collective may use the group between arm() and finish().
@@ -49,7 +48,7 @@ class Exchange:
             gradients: float32 [length], contiguous: what autograd or `collect` fills.
             places: first element of each parameter in `gradients`, and the parameter; in the order of the buffer.
             group: of the replicas; rank in the group = replica. None: all processes.
-            method, order: one of METHODS, one of ORDERS.
+            method, order: "dense" or "half", "fast" or "tree".
             wire: what "half" sends, torch.float16 or torch.bfloat16.
             micro_batches: of a step over all replicas, a multiple of their number; for "half".
             bucket_bytes: of float32 gradients in a bucket.
@@ -57,7 +56,7 @@ class Exchange:
                 pass, before this gradient is sent; for gradients that autograd does not itself add into `gradients`.
         """
         assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
-        assert method in METHODS and order in ORDERS, (method, order)
+        assert method in ("dense", "half") and order in ("fast", "tree"), (method, order)
         self._gradients, self._collect = gradients, collect
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
@@ -80,14 +79,17 @@ class Exchange:
             ]
 
     def arm(self) -> None:
-        """Says that the next backward pass is the step's last: buckets are sent as soon as their gradients are ready.
+        """Announce the step's last backward pass: buckets are sent as soon as their gradients are ready.
 
-        Without effect where `overlaps` is False: order "tree", method "none", one replica.
+        Without effect where `overlaps` is False: order "tree", method "half", one replica.
         """
         assert not self._armed, "finish() comes before the next arm()"
         if self.overlaps:
             self._armed = True
             self._waiting = [set(needed) for needed in self._needs]
+
+    def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
+        self.finish(None if buffer is self._gradients else buffer)
 
     def finish(self, gradients: Optional[torch.Tensor] = None) -> None:
         """Sends what is not yet on its way, waits, and leaves the sum over replicas in the buffer.
@@ -228,7 +230,7 @@ class _ShardedSum:
 
 def _create_sum(group, method: str, order: str, wire: torch.dtype, micro_batches: int, largest: int):
     """None where there is nothing to add."""
-    if method == "none" or distributed.get_world_size(group) == 1:
+    if distributed.get_world_size(group) == 1:
         return None
     replicas = distributed.get_world_size(group)
     if method == "half":

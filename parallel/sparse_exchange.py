@@ -7,6 +7,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Sequence
 import torch
 from torch import distributed
 
+from parallel.exchange import Running
 from parallel.selection import largest
 from parallel.shares import StageShares
 from parallel.sparse import Sparse, SparseSum, Total
@@ -30,7 +31,7 @@ class Rules(NamedTuple):
     by_threshold: bool = False
 
 
-class SparseExchange:
+class SparseExchange(Running):
     """Sums over replicas what each sends of its accumulated gradient; the rest stays in a residual of its own.
 
     With g the replica's part of the mean gradient and r its residual, in each update: a = r + g; s = the k entries of

@@ -26,7 +26,8 @@ OPTIONAL = (
 ON_IPU = (
     "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
     "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
-    "tools/plan.py", "tools/planning/", "parallel/costs.py",
+    "tools/plan.py", "tools/planning/", "parallel/costs.py", "parallel/exchange.py", "parallel/dense.py",
+    "parallel/topk.py",
 )  # fmt: skip
 _BUILTIN_GENERICS = ("list", "dict", "tuple", "set", "frozenset", "type")
 

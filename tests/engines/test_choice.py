@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines import choice
-from parallel import costs, probe
+from parallel import exchange, probe
 from parallel.costs import Link
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -91,8 +91,8 @@ def test_what_biases_cost_beside_the_sparse_ones():
     found = {
         each.name: each.seconds for each in choice.predict(section, 4, choice.Gradient(10**6, 4000), link, 0.0, 0.0)
     }
-    assert found["topk"] == pytest.approx(3 * 8 * 996e-6 + costs.dense(link, 4, 4000))
-    assert found["dense"] == costs.dense(link, 4, 10**6)
+    assert found["topk"] == pytest.approx(3 * 8 * 996e-6 + exchange.named("dense").seconds(link, 4, 4000))
+    assert found["dense"] == exchange.named("dense").seconds(link, 4, 10**6)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,16 @@ def test_what_biases_cost_beside_the_sparse_ones():
 )
 def test_more_is_lost_only_for_half_as_much_speed_again(times, taken):
     names = seconds(4, SLOW)
-    candidates = [choice.Candidate(name, network, 0.0) for name, network in zip(names, times)]
+    candidates = [choice.Candidate(exchange.named(name), network, 0.0) for name, network in zip(names, times)]
     assert choice.pick(candidates)[0].name == taken
 
 
 @pytest.mark.parametrize(("dense", "taken"), [(0.009, "dense"), (0.011, "topk")])
 def test_milliseconds_are_not_worth_a_change(dense, taken):
-    candidates = [choice.Candidate("dense", dense, 0.0), choice.Candidate("topk", dense / 10, 0.0)]
+    candidates = [
+        choice.Candidate(exchange.named(name), seconds, 0.0)
+        for name, seconds in (("dense", dense), ("topk", dense / 10))
+    ]
     assert choice.pick(candidates)[0].name == taken
 
 

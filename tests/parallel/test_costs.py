@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from parallel import costs
+from parallel import costs, exchange
 from parallel.costs import Link
+from recipe.exchange import Exchange
 
 # Fitted by Shi et al. to their Ethernet of 1 Gbit/s (scripts/icdcs2019/communication.py of their repository): seconds,
 # and seconds for each float32.
@@ -49,12 +50,15 @@ def butterfly_hops(replicas):
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 32])
 def test_hops_played_through_take_what_is_predicted(replicas):
     start = [0.0] * replicas
-    assert arrivals(tree_hops(replicas), 8, start) == costs.gtopk_tree(SIMPLE, replicas, 8)
-    assert arrivals(butterfly_hops(replicas), 8, start) == costs.gtopk_butterfly(SIMPLE, replicas, 8)
+    for name, hops in (("gtopk tree", tree_hops(replicas)), ("gtopk butterfly", butterfly_hops(replicas))):
+        method = exchange.named(name)  # at a density of 0.001 one value and its index, 8 bytes
+        assert arrivals(hops, 8, start) == method.seconds(SIMPLE, replicas, 1000), name
 
 
 def test_one_replica_costs_nothing():
-    assert {function(SIMPLE, 1, 1000) for function in (costs.dense, costs.half, *costs.SPARSE.values())} == {0.0}
+    methods = [exchange.named("none"), *exchange.variants(Exchange(method="auto"))]
+    assert len(methods) == 6
+    assert {method.seconds(SIMPLE, 1, 1000) for method in methods} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -64,16 +68,15 @@ def test_one_replica_costs_nothing():
 def test_published_milliseconds(replicas, dense, gtopk):
     """25 Mi gradients at a density of 0.001; the published figures have two to four digits."""
     elements = 25 * 2**20
-    message = costs.message_bytes(elements // 1000, "float32")
-    assert 1000 * costs.dense(PUBLISHED, replicas, elements) == pytest.approx(dense, rel=1e-3)
-    assert 1000 * costs.gtopk_tree(PUBLISHED, replicas, message) == pytest.approx(gtopk, rel=0.02)
+    assert 1000 * exchange.named("dense").seconds(PUBLISHED, replicas, elements) == pytest.approx(dense, rel=1e-3)
+    assert 1000 * exchange.named("gtopk tree").seconds(PUBLISHED, replicas, elements) == pytest.approx(gtopk, rel=0.02)
 
 
 @pytest.mark.parametrize("link", [Link(0.0, 1e-9), Link(1e-3, 0.0), Link(1e-4, 1e-9)])
 def test_the_tree_beats_a_gather_from_eight_replicas_on(link):
     """P - 1 > 2 log2 P; a butterfly, which needs half the hops, does from four on."""
     gather, tree, butterfly = (
-        [costs.SPARSE[name](link, replicas, 50_000) for replicas in (4, 8, 16)]
+        [exchange.named(name).seconds(link, replicas, 6_250_000) for replicas in (4, 8, 16)]
         for name in ("topk", "gtopk tree", "gtopk butterfly")
     )
     assert [own < other for own, other in zip(tree, gather)] == [False, True, True]
@@ -82,8 +85,9 @@ def test_the_tree_beats_a_gather_from_eight_replicas_on(link):
 
 
 def test_half_sends_half_the_bytes_in_as_many_messages():
-    assert costs.half(Link(0.0, 1e-9), 8, 10**6) == costs.dense(Link(0.0, 1e-9), 8, 10**6) / 2
-    assert costs.half(Link(1e-3, 0.0), 8, 10**6) == costs.dense(Link(1e-3, 0.0), 8, 10**6)
+    half, dense = exchange.named("half"), exchange.named("dense")
+    assert half.seconds(Link(0.0, 1e-9), 8, 10**6) == dense.seconds(Link(0.0, 1e-9), 8, 10**6) / 2
+    assert half.seconds(Link(1e-3, 0.0), 8, 10**6) == dense.seconds(Link(1e-3, 0.0), 8, 10**6)
 
 
 @pytest.mark.parametrize("wire", ["float32", "float16"])
@@ -100,5 +104,5 @@ def test_the_model_needs_no_torch():
     """Plans are made by commands that start at once."""
     import subprocess
 
-    code = "import sys; from parallel import costs; assert 'torch' not in sys.modules"
+    code = "import sys; from parallel import exchange; exchange.named('topk'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

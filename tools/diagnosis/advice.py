@@ -6,6 +6,7 @@ import math
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from engines.choice import Candidate, pick
+from parallel import exchange
 from recipe.division import count
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
@@ -143,9 +144,7 @@ def _exchange(figures: Figures, share: str) -> Remedy:
     larger = f"{figures.larger} makes it once in twice as many images"
     faster = _faster_exchange(figures)
     if faster is not None:
-        method, _, pattern = faster.name.partition(" ")
-        overrides = [f"exchange.method={method}", *([f"exchange.pattern={pattern}"] if pattern else [])]
-        overrides += figures.reset[method]
+        overrides = [*faster.method.overrides, *figures.reset[faster.method.section.method]]
         text = (
             f"{fault}: {' '.join(overrides)} takes {duration(faster.seconds)} by itself in place of "
             f"{duration(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
@@ -163,7 +162,7 @@ def _exchange(figures: Figures, share: str) -> Remedy:
 
 def _faster_exchange(figures: Figures) -> Optional[Candidate]:
     """The exchange to change to, by the rule of exchange.method=auto; None where that is the recipe's own."""
-    candidates = [Candidate(name, seconds, 0.0) for name, seconds in figures.methods.items()]
+    candidates = [Candidate(exchange.named(name), seconds, 0.0) for name, seconds in figures.methods.items()]
     if figures.method not in figures.methods:
         return None
     taken = pick(candidates)[0]

@@ -122,7 +122,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     machine = doubling = None
     if found_links is not None:
         planned = _planned(recipe, place.stages)
-        own = next((method for method in methods if method.name == links.name_of(recipe.exchange)), None)
+        own = next((method for method in methods if method.name == recipe.exchange.variant), None)
         work = workload.of(planned)
         machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
         doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
@@ -227,7 +227,7 @@ def _figures(
         delay=exchange.delay,
         compiled=recipe.engine.compile,
         bandwidth=found_links.bandwidth.median if found_links else None,
-        method=links.name_of(exchange),
+        method=exchange.variant,
         methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
         reset=reset,
         slowest=slowest and slowest.rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from parallel.costs import Link
 from parallel.processes import Processes
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.exchange import Exchange
 from tools.diagnosis import loopback
 from tools.diagnosis.splitting import Spread, spread
 from tools.diagnosis.steps import timed
@@ -87,37 +86,15 @@ def methods(
     Args:
         seconds: for all of them; one that is predicted to take longer by itself is only predicted.
     """
-    sections = _sections(recipe)
-    predicted = choice.predict(sections.pop("auto"), batch.replicas, gradient, link, 0.0, 0.0)
+    predicted = choice.predict(recipe.exchange, batch.replicas, gradient, link, 0.0, 0.0)
     found = []
-    for name, network in ((candidate.name, candidate.network) for candidate in predicted):
+    for candidate in predicted:
         measured = None
-        if network < seconds:
-            tried = recipe.model_copy(update={"exchange": sections[name]})
+        if candidate.network < seconds:
+            tried = recipe.model_copy(update={"exchange": candidate.method.section})
             measured = spread(_seconds(engine, tried, batch, processes, seconds / len(predicted)))
-        found.append(Method(name, network, measured))
+        found.append(Method(candidate.name, candidate.network, measured))
     return found
-
-
-def name_of(section: Exchange) -> str:
-    """The exchange of a recipe, as the methods here are called."""
-    return section.variant
-
-
-def _sections(recipe: Recipe) -> Dict[str, Exchange]:
-    """The section of each method, with what the recipe says of it; and of `auto`, from which methods are predicted."""
-    own = recipe.exchange
-    plain = own if own.sparse else Exchange(density=own.density)
-    wire = "float16" if own.sparse and own.sent == "float16" else None
-    sparse = {"delay": 0, "density_warmup": [], "dense_steps": 0, "wire": wire}
-    return {
-        "dense": own.to("dense", delay=0),
-        "half": own.to("half", delay=0) if own.method == "half" else Exchange(method="half"),
-        "topk": plain.to("topk", **sparse),
-        "gtopk butterfly": plain.to("gtopk", pattern="butterfly", **sparse),
-        "gtopk tree": plain.to("gtopk", pattern="tree", **sparse),
-        "auto": plain.to("auto", **sparse),
-    }
 
 
 def _seconds(

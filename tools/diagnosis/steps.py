@@ -14,6 +14,7 @@ from engines import factory, feed
 from engines.devices import synchronize
 from engines.torch_engine import TorchEngine
 from optim import schedule
+from parallel import exchange
 from parallel.processes import Processes
 from recipe import batch as arithmetic
 from recipe.batch import Lengths
@@ -131,12 +132,12 @@ def measure(
         seconds: that this may take; with large steps it takes longer, since each is repeated `_FEWEST` times.
         say: prints how long, then.
     """
-    recipe = _settled(recipe)
+    recipe, method = _settled(recipe), exchange.of(recipe.exchange)
     fewest = min(batch.accumulation, batch.stages)
     bench = _Bench(*_shrunk(_silent(recipe), batch, fewest), processes, lengths, source)
     of_step = bench.until_steady()
     accumulation = min(batch.accumulation, max(fewest, 2 * batch.stages, _MICRO_BATCHES))
-    exchanges = recipe.exchange.sparse or (batch.replicas > 1 and recipe.exchange.method != "none")
+    exchanges = method.sparse or (batch.replicas > 1 and method.sums)
     # As trained, and twice in turns, with those that do not count.
     repetitions = _FEWEST * (9 if exchanges else 3) + 3
     if accumulation > fewest and of_step / fewest * accumulation * repetitions > seconds:

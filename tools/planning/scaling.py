@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Dict, List, NamedTuple, Optional
 
-from parallel import costs
 from parallel.costs import Link
+from parallel.exchange import Method, variants
+from parallel.exchange import of as method_for
 from recipe import ipu
 from recipe.config import Recipe
 from tools.planning.machine import Machine
@@ -69,29 +70,11 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     )  # fmt: skip
 
 
-def exchange(
-    machine: Machine, method: str, replicas: int, stages: int, elements: int, size: int, entries: int
-) -> float:
-    """Seconds in which replicas combine gradients of `elements` values of `size` bytes.
-
-    Whole gradients: a reduce-scatter among the replicas that are nearest to each other, then among as many groups of
-    them as the next links join, each replica with its share, and all-gathers back: a ring at each level, as
-    `parallel.costs` has it of one. Sparse ones: over the farthest links in use.
-
-    Args:
-        method: dense, half, topk, gtopk tree, gtopk butterfly or none.
-        entries: of a sparse message.
-    """
-    if method == "none" or replicas == 1:
+def exchange(machine: Machine, method: Method, replicas: int, stages: int, elements: int, size: int) -> float:
+    """Seconds in which replicas combine gradients of `elements` values of `size` bytes."""
+    if replicas == 1:
         return 0.0
-    if method in costs.SPARSE:
-        link = _levels(machine, replicas, stages)[-1][1]
-        return costs.SPARSE[method](link, replicas, costs.message_bytes(entries, "float32"))
-    seconds, share = 0.0, float(elements * (2 if method == "half" else size))
-    for count, link in _levels(machine, replicas, stages):
-        seconds += 2 * (count - 1) * link.message(share / count)
-        share /= count
-    return seconds
+    return method.seconds_over(_levels(machine, replicas, stages), replicas, elements, size)
 
 
 def method_of(recipe: Recipe) -> str:
@@ -102,9 +85,7 @@ def method_of(recipe: Recipe) -> str:
 
 def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:
     """Seconds of every exchange, of the largest stage's gradient."""
-    return {
-        method: _exchange(recipe, machine, replicas, workload, method) for method in ("dense", "half", *costs.SPARSE)
-    }
+    return {method.name: _exchange(machine, replicas, workload, method) for method in variants(recipe.exchange)}
 
 
 def rate_from(machine: Machine, recipe: Recipe, replicas: int, workload: Workload, images_per_second: float) -> float:
@@ -162,18 +143,16 @@ def _seconds(
     hidden = machine.overlap * slowest * backward_share(workload)
     if recipe.exchange.delay and machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
         hidden = sum(parts.values())
-    parts["exchange"] = max(0.0, _exchange(recipe, machine, replicas, workload, method_of(recipe)) - hidden)
+    parts["exchange"] = max(0.0, _exchange(machine, replicas, workload, method_for(recipe.exchange)) - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
     parts["input"] = max(0.0, accumulation * micro * _input(recipe, machine, workload) - sum(parts.values()))
     return parts
 
 
-def _exchange(recipe: Recipe, machine: Machine, replicas: int, workload: Workload, method: str) -> float:
-    stages = len(workload.stages)
+def _exchange(machine: Machine, replicas: int, workload: Workload, method: Method) -> float:
     elements = max(stage.parameters for stage in workload.stages)
-    entries = max(1, round(recipe.exchange.density * elements))
-    return exchange(machine, method, replicas, stages, elements, workload.gradient_bytes, entries)
+    return exchange(machine, method, replicas, len(workload.stages), elements, workload.gradient_bytes)
 
 
 def _fill(recipe: Recipe, machine: Machine, stages: int) -> float:

@@ -7,12 +7,13 @@ import torch
 
 from engines import choice
 from engines.choice import Gradient
+from parallel import exchange
 from parallel.costs import Link
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.exchange import Exchange
 from tests.conftest import QUICKSTART
-from tools.diagnosis import links, machine
+from tools.diagnosis import machine
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Passes, Shape, Times, spread
@@ -78,12 +79,9 @@ RECIPES = [
 @pytest.mark.parametrize("overrides", RECIPES)
 def test_each_method_has_a_section_that_goes_with_the_recipe(overrides):
     recipe = loading.load(QUICKSTART, overrides)
-    sections = links._sections(recipe)
-    auto = sections.pop("auto")
-    predicted = choice.predict(auto, 4, Gradient(1000, 0), Link(1e-4, 1e-8), 0.0, 0.0)
-    assert [candidate.name for candidate in predicted if candidate.name not in sections] == []
-    for name, section in sections.items():
-        assert links.name_of(section) == name
+    predicted = choice.predict(recipe.exchange, 4, Gradient(1000, 0), Link(1e-4, 1e-8), 0.0, 0.0)
+    assert [each.name for each in predicted] == ["dense", "half", "topk", "gtopk butterfly", "gtopk tree"]
+    for section in (each.method.section for each in predicted):
         # As if it had been written: model_copy checks nothing.
         arithmetic.divide(recipe.model_copy(update={"exchange": Exchange(**section.model_dump())}))
         assert section.delay == 0
@@ -92,5 +90,5 @@ def test_each_method_has_a_section_that_goes_with_the_recipe(overrides):
 def test_keys_of_the_recipes_own_method_are_kept():
     recipe = loading.load(QUICKSTART, GTOPK)
     expected = recipe.exchange.model_copy(update={"density_warmup": [], "delay": 0})
-    assert links._sections(recipe)["gtopk butterfly"] == expected
-    assert links._sections(loading.load(QUICKSTART, HALF))["half"].wire == "bfloat16"
+    assert exchange.named("gtopk butterfly", recipe.exchange).section == expected
+    assert exchange.named("half", loading.load(QUICKSTART, HALF).exchange).section.wire == "bfloat16"

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from parallel import costs
+from parallel import costs, exchange
 from parallel.costs import Link
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
@@ -13,6 +13,7 @@ from tools.planning import machine, scaling, workload
 
 POD, GPU = (ROOT / "configs" / name for name in ("pod.yaml", "gpu.yaml"))
 BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+DENSE = exchange.named("dense")
 
 
 def with_figure(place, **values):
@@ -124,24 +125,25 @@ NEAR, FAR = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A
 @pytest.mark.parametrize(
     ("replicas", "stages", "expected"),
     [
-        (8, 1, costs.dense(NEAR, 8, 8_000_000)),
+        (8, 1, DENSE.seconds(NEAR, 8, 8_000_000)),
         # Eight in a host scatter and gather; each then exchanges an eighth with seven others, one of each host.
-        (64, 1, costs.dense(NEAR, 8, 8_000_000) + costs.dense(FAR, 8, 1_000_000)),
+        (64, 1, DENSE.seconds(NEAR, 8, 8_000_000) + DENSE.seconds(FAR, 8, 1_000_000)),
         # Stages leave fewer replicas near each other.
-        (8, 2, costs.dense(NEAR, 4, 8_000_000) + costs.dense(FAR, 2, 2_000_000)),
+        (8, 2, DENSE.seconds(NEAR, 4, 8_000_000) + DENSE.seconds(FAR, 2, 2_000_000)),
     ],
 )
 def test_whole_gradients_go_around_a_ring_at_each_level_of_links(replicas, stages, expected):
-    found = scaling.exchange(A100, "dense", replicas, stages, 8_000_000, 4, 0)
+    found = scaling.exchange(A100, DENSE, replicas, stages, 8_000_000, 4)
     assert found == pytest.approx(expected)
-    assert scaling.exchange(A100, "half", replicas, stages, 8_000_000, 4, 0) < found
-    assert scaling.exchange(A100, "none", replicas, stages, 8_000_000, 4, 0) == 0
+    assert scaling.exchange(A100, exchange.named("half"), replicas, stages, 8_000_000, 4) < found
+    assert scaling.exchange(A100, exchange.named("none"), replicas, stages, 8_000_000, 4) == 0
 
 
-@pytest.mark.parametrize("method", sorted(costs.SPARSE))
-def test_sparse_exchanges_go_over_the_farthest_links(method):
-    found = scaling.exchange(A100, method, 64, 1, 8_000_000, 4, 8000)
-    assert found == costs.SPARSE[method](FAR, 64, costs.message_bytes(8000, "float32"))
+@pytest.mark.parametrize("name", ["topk", "gtopk tree", "gtopk butterfly"])
+def test_sparse_exchanges_go_over_the_farthest_links(name):
+    method = exchange.named(name)
+    found = scaling.exchange(A100, method, 64, 1, 8_000_000, 4)
+    assert found == method.rounds(64) * FAR.message(costs.message_bytes(8000, "float32"))
 
 
 def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts(gpu):

@@ -1,0 +1,83 @@
+"""Exchanges of whole gradients: in float32, in 16 bits, or none at all. Needs no torch until one is created."""
+
+from __future__ import annotations
+
+from typing import ClassVar, List, Optional, Sequence, Tuple
+
+from parallel import costs
+from parallel.costs import Link
+from parallel.exchange import METHODS, Method, Running, Setup
+from recipe import exchange
+from recipe.exchange import Exchange
+
+
+@METHODS.implements(exchange.Dense)
+class Dense(Method):
+    """All-reduce of float32 values, in the library's order or that of a tree (`parallel/reduce.py`)."""
+
+    value_bytes: ClassVar[Optional[int]] = None  # those of the gradient
+
+    @classmethod
+    def variants(cls, section: Exchange) -> List[Method]:
+        return [cls(section.to("dense", delay=0))]
+
+    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+        return costs.ring(link, replicas, elements * (self.value_bytes or 4))
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+        """A reduce-scatter among the replicas that are nearest to each other, then among as many groups of them as the
+        next links join, each replica with its share, and all-gathers back: a ring at each level."""
+        seconds, share = 0.0, float(elements * (self.value_bytes or size))
+        for count, link in levels:
+            seconds += costs.ring(link, count, share)
+            share /= count
+        return seconds
+
+    def create(self, setup: Setup) -> Optional[Running]:
+        if setup.group is None:
+            return None
+        import torch
+
+        from parallel.reduce import Reduction
+
+        return Reduction(
+            setup.gradients,
+            setup.places,
+            setup.group,
+            method=self.section.method,
+            order="tree" if self.section.in_tree else "fast",
+            wire=getattr(torch, self.section.sent),
+            micro_batches=setup.batch.micro_batches,
+            collect=setup.collect,
+        )
+
+
+@METHODS.implements(exchange.Half)
+class Half(Dense):
+    """A sum in float32 of values that travel in 16 bits: each replica sends P - 1 shares, then gathers as many sums."""
+
+    value_bytes = 2
+    work = "round"
+
+    @classmethod
+    def variants(cls, section: Exchange) -> List[Method]:
+        if isinstance(section, exchange.Auto) and section.wire == "float32":
+            return []
+        given = isinstance(section, (exchange.Half, exchange.Auto))
+        return [cls(section.to("half", delay=0) if given else Exchange(method="half"))]
+
+
+@METHODS.implements(exchange.NoExchange)
+class NoExchange(Method):
+    """Nothing is sent, and replicas drift apart: for measuring what an exchange costs."""
+
+    sums = False
+
+    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+        return 0.0
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+        return 0.0
+
+    def create(self, setup: Setup) -> None:
+        return None

@@ -1,0 +1,156 @@
+"""Exchange methods: what whoever predicts, chooses or runs one asks of it. Needs no torch.
+
+A method is a class in a file of its own, registered for the class of its section::
+
+    @METHODS.implements(TopK)
+    class Topk(Method): ...
+
+Engines have it made by `create`; plans, the doctor and `exchange.method: auto` ask for its cost and its variants.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+
+from parallel.costs import Link
+from recipe.exchange import Auto, Exchange
+from recipe.kinds import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import distributed, nn
+
+    from parallel.processes import Processes
+    from recipe.config import Recipe
+    from recipe.division import Batch
+
+# In the order in which `auto` weighs them: from the most faithful method to the one that leaves out most.
+_FILES = ("parallel.dense", "parallel.topk")
+
+
+class Setup(NamedTuple):
+    """What an engine gives a method to run with.
+
+    gradients: float32 [length], the buffer of this process's gradients. places: first element of each parameter in
+    it, and the parameter. collect: called with the index of each parameter whose gradient is ready, before it is sent.
+    group: of the replicas that compute this stage; None for a replica that is alone. steps_per_epoch: None for an
+    engine that does not train.
+    """
+
+    recipe: Recipe
+    batch: Batch
+    processes: Processes
+    gradients: torch.Tensor
+    places: Sequence[Tuple[int, nn.Parameter]]
+    collect: Callable[[int], None]
+    group: Optional[distributed.ProcessGroup]
+    steps_per_epoch: Optional[int]
+
+
+class Running(ABC):
+    """An exchange in a run, on one replica. overlaps: whether sending can begin within the last backward pass."""
+
+    overlaps: bool = False
+
+    @abstractmethod
+    def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
+        """Replace this replica's gradient by what all replicas get, the same bits on all of them.
+
+        Args:
+            buffer: float32 [length], sums over this replica's micro batches times the loss scale.
+            step: number of the update, from 0.
+            divisor: float32 [], of the buffer: the loss scale times the micro batches of all replicas.
+        """
+
+    def arm(self) -> None:
+        """Announce the last backward pass of a step; called where the exchange overlaps it."""
+        raise NotImplementedError
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """State of this replica for later steps: float32 [length] each."""
+        return {}
+
+
+class Method(ABC):
+    """An exchange method with the keys of a section.
+
+    sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
+    replicas. work: of processors, what `auto` measures for it: "select", "round" or nothing.
+    """
+
+    sparse: ClassVar[bool] = False
+    sums: ClassVar[bool] = True
+    work: ClassVar[str] = ""
+
+    def __init__(self, section: Exchange):
+        self.section = section
+
+    @property
+    def name(self) -> str:
+        """The method, and its pattern if it has several."""
+        return self.section.variant
+
+    @property
+    def overrides(self) -> List[str]:
+        """What changes a recipe to it."""
+        return [f"exchange.method={self.section.method}"]
+
+    def taken_by(self, section: Exchange) -> Exchange:
+        """The section of this method with all keys of another section that it has, too."""
+        return section.to(self.section.method)
+
+    @classmethod
+    def variants(cls, section: Exchange) -> List[Method]:
+        """The forms of this method that `auto` may take, with the keys that another section has for them."""
+        return []
+
+    @abstractmethod
+    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+        """Seconds on the network, if every replica has such a link.
+
+        Args:
+            elements: of the gradient. whole: those that a sparse method sends whole.
+        """
+
+    @abstractmethod
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+        """Seconds on the network of machines that have several kinds of links.
+
+        Args:
+            levels: groups that meet, and their link, from the nearest to the farthest.
+            size: bytes of a value of a whole gradient.
+        """
+
+    @abstractmethod
+    def create(self, setup: Setup) -> Optional[Running]:
+        """The exchange for a run; None where there is nothing to do. Every rank calls."""
+
+
+METHODS: Registry[Type[Method]] = Registry("an exchange method")
+
+
+def of(section: Exchange) -> Method:
+    """The method of a section; that of `auto` is dense until a run has measured."""
+    _load()
+    if isinstance(section, Auto):
+        section = section.to("dense")
+    return METHODS.of(section)(section)
+
+
+def variants(section: Exchange) -> List[Method]:
+    """All that `auto` chooses from, from the most faithful method on, each with the section's keys for it."""
+    _load()
+    return [variant for _, method in METHODS.items() for variant in method.variants(section)]
+
+
+def named(name: str, section: Optional[Exchange] = None) -> Method:
+    """The method of that name. Args: section: whose keys it takes; None: the defaults."""
+    found = [of(Exchange(method="none")), *variants(section or Exchange(method="auto"))]
+    return next(method for method in found if method.name == name)
+
+
+def _load() -> None:
+    for file in _FILES:
+        importlib.import_module(file)

@@ -1,0 +1,132 @@
+"""Exchanges of the largest values of gradients: Top-k, and gTop-k over a tree or a butterfly.
+
+Needs no torch until one is created.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, List, Sequence, Tuple
+
+from parallel import costs
+from parallel.costs import Link
+from parallel.exchange import METHODS, Method, Running, Setup
+from recipe.exchange import Auto, Exchange, GTopK, TopK
+
+
+class Sparse(Method):
+    """A replica sends k of its values with their indices; each round of the exchange is a message of so many."""
+
+    sparse = True
+    work = "select"
+
+    @abstractmethod
+    def rounds(self, replicas: int) -> int:
+        """Messages one after the other until all replicas have the result."""
+
+    @property
+    def pattern(self) -> str:
+        """As `parallel.sparse.SparseSum` calls it."""
+        return "gather"
+
+    def entries(self, elements: int) -> int:
+        """Values that a replica sends of so many, once densities have come down."""
+        return max(1, round(self.section.density * elements))
+
+    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+        """As many messages as rounds, and a ring for what is sent whole."""
+        message = costs.message_bytes(self.entries(elements - whole), self.section.sent)
+        return (costs.ring(link, replicas, 4 * whole) if whole else 0.0) + self.rounds(replicas) * link.message(message)
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+        """Every message over the farthest links in use."""
+        message = costs.message_bytes(self.entries(elements), "float32")
+        return self.rounds(replicas) * levels[-1][1].message(message)
+
+    def create(self, setup: Setup) -> Running:
+        import torch
+
+        from parallel.sparse_exchange import Rules, SparseExchange
+
+        section, place = self.section, setup.processes.topology
+        whole = [
+            range(start, start + parameter.numel())
+            for start, parameter in setup.places
+            if section.dense_1d and parameter.dim() == 1
+        ]
+        elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
+        return SparseExchange(
+            Rules(
+                pattern=self.pattern,
+                wire=getattr(torch, section.sent),
+                density=lambda step: section.density_at(step, setup.steps_per_epoch),
+                conserve=getattr(section, "conserve", True),
+                momentum=setup.recipe.optimizer.momentum if section.momentum_correction else None,
+                masks=section.factor_masking,
+                by_threshold=section.stage_share == "threshold",
+            ),
+            len(setup.gradients),
+            setup.processes.gather(elements)[: place.stages],
+            place.stage,
+            whole,
+            setup.group,
+            setup.processes.further_group(),
+            setup.gradients.device,
+        )
+
+
+@METHODS.implements(TopK)
+class Topk(Sparse):
+    """All replicas gather all vectors around a ring, P - 1 messages.
+
+    Source: Shi et al., 1901.04359, who count log2 P latencies, those of another algorithm: gloo and NCCL send round a
+    ring.
+    """
+
+    @classmethod
+    def variants(cls, section: Exchange) -> List[Method]:
+        return [cls(_section(section, "topk"))]
+
+    def rounds(self, replicas: int) -> int:
+        return replicas - 1
+
+
+@METHODS.implements(GTopK)
+class GTopk(Sparse):
+    """Merges of two vectors at a time.
+
+    tree: up to replica 0 and down again, 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P +
+    4 k beta log2 P, with beta for each of an entry's two numbers.
+
+    butterfly: floor(log2 P) rounds in which replicas swap in pairs; where P is no power of two, two more: the replicas
+    beyond it hand theirs in before and get the result after. Source: Thakur, Rabenseifner and Gropp, 2005, Optimization
+    of collective communication operations in MPICH: recursive doubling.
+    """
+
+    @property
+    def overrides(self) -> List[str]:
+        return [*super().overrides, f"exchange.pattern={self.section.pattern}"]
+
+    def taken_by(self, section: Exchange) -> Exchange:
+        return section.to(self.section.method, pattern=self.section.pattern)
+
+    @property
+    def pattern(self) -> str:
+        return self.section.pattern
+
+    @classmethod
+    def variants(cls, section: Exchange) -> List[Method]:
+        return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("butterfly", "tree")]
+
+    def rounds(self, replicas: int) -> int:
+        if self.section.pattern == "tree":
+            return 2 * (replicas - 1).bit_length()
+        whole = replicas.bit_length() - 1
+        return whole + 2 * (replicas != 1 << whole)
+
+
+def _section(section: Exchange, method: str, **keys: Any) -> Exchange:
+    """That of a sparse method as it is once densities have come down, with what another section says of it."""
+    if not (section.sparse or isinstance(section, Auto)):
+        return Exchange(method=method, density=section.density, **keys)
+    return section.to(method, delay=0, density_warmup=[], dense_steps=0, wire=section.sent, **keys)
