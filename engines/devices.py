@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 
 import torch
 
@@ -60,6 +62,19 @@ def set_determinism(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large matrix product: the median of three, after a first."""
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.randn(size, size, device=device).to(dtype)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        left @ left
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times[1:])
 
 
 def memory_of(device: torch.device) -> int:

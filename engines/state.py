@@ -1,12 +1,16 @@
-"""State dicts of a model of which each process has a part: what they hold, how parts become one, and one parts."""
+"""The state of a model of which each process has a part: state dicts, and running statistics of all replicas."""
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Set, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, List, Sequence, Set, Tuple
 
 import torch
+import torch.distributed as dist
 
 from models.stages import BlockList
+
+if TYPE_CHECKING:
+    from parallel.topology import Topology
 
 
 def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
@@ -73,3 +77,36 @@ def without(state: dict, names: Set[str]) -> dict:
         for key, value in state.items()
         if key not in names
     }
+
+
+def combine_statistics(
+    buffers: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
+    *,
+    momentum: float,
+    accumulation: int,
+    topology: Topology,
+    group: dist.ProcessGroup,
+) -> None:
+    """Makes each replica's running statistics those of one process that has seen all micro batches of the step.
+
+    A replica's micro batches move a statistic from R to d^A R + T, with d = 1 - momentum and A = `accumulation`.
+    One process, which takes the replicas' micro batches one after the other, would end at d^(A P) R + the sum over
+    replicas r of d^(A (P - 1 - r)) T_r: that is put into `buffers`, equal on all replicas, in place of each one's own.
+
+    Args:
+        buffers: statistics after this replica's micro batches, one dtype.
+        before: what they were before the step, the same on all replicas.
+        group: the processes that compute this stage, ordered by replica.
+    """
+    replicas, decay = topology.replicas, 1 - momentum
+    start, end = _flattened(before), _flattened(buffers)
+    own = (end - start * decay**accumulation) * decay ** (accumulation * (replicas - 1 - topology.replica))
+    dist.all_reduce(own, group=group)
+    combined = own + start * decay ** (accumulation * replicas)
+    for buffer, values in zip(buffers, combined.split([buffer.numel() for buffer in buffers])):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in tensors])

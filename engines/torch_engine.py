@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-import time
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -13,10 +11,10 @@ import torch.distributed as dist
 
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, replication, state, tuning
+from engines import cuts, feed, state, tuning
 from engines.base import AVERAGES, Counts, Engine, StepResult, scored
 from engines.compilation import compile_stages
-from engines.devices import DTYPES, compute_dtype, device_of, set_determinism, synchronize
+from engines.devices import DTYPES, compute_dtype, device_of, measured_flops, set_determinism
 from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from engines.step import TrainingStep
@@ -235,7 +233,7 @@ class TorchEngine(Engine):
 
     def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
         if self._buffers and self.topology.replicas > 1 and self._method.sums:
-            replication.combine_statistics(
+            state.combine_statistics(
                 list(self._buffers.values()),
                 before,
                 momentum=self._recipe.model.norm_momentum,
@@ -355,16 +353,8 @@ class TorchEngine(Engine):
         self._exchange.load_replica_states(count, read)
 
     def peak_flops(self) -> float:
-        size = 8192 if self.device.type == "cuda" else 1024
-        left = torch.randn(size, size, device=self.device).to(self._compute)
-        times = []
         self.processes.wait_for_all()  # ranks that share a machine share what it can
-        for _ in range(4):
-            start = time.perf_counter()
-            left @ left
-            synchronize(self.device)
-            times.append(time.perf_counter() - start)
-        own = torch.tensor(2 * size**3 / statistics.median(times[1:]), dtype=torch.float64, device=self.device)
+        own = torch.tensor(measured_flops(self.device, self._compute), dtype=torch.float64, device=self.device)
         return self.processes.sum(own).item()
 
     def close(self) -> None:

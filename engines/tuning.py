@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Se
 import torch
 
 from engines import cuts
-from engines.devices import compute_dtype, device_of, name_of, set_determinism
+from engines.devices import compute_dtype, device_of, name_of, set_determinism, synchronize
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models import shapes
 from models.efficientnet import build
@@ -209,10 +209,12 @@ def _seconds(recipe: Recipe, part: _Part, device: torch.device, candidate: Candi
     x = _random(part.entering, device)
     times = []
     for _ in range(_WARM_UP + _TIMED):
-        start = _now(device)
+        synchronize(device)
+        start = time.perf_counter()
         output = stage(x)
         output.backward(torch.ones_like(output))
-        times.append(_now(device) - start)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
         stage.zero_grad()
     return statistics.median(times[_WARM_UP:])
 
@@ -225,13 +227,6 @@ def _random(boundary: Boundary, device: torch.device) -> torch.Tensor:
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         return images.contiguous(memory_format=torch.channels_last).to(device)
     return torch.randn(shape, generator=generator).to(device, boundary.dtype).requires_grad_()
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, when the device has done all that it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _slowest(outcomes: Sequence[Outcome]) -> Outcome:

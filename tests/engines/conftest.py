@@ -15,3 +15,9 @@ def engine(tiny):
         return factory.create(recipe, divide(recipe))
 
     return create
+
+
+@pytest.fixture
+def create(engine):
+    """As `engine`, for tests that call the engine that it makes so."""
+    return engine

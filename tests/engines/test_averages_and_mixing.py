@@ -1,35 +1,24 @@
-"""What the engine does beside plain steps: averages of weights, mixing of images, running statistics, other weights."""
+"""The engine beside plain steps: averages of weights, mixed images, running statistics, other weights, scores."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from data import mixing
-from data.batches import MicroBatch
+from data.loader import EvaluationBatches
+from data.sources import open_source
 from models.efficientnet import build
 from models.preprocess import Preprocess
 from optim.averaging import WeightAverage
+from tests.engines.noise import as_micro_batches, micro_batches, noise_images
+from tests.tensors import assert_bitwise_equal
+from training.evaluation import evaluate
 
 BOTH = ("average.step_decay=0.6", "average.epoch_decay=0.9")
 BATCH_NORM = ("model.norm=batch",)
+RANDOM_LAYERS = ("model.dropout=0.5", "model.drop_path=0.5")
 PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32")
-
-
-@pytest.fixture
-def create(engine):
-    """create(*overrides): an engine; the name leaves `engine` to what it makes."""
-    return engine
-
-
-def micro_batches(step, micro=12, count=24, valid=None):
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, 10, (count,), generator=generator)
-    for number, start in enumerate(range(0, count, micro)):
-        rows = slice(start, start + micro)
-        yield MicroBatch(
-            images[rows], labels[rows], torch.arange(start, start + micro), valid or micro, number, step, ()
-        )
 
 
 def train(engine, steps, lr=1.0, **keywords):
@@ -242,3 +231,64 @@ def test_preprocessing_is_no_weight(create):
     engine = create()
     assert not any("preprocess" in name for name in engine.shapes)
     assert isinstance(engine._model.block("preprocess"), Preprocess)
+
+
+# Scores -----------------------------------------------------------------------------------------------------------
+
+
+def digits(tiny, batch):
+    recipe = tiny()
+    source = open_source(recipe.data, 10, "validation")
+    return EvaluationBatches(source, data=recipe.data, image_size=16, batch=batch)
+
+
+def test_evaluation_counts_every_image_once_whatever_the_batch_size(tiny, create):
+    """360 digits by 7 (the last batch has 3), 120 and 360, against ranks computed by NumPy in float64.
+
+    Ranks are exact as long as no label's logit comes closer to another than float32 errs, which is asserted;
+    the mean loss agrees to 1e-6, twenty roundings of 2**-24.
+    """
+    run = create(*PLAIN)
+    train(run, range(2))
+    model = build(tiny(*PLAIN).model, 0)
+    model.load_state_dict(run.state_dict()["weights"])
+    whole = next(iter(digits(tiny, 360)))
+    with torch.no_grad():
+        logits = model.double().eval()(whole.images).numpy()
+    hit = logits[np.arange(360), whole.labels.numpy()][:, None]
+    assert np.sort(np.abs(logits - hit), axis=1)[:, 1].min() > 1e-5
+    ranks = (logits > hit).sum(1)
+    loss = (np.log(np.exp(logits - hit).sum(1))).mean()
+    for batch in (7, 120, 360):
+        scores = evaluate(run, digits(tiny, batch))
+        assert scores.images == 360
+        assert scores.top1 == (ranks < 1).sum() / 360
+        assert scores.top5 == (ranks < 5).sum() / 360
+        assert scores.loss == pytest.approx(loss, rel=1e-6)
+    assert 0 < (ranks < 1).sum() < (ranks < 5).sum() < 360
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_top5_of_at_most_five_classes_is_every_image(create, classes):
+    run = create(f"model.classes={classes}")
+    batch = next(as_micro_batches(*noise_images(12, classes=classes), 12))._replace(valid=10)
+    counts = run.evaluate_step(batch)
+    assert counts.images == counts.top5 == 10
+    assert 0 <= counts.top1 <= 10
+
+
+def test_evaluation_ignores_dropout(create):
+    """Nothing is dropped, so the same weights give the same scores with and without it; bitwise."""
+    batch = next(as_micro_batches(*noise_images(12), 12))
+    losses = [create(*overrides).evaluate_step(batch).loss.item() for overrides in (PLAIN, (*PLAIN, *RANDOM_LAYERS))]
+    assert losses[0] == losses[1]
+
+
+def test_evaluation_in_between_changes_no_draw(create):
+    batch = next(as_micro_batches(*noise_images(12, seed=99), 12))
+    disturbed, undisturbed = create(*RANDOM_LAYERS), create(*RANDOM_LAYERS)
+    for step in range(3):
+        train(disturbed, [step])
+        train(undisturbed, [step])
+        disturbed.evaluate_step(batch)
+    assert_bitwise_equal(disturbed.state_dict(), undisturbed.state_dict())

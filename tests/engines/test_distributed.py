@@ -12,6 +12,7 @@ from recipe import loading
 from recipe.batch import divide
 from tests import world
 from tests.conftest import QUICKSTART, TINY
+from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
@@ -33,24 +34,15 @@ RECIPE = (
 STEPS = 3
 
 
-def images_of(step, size=16):
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randint(0, 256, (24, 3, size, size), dtype=torch.uint8, generator=generator)
-    return images, torch.randint(0, 10, (24,), generator=generator)
-
-
 def micro_batches(step, batch, replica, size=16):
     """This replica's share of the step's images."""
-    images, labels = images_of(step, size)
-    for number in range(replica * batch.accumulation, (replica + 1) * batch.accumulation):
-        rows = slice(number * batch.micro, (number + 1) * batch.micro)
-        indices = torch.arange(rows.start, rows.stop)
-        yield MicroBatch(images[rows], labels[rows], indices, batch.micro, number, step, ())
+    share = slice(replica * batch.accumulation, (replica + 1) * batch.accumulation)
+    yield from list(as_micro_batches(*noise_images(24, step, size=size), batch.micro, step))[share]
 
 
 def evaluation(engine, size=16):
     """Scores of 20 images in batches of 6, the last with 2, on whichever ranks they enter."""
-    images, labels = images_of(99, size)
+    images, labels = noise_images(24, 99, size=size)
     rows = 6
     total = -(-20 // rows)
     place, counts = engine.topology, []

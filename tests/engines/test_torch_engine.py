@@ -3,35 +3,17 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from data.batches import MicroBatch
-from data.loader import EvaluationBatches
-from data.sources import open_source
 from engines.torch_engine import TorchEngine
 from models.efficientnet import build
 from recipe.errors import ConfigError
+from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal, flat
-from training.evaluation import evaluate
 
 PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32", "data.label_smoothing=0.1")
 RANDOM_LAYERS = ("model.dropout=0.5", "model.drop_path=0.5")
-
-
-def noise_images(count, seed=0, classes=10, size=16):
-    """Random pixels and labels: uint8 [count, 3, size, size], int64 [count]."""
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
-    return images, torch.randint(0, classes, (count,), generator=generator)
-
-
-def as_micro_batches(images, labels, micro, step=0):
-    """The images in order as whole micro batches."""
-    for number, start in enumerate(range(0, len(images), micro)):
-        rows = slice(start, start + micro)
-        yield MicroBatch(images[rows], labels[rows], torch.arange(start, start + micro), micro, number, step, ())
 
 
 def train(engine, steps, micro=12, lr=1.0, first=0):
@@ -191,28 +173,19 @@ def test_padding_rows_contribute_nothing(engine):
     assert states[0][1:] == states[1][1:]
 
 
-def test_an_image_left_out_does_not_change_the_weight_of_the_others(tiny, engine):
-    """Each of the 21 readable images of a step of 24 counts 1/24, not 1/21. Tolerance as in the float64 loop."""
+@pytest.mark.parametrize("valid", [9, 0])
+def test_an_image_left_out_does_not_change_the_weight_of_the_others(tiny, engine, valid):
+    """Each readable image of a step of 24 counts 1/24, and a micro batch without any adds nothing. Tolerance as in the
+    float64 loop."""
     recipe = tiny(*PLAIN)
     reference, run = Reference(recipe), engine(*PLAIN)
     images, labels = noise_images(24)
     first, second = as_micro_batches(images, labels, 12)
-    result = run.train_step(iter([first, second._replace(valid=9)]), 0, 1.0)
-    loss = reference.step(1.0, reference.loss(images[:21], labels[:21], weight=1 / 24))
+    unreadable, count = ("a.jpg: empty",), 12 + valid
+    result = run.train_step(iter([first, second._replace(valid=valid, unreadable=unreadable)]), 0, 1.0)
+    loss = reference.step(1.0, reference.loss(images[:count], labels[:count], weight=1 / 24))
     assert result.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert max(relative_differences(run.state_dict()["momentum_buffer"], reference.momentum).values()) < 3e-4
-
-
-def test_a_micro_batch_without_any_readable_image_is_survived(tiny, engine):
-    """It adds nothing: the step equals that of the other micro batch alone, at half its weight."""
-    recipe = tiny(*PLAIN)
-    reference, run = Reference(recipe), engine(*PLAIN)
-    images, labels = noise_images(24)
-    first, second = as_micro_batches(images, labels, 12)
-    empty = second._replace(images=torch.zeros_like(second.images), valid=0, unreadable=("a.jpg: empty",))
-    result = run.train_step(iter([first, empty]), 0, 1.0)
-    reference.step(1.0, reference.loss(images[:12], labels[:12], weight=1 / 24))
-    assert (result.images, result.unreadable, result.skipped.item()) == (12, ("a.jpg: empty",), 0)
+    assert (result.images, result.unreadable, result.skipped.item()) == (count, unreadable, 0)
     assert max(relative_differences(run.state_dict()["momentum_buffer"], reference.momentum).values()) < 3e-4
 
 
@@ -221,10 +194,6 @@ def test_a_step_pulls_exactly_its_micro_batches(engine):
     supply = itertools.chain(*(as_micro_batches(*noise_images(24), 6) for _ in range(3)))
     run.train_step(supply, 0, 1.0)
     assert len(list(supply)) == 2 * 4
-
-
-def test_a_step_that_gets_too_few_micro_batches_is_no_step(engine):
-    run = engine("batch.micro=6")
     before = run.state_dict()
     with pytest.raises(AssertionError, match="only 3 micro batches came"):
         run.train_step(itertools.islice(as_micro_batches(*noise_images(24), 6), 3), 0, 1.0)
@@ -243,64 +212,6 @@ def test_hits_are_counted_over_all_micro_batches(tiny, engine):
     assert engine(*PLAIN).train_step(as_micro_batches(images, labels, 12), 0, 1.0).correct.item() == 16
 
 
-def digits(tiny, batch):
-    recipe = tiny()
-    source = open_source(recipe.data, 10, "validation")
-    return EvaluationBatches(source, data=recipe.data, image_size=16, batch=batch)
-
-
-def test_evaluation_counts_every_image_once_whatever_the_batch_size(tiny, engine):
-    """360 digits by 7 (the last batch has 3), 120 and 360, against ranks computed by NumPy in float64.
-
-    Ranks are exact as long as no label's logit comes closer to another than float32 errs, which is asserted;
-    the mean loss agrees to 1e-6, twenty roundings of 2**-24.
-    """
-    run = engine(*PLAIN)
-    train(run, 2)
-    model = build(tiny(*PLAIN).model, 0)
-    model.load_state_dict(run.state_dict()["weights"])
-    whole = next(iter(digits(tiny, 360)))
-    with torch.no_grad():
-        logits = model.double().eval()(whole.images).numpy()
-    hit = logits[np.arange(360), whole.labels.numpy()][:, None]
-    assert np.sort(np.abs(logits - hit), axis=1)[:, 1].min() > 1e-5
-    ranks = (logits > hit).sum(1)
-    loss = (np.log(np.exp(logits - hit).sum(1))).mean()
-    for batch in (7, 120, 360):
-        scores = evaluate(run, digits(tiny, batch))
-        assert scores.images == 360
-        assert scores.top1 == (ranks < 1).sum() / 360
-        assert scores.top5 == (ranks < 5).sum() / 360
-        assert scores.loss == pytest.approx(loss, rel=1e-6)
-    assert 0 < (ranks < 1).sum() < (ranks < 5).sum() < 360
-
-
-@pytest.mark.parametrize("classes", [2, 3, 5])
-def test_top5_of_at_most_five_classes_is_every_image(engine, classes):
-    run = engine(f"model.classes={classes}")
-    batch = next(as_micro_batches(*noise_images(12, classes=classes), 12))._replace(valid=10)
-    counts = run.evaluate_step(batch)
-    assert counts.images == counts.top5 == 10
-    assert 0 <= counts.top1 <= 10
-
-
-def test_evaluation_ignores_dropout(engine):
-    """Nothing is dropped, so the same weights give the same scores with and without it; bitwise."""
-    batch = next(as_micro_batches(*noise_images(12), 12))
-    losses = [engine(*overrides).evaluate_step(batch).loss.item() for overrides in (PLAIN, (*PLAIN, *RANDOM_LAYERS))]
-    assert losses[0] == losses[1]
-
-
-def test_evaluation_in_between_changes_no_draw(engine):
-    batch = next(as_micro_batches(*noise_images(12, seed=99), 12))
-    disturbed, undisturbed = engine(*RANDOM_LAYERS), engine(*RANDOM_LAYERS)
-    for step in range(3):
-        train(disturbed, 1, first=step)
-        train(undisturbed, 1, first=step)
-        disturbed.evaluate_step(batch)
-    assert_bitwise_equal(disturbed.state_dict(), undisturbed.state_dict())
-
-
 def test_each_step_and_each_micro_batch_has_draws_of_its_own(engine):
     """The same images from the same weights: the loss differs with the step's and the micro batch's number."""
     images, labels = noise_images(12)
@@ -314,9 +225,13 @@ def test_each_step_and_each_micro_batch_has_draws_of_its_own(engine):
     assert len(losses) == 3
 
 
-@pytest.mark.parametrize("overrides", [(), ("precision.weights=float32",), ("precision.compute=bfloat16",)])
+OVERFLOW = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
+
+
+@pytest.mark.parametrize("overrides", [(), ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW])
 def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(engine, overrides):
-    """Also with weights of its own before, and a working copy in another dtype than the state."""
+    """Also with weights of its own before, a working copy in another dtype than the state, and a first step that was
+    skipped, which lowers the loss scale to the largest that a dynamic one may have."""
     first, second = engine(*RANDOM_LAYERS, *overrides), engine(*RANDOM_LAYERS, *overrides)
     train(first, 2)
     train(second, 1, lr=3.0)
@@ -324,31 +239,18 @@ def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(engine, overrides
     second.load_state_dict(state)
     assert_bitwise_equal(second.state_dict(), state)
     train(first, 2, first=2)
-    train(second, 2, first=2)
+    result = train(second, 2, first=2)[-1]
+    expected = (1, 2.0**24) if overrides == OVERFLOW else (0, 128.0)
+    assert (result.skipped.item(), result.loss_scale.item()) == expected
     assert differ(first.state_dict(), state)
     assert_bitwise_equal(second.state_dict(), first.state_dict())
 
 
-def test_skipped_steps_and_a_lowered_loss_scale_are_part_of_the_state(engine):
-    """The first step overflows, which lowers the scale to the largest that a dynamic one may have, 2**24."""
-    overrides = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
-    first, second = engine(*overrides), engine(*overrides)
-    train(first, 1)
-    second.load_state_dict(first.state_dict())
-    train(first, 2, first=1)
-    result = train(second, 2, first=1)[-1]
-    assert (result.skipped.item(), result.skipped_in_row.item(), result.loss_scale.item()) == (1, 0, 2.0**24)
-    assert_bitwise_equal(second.state_dict(), first.state_dict())
-
-
-def test_a_state_of_another_model_is_refused_by_name(engine):
+def test_a_state_that_does_not_fit_is_refused_by_name_before_anything_is_taken_from_it(engine):
     with pytest.raises(ValueError, match=r"stem\.conv_stem\.weight is \["):
         engine().load_state_dict(engine("model.width=0.5").state_dict())
     with pytest.raises(ValueError, match=r"blocks\.1\.1.* is unknown"):
         engine().load_state_dict(engine("model.depth=1").state_dict())
-
-
-def test_a_state_without_its_loss_scale_is_refused_before_anything_is_taken_from_it(engine):
     run, other = engine(), engine("run.seed=1")
     before = run.state_dict()
     state = {name: value for name, value in other.state_dict().items() if name != "loss_scale"}
@@ -424,9 +326,10 @@ def test_the_sum_over_many_micro_batches_does_not_drown_in_half_precision(engine
     assert max(differences.values()) < 4e-6
 
 
-def test_the_measured_peak_is_a_rate(engine):
+def test_auto_takes_what_there_is_and_its_measured_peak_is_a_rate(engine):
     """A product of two 1024 x 1024 matrices is 2 x 1024**3 operations; no machine needs a minute for one."""
-    run = engine()
+    run = engine("run.device=auto")
+    assert isinstance(run, TorchEngine) and run.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert run.peak_flops() > 2 * 1024**3 / 60
     run.close()
 
@@ -435,9 +338,3 @@ def test_the_measured_peak_is_a_rate(engine):
 def test_a_device_that_is_not_there_is_refused_with_the_remedy(engine):
     with pytest.raises(ConfigError, match=r"run.device cuda: .* use run.device=cpu or auto"):
         engine("run.device=cuda")
-
-
-def test_auto_takes_what_there_is(engine):
-    run = engine("run.device=auto")
-    assert isinstance(run, TorchEngine)
-    assert run.device.type == ("cuda" if torch.cuda.is_available() else "cpu")

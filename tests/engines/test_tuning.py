@@ -75,24 +75,17 @@ def test_the_fastest_is_taken_and_all_are_told(resolved):
 
 
 @pytest.mark.parametrize(
-    ("override", "taken"),
+    ("overrides", "taken", "count"),
     [
-        ("engine.memory_format=contiguous", ("contiguous", "triton")),
-        ("engine.memory_format=channels_last", FASTEST),
-        ("engine.kernels=torch", PLAIN),
+        (("engine.memory_format=contiguous",), ("contiguous", "triton"), 4),
+        (("engine.memory_format=channels_last",), FASTEST, 4),
+        (("engine.kernels=torch",), PLAIN, 2),
+        (("engine.memory_format=channels_last", "engine.kernels=torch"), ("channels_last", "torch"), 0),
     ],
 )
-def test_what_the_recipe_says_is_not_open(resolved, override, taken):
-    found, _, measured = resolved(override)
-    assert found == taken and len(measured) == len(TIMES) // (4 if override == "engine.kernels=torch" else 2)
-
-
-def test_a_recipe_without_auto_is_left_alone(resolved):
-    assert resolved("engine.memory_format=channels_last", "engine.kernels=torch") == (
-        ("channels_last", "torch"),
-        [],
-        [],
-    )
+def test_what_the_recipe_says_is_not_open(resolved, overrides, taken, count):
+    found, said, measured = resolved(*overrides)
+    assert (found, len(measured), bool(said)) == (taken, count, count > 0)
 
 
 def test_candidates_that_fail_are_left_out_and_why_is_said(resolved):
@@ -100,9 +93,6 @@ def test_candidates_that_fail_are_left_out_and_why_is_said(resolved):
     assert taken == ("channels_last", "group_norm")
     assert "  channels_last triton      left out: CUDA out of memory." in said
     assert "  contiguous torch          left out: no" in said
-
-
-def test_where_all_fail_the_plain_way_is_taken(resolved):
     assert resolved(times=dict.fromkeys(TIMES, "no"))[0] == PLAIN
 
 
@@ -185,22 +175,28 @@ def test_what_the_times_depend_on_is_measured_anew(resolved, override):
     assert len(resolved(override)[2]) == 8
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'])
-def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, text):
+def with_seconds(seconds):
+    def changed(text):
+        content = json.loads(text)
+        content["seconds"]["contiguous torch"] = seconds
+        return json.dumps(content)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'),
+        *map(with_seconds, (float("nan"), -1, 0, "fast", None)),
+    ],
+)
+def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
     resolved()
     whole = cached(tmp_path).read_text()
-    cached(tmp_path).write_text(text)
+    cached(tmp_path).write_text(damage(whole) if callable(damage) else damage)
     assert len(resolved()[2]) == 8
     assert cached(tmp_path).read_text() == whole
-
-
-@pytest.mark.parametrize("seconds", [float("nan"), -1, 0, "fast", None])
-def test_times_that_are_none_are_not_believed(resolved, tmp_path, seconds):
-    resolved()
-    content = json.loads(cached(tmp_path).read_text())
-    content["seconds"]["contiguous torch"] = seconds
-    cached(tmp_path).write_text(json.dumps(content))
-    assert len(resolved()[2]) == 8
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(resolved, tmp_path):

@@ -1,4 +1,6 @@
-"""Sums of sparse vectors: against the same merges in plain Python; nothing is lost with any number of replicas."""
+"""Sums of sparse vectors: against the same merges in plain Python, and with gradients that are chosen to break them."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -7,12 +9,13 @@ from torch import distributed
 
 from parallel import sparse
 from parallel.sparse import Sparse, SparseSum
+from parallel.sparse_exchange import Rules, SparseExchange
 from tests import world
+from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-pytestmark = pytest.mark.multiprocess
-
 LENGTH, COUNT = 400, 30
+GROUP = object()  # of all replicas
 WIRES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -30,11 +33,11 @@ def dense(parts, length=LENGTH, dtype=torch.float32):
     return total
 
 
-def summed(rank, size, pattern, wire, seed=0, scale=1.0, count=COUNT):
+def summed(rank, size, pattern, wire, seed=0, scale=1.0, count=COUNT, group=GROUP):
     """This rank's total as a dense vector, what it keeps, and how many int32 words it sends."""
     own = vector(rank, seed, scale=scale, count=count)
     scratch = torch.zeros(LENGTH, dtype=torch.int32)
-    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])(own, scratch)
+    total = SparseSum(group, pattern=pattern, wire=WIRES[wire])(own, scratch)
     assert not scratch.any()
     assert all(len(set(part.indices.tolist())) == len(part.indices) for part in total.parts)
     return dense(total.parts), dense(total.kept, dtype=torch.float64), [len(part.indices) for part in total.parts]
@@ -78,7 +81,7 @@ def by_hand(size, pattern):
 def test_gtopk_is_what_merging_by_hand_gives(size):
     """Also who keeps what: rank 0 of a merge; and all ranks have the total with the same bits."""
     patterns = ("tree", "butterfly")
-    by_rank = world.run(size, several, [(pattern, "float32") for pattern in patterns])
+    by_rank = threads.run(size, several, [(pattern, "float32") for pattern in patterns])
     for pattern, ranks in zip(patterns, zip(*by_rank)):
         expected, kept = by_hand(size, pattern)
         total = torch.zeros(LENGTH)
@@ -97,7 +100,7 @@ def test_gtopk_is_what_merging_by_hand_gives(size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_topk_is_the_sum_in_the_order_of_ranks(size):
     expected = dense(map(vector, range(size)))
-    for found, left, counts in world.run(size, summed, "gather", "float32"):
+    for found, left, counts in threads.run(size, summed, "gather", "float32"):
         assert_bitwise_equal(found, expected)
         assert not left.any() and counts == [COUNT] * size
 
@@ -109,18 +112,33 @@ def test_nothing_is_lost(size):
     Also with float16 on the wire, whose own rounding is 2^-7 of such values.
     """
     given = dense((vector(rank, 3) for rank in range(size)), dtype=torch.float64)
-    by_rank = world.run(size, several, [(pattern, wire, 3) for pattern in sparse.PATTERNS for wire in WIRES])
+    by_rank = threads.run(size, several, [(pattern, wire, 3) for pattern in sparse.PATTERNS for wire in WIRES])
     for ranks in zip(*by_rank):
         assert all(torch.equal(total, ranks[0][0]) for total, _, _ in ranks)
         found = ranks[0][0].double() + sum(kept for _, kept, _ in ranks)
         torch.testing.assert_close(found, given, rtol=0, atol=32 * 2**-20 if size > 1 else 0)
 
 
+def by_gloo(rank, size, calls):
+    """`several`, through torch.distributed."""
+    return [summed(rank, size, *call, group=distributed.group.WORLD) for call in calls]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [4, 5])
+def test_ranks_that_send_by_gloo_get_the_same(size):
+    calls = [(pattern, wire) for pattern in sparse.PATTERNS for wire in WIRES]
+    for found, expected in zip(world.run(size, by_gloo, calls), threads.run(size, several, calls)):
+        for (total, kept, counts), (other, others_kept, others_counts) in zip(found, expected):
+            assert_bitwise_equal({"total": total, "kept": kept}, {"total": other, "kept": others_kept})
+            assert counts == others_counts
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e30])
 def test_float16_takes_values_of_any_size(scale):
     """The largest goes as a float16 near 2^15, so that each is off by 2^-11 of itself or 2^-24 of the largest."""
     calls = [(pattern, wire, 0, scale) for pattern in sparse.PATTERNS for wire in ("float32", "float16")]
-    totals = [total for total, _, _ in world.run(4, several, calls)[3]]
+    totals = [total for total, _, _ in threads.run(4, several, calls)[3]]
     for exact, found in zip(totals[::2], totals[1::2]):
         both = (found != 0) & (exact != 0)  # rounding may let another entry be among the largest
         assert both.sum() > 0.9 * (exact != 0).sum()
@@ -128,13 +146,13 @@ def test_float16_takes_values_of_any_size(scale):
 
 
 def test_float16_with_an_odd_number_of_entries():
-    total, _, counts = world.run(3, summed, "butterfly", "float16", 0, 1.0, 31)[2]
+    total, _, counts = threads.run(3, summed, "butterfly", "float16", 0, 1.0, 31)[2]
     assert counts == [31] and (total != 0).sum() == 31
 
 
 def words_sent(rank, size, pattern, wire):
     """int32 words that this rank puts on the wire."""
-    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])
+    total = SparseSum(GROUP, pattern=pattern, wire=WIRES[wire])
     words = []
     send, swap = total._send, total._swap
     total._send = lambda message, replica: (words.append(len(message)), send(message, replica))[1]
@@ -146,10 +164,10 @@ def words_sent(rank, size, pattern, wire):
 @pytest.mark.parametrize("wire,words", [("float32", 60), ("float16", 46)])
 def test_messages_are_packed(wire, words):
     """8 bytes an entry, or 6 and a word for the exponent; log2 P messages from each in the butterfly."""
-    assert world.run(4, words_sent, "butterfly", wire) == [[words, words]] * 4
-    assert world.run(4, words_sent, "tree", wire) == [[words, words], [words, 1], [words, 1, words], [words, 1]]
+    assert threads.run(4, words_sent, "butterfly", wire) == [[words, words]] * 4
+    assert threads.run(4, words_sent, "tree", wire) == [[words, words], [words, 1], [words, 1, words], [words, 1]]
     # Ranks 4 and 5 hand theirs in, and are told the result.
-    assert [len(each) for each in world.run(6, words_sent, "butterfly", wire)] == [3, 3, 2, 2, 1, 1]
+    assert [len(each) for each in threads.run(6, words_sent, "butterfly", wire)] == [3, 3, 2, 2, 1, 1]
 
 
 def test_float16_on_odd_values_is_exact_where_they_are_float16():
@@ -167,21 +185,21 @@ def zeros_summed(rank, size, pattern):
     own = Sparse(torch.arange(COUNT), torch.zeros(COUNT))
     own.values[rank] = 1.0 + rank
     scratch = torch.zeros(LENGTH, dtype=torch.int32)
-    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=torch.float32)(own, scratch)
+    total = SparseSum(GROUP, pattern=pattern, wire=torch.float32)(own, scratch)
     assert all(len(set(part.indices.tolist())) == COUNT for part in total.parts)
     return dense(total.parts)
 
 
 @pytest.mark.parametrize("pattern", sparse.PATTERNS)
 def test_zeros_among_the_entries_take_no_place_twice(pattern):
-    for total in world.run(5, zeros_summed, pattern):
+    for total in threads.run(5, zeros_summed, pattern):
         assert total[:COUNT].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (COUNT - 5)
 
 
 def not_finite(rank, size, pattern, wire):
     own = vector(rank)
     own.values[0], own.values[1] = float("nan"), float("inf")
-    total = SparseSum(distributed.group.WORLD, pattern=pattern, wire=WIRES[wire])
+    total = SparseSum(GROUP, pattern=pattern, wire=WIRES[wire])
     return len(total(own, torch.zeros(LENGTH, dtype=torch.int32)).parts[0].indices)
 
 
@@ -189,4 +207,67 @@ def not_finite(rank, size, pattern, wire):
 @pytest.mark.parametrize("pattern", sparse.PATTERNS)
 def test_values_that_are_not_finite_end_no_rank(pattern, wire):
     """A step of another stage may have to be left out: this one's exchange has to come to its end."""
-    assert world.run(3, not_finite, pattern, wire) == [COUNT] * 3
+    assert threads.run(3, not_finite, pattern, wire) == [COUNT] * 3
+
+
+# Gradients that are chosen to break it --------------------------------------------------------------------------
+
+REPLICAS, STEPS, PLACES = 12, 2, 300
+
+# Gradients of a replica: `shared` is the same on all of them, `own` is not.
+KINDS = {
+    "identical": lambda rank, shared, own: shared,
+    "disjoint": lambda rank, shared, own: torch.where(torch.arange(PLACES) % REPLICAS == rank, own, 0.0),
+    "opposite": lambda rank, shared, own: shared if rank % 2 else -shared,
+    "one against all": lambda rank, shared, own: shared if rank else own - (REPLICAS - 1) * shared,
+    "zeros": lambda rank, shared, own: torch.zeros(PLACES),
+    "fewer than k": lambda rank, shared, own: torch.where(torch.arange(PLACES) == 5 * rank, 1.0, 0.0),
+    "one alone": lambda rank, shared, own: own if rank == 7 else torch.zeros(PLACES),
+    "ties": lambda rank, shared, own: 3 * own.sign(),
+}
+CASES = [
+    (kind, pattern, wire, count, seed)
+    for kind in KINDS
+    for pattern in ("tree", "butterfly")
+    for wire in (torch.float32, torch.float16)
+    for count in (1, 31, PLACES - 1)
+    for seed in range(4)
+]
+
+
+@functools.lru_cache(maxsize=None)
+def drawn(number, seed, step):
+    """float32 [PLACES]: whole numbers, of which float32 holds all sums exactly."""
+    generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + step)
+    return (torch.randn(PLACES, generator=generator) * torch.logspace(0, 2, PLACES)).round()
+
+
+def gradient(rank, kind, seed, step):
+    return KINDS[kind](rank, drawn(REPLICAS, seed, step), drawn(rank, seed, step))
+
+
+def exchanged(rank, size):
+    """Of each of CASES: the updates of all steps, and what this replica keeps."""
+    found = []
+    for kind, pattern, wire, count, seed in CASES:
+        rules = Rules(pattern, wire, lambda step, count=count: count / PLACES)
+        exchange = SparseExchange(rules, PLACES, [PLACES], 0, (), GROUP, None, torch.device("cpu"))
+        updates = [gradient(rank, kind, seed, step).clone() for step in range(STEPS)]
+        for step, buffer in enumerate(updates):
+            exchange(buffer, step, torch.tensor(1.0))
+        found.append((torch.stack(updates), exchange.residual))
+    return found
+
+
+def test_twelve_replicas_lose_no_gradient_and_agree_on_every_bit_in_384_cases():
+    """sum(gradients) = sum of updates + sum(residuals), exactly."""
+    assert len(CASES) == 384
+    for case, *found in zip(CASES, *threads.run(REPLICAS, exchanged)):
+        kind, _, _, count, seed = case
+        updates, _ = found[0]
+        for others, _ in found:
+            assert_bitwise_equal(others, updates)
+        given = [gradient(rank, kind, seed, step).double() for rank in range(REPLICAS) for step in range(STEPS)]
+        kept = sum(residual.double() for _, residual in found)
+        assert torch.equal(updates.double().sum(0) + kept, sum(given)), case
+        assert (updates != 0).sum(1).max() <= count, case

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import distributed
 
 from parallel.sparse_exchange import Rules, SparseExchange
-from tests import world
+from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
 LENGTH, COUNT, STEPS = 300, 12, 6
@@ -23,7 +22,7 @@ def gradient(rank, step, seed=0):
 
 
 def create(size, how, dense=()):
-    group, everyone = (distributed.group.WORLD, distributed.new_group()) if size > 1 else (None, None)
+    group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
     return SparseExchange(how, LENGTH, [LENGTH], 0, dense, group, everyone, torch.device("cpu"))
 
 
@@ -45,7 +44,7 @@ def run(size, *arguments):
     if size == 1:
         ranks = [steps_made(0, 1, *arguments)]
     else:
-        ranks = world.run(size, steps_made, *arguments)
+        ranks = threads.run(size, steps_made, *arguments)
     for updates, _ in ranks:
         for found, expected in zip(updates, ranks[0][0]):
             assert_bitwise_equal(found, expected)
@@ -59,7 +58,6 @@ def all_gradients(size, steps=STEPS):
 KINDS = ("gather", "tree", "butterfly")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_no_gradient_is_lost(size, kind):
@@ -73,7 +71,6 @@ def test_no_gradient_is_lost(size, kind):
     assert min(counts) >= COUNT
 
 
-@pytest.mark.multiprocess
 def test_the_published_rule_loses_what_is_left_out_of_merges():
     """An entry that is cut in one merge and survives by another is in the result, with one part missing."""
     size = 4
@@ -85,7 +82,6 @@ def test_the_published_rule_loses_what_is_left_out_of_merges():
     assert lost[True] < 0.01 < 1 < lost[False]
 
 
-@pytest.mark.multiprocess
 def test_by_the_published_rule_a_replica_keeps_what_it_sent_in_vain():
     """The first step by its definition: the residual is the gradient but for the places of the result it had sent."""
     updates, states = run(3, {"pattern": "tree", "conserve": False}, 1)
@@ -127,7 +123,6 @@ def test_momentum_correction(masks):
     torch.testing.assert_close(state["velocity"], velocity, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.multiprocess
 def test_dense_steps_with_momentum_correction_are_momentum_sgd():
     """Whole gradients: the update is the momentum of their sum. And what was kept before is sent along."""
     density = {0: 0.04, 1: 1.0}
@@ -154,13 +149,11 @@ class DensityOf:
         return self.densities.get(step, self.otherwise)
 
 
-@pytest.mark.multiprocess
 def test_the_density_is_that_of_the_step():
     updates, _ = run(2, {"density": DensityOf({0: 0.5, 1: 0.1}, 0.02)})
     assert [int((update != 0).sum()) for update in updates[:4]] == [150, 30, 6, 6]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_some_parameters_are_always_sent_whole(momentum):
     """They are what a dense exchange gives, and take no place among the others."""
@@ -177,14 +170,13 @@ def test_some_parameters_are_always_sent_whole(momentum):
     assert not any(state["residual"][places].any() for state in states)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_a_gradient_that_is_not_finite_changes_nothing(momentum):
     """On one replica of three: all see NaN, so that the update is left out; later steps are as if it had not been."""
     kind = {"momentum": momentum, "masks": momentum is not None}
     disturbed, states = run(3, kind, 4, 1.0, (range(20, 30),), ((2, 1),))
     assert disturbed[2].isnan().any()
-    again = world.run(3, steps_left_out, kind)
+    again = threads.run(3, steps_left_out, kind)
     for step in (0, 1, 3):
         assert_bitwise_equal(disturbed[step], again[0][0][step])
     for rank, state in enumerate(states):
@@ -202,7 +194,6 @@ def steps_left_out(rank, size, kind):
     return updates, exchange.state()
 
 
-@pytest.mark.multiprocess
 def test_a_dense_step_that_is_not_finite_changes_nothing():
     kind = {"density": DensityOf({1: 1.0}, COUNT / LENGTH)}
     disturbed, states = run(2, kind, 2, 1.0, (), ((1, 0),))
@@ -212,7 +203,6 @@ def test_a_dense_step_that_is_not_finite_changes_nothing():
         assert_bitwise_equal(state["residual"], expected["residual"])
 
 
-@pytest.mark.multiprocess
 def test_what_is_kept_does_not_depend_on_the_loss_scale():
     """Powers of two: the same bits, but for the factor."""
     plain, states = run(2, {"pattern": "tree"})
