@@ -16,6 +16,7 @@ from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
+SLOW = pytest.mark.slow
 
 # Every kind of random draw is on, and both averages.
 RECIPE = (
@@ -141,11 +142,11 @@ def one_process(_one_thread):
 @pytest.mark.parametrize(
     ("stages", "overrides"),
     [
-        (2, ("parallel.split=[blocks.3.0]",)),
+        pytest.param(2, ("parallel.split=[blocks.3.0]",), marks=SLOW),
         (2, ("parallel.split=auto", "parallel.schedule=1f1b")),
         (2, ("parallel.schedule=interleaved",)),
         (3, ("parallel.schedule=1f1b", "parallel.recompute=true")),
-        (2, ("parallel.split=counted", "parallel.recompute=[blocks.1.0,head]")),
+        pytest.param(2, ("parallel.split=counted", "parallel.recompute=[blocks.1.0,head]"), marks=SLOW),
     ],
 )
 def test_stages_change_no_bit(one_process, stages, overrides):
@@ -171,9 +172,9 @@ def float32_process(_one_thread):
         (1, 2, ()),
         (1, 3, ("exchange.order=tree",)),
         (2, 2, ("parallel.schedule=1f1b",)),
-        pytest.param(2, 3, (), marks=pytest.mark.slow),
-        pytest.param(4, 2, (), marks=pytest.mark.slow),
-        pytest.param(4, 3, ("parallel.recompute=true",), marks=pytest.mark.slow),
+        pytest.param(2, 3, (), marks=SLOW),
+        pytest.param(4, 2, (), marks=SLOW),
+        pytest.param(4, 3, ("parallel.recompute=true",), marks=SLOW),
     ],
 )
 def test_replicas_differ_by_the_order_of_sums_alone(float32_process, stages, replicas, overrides):
@@ -199,11 +200,11 @@ def tree_process(_one_thread):
 @pytest.mark.parametrize(
     ("stages", "replicas", "overrides"),
     [
-        (1, 2, ()),
+        pytest.param(1, 2, (), marks=SLOW),
         (1, 4, ()),
         (2, 2, ("parallel.recompute=true",)),
-        (2, 1, ("parallel.schedule=interleaved",)),
-        pytest.param(4, 2, (), marks=pytest.mark.slow),
+        pytest.param(2, 1, ("parallel.schedule=interleaved",), marks=SLOW),
+        pytest.param(4, 2, (), marks=SLOW),
     ],
 )
 def test_a_tree_has_the_same_bits_for_every_topology(tree_process, stages, replicas, overrides):
@@ -242,7 +243,10 @@ def test_without_exchange_replicas_go_their_own_ways():
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("stages", "replicas", "poisoned"), [(1, 2, 1), (2, 1, 0), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("stages", "replicas", "poisoned"),
+    [pytest.param(1, 2, 1, marks=SLOW), pytest.param(2, 1, 0, marks=SLOW), (2, 2, 3)],
+)
 def test_a_gradient_that_is_not_finite_anywhere_skips_the_update_everywhere(stages, replicas, poisoned):
     """One rank has a NaN in step 1. All leave that step out, whichever stage and replica it belongs to."""
     overrides = ("exchange.order=tree", "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
@@ -255,7 +259,7 @@ def test_a_gradient_that_is_not_finite_anywhere_skips_the_update_everywhere(stag
     assert_bitwise_equal(state, train(engine)[2])
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), pytest.param(1, 3, marks=SLOW), (2, 2)])
 def test_running_statistics_are_those_of_one_process(stages, replicas):
     """Micro batches move a statistic one after the other; the replicas' moves are put in a row. In float32, to its
     rounding: 2**-23 of statistics of the order of 1, over 36 moves. At rate 0, for with two images in a batch
@@ -290,7 +294,14 @@ def test_the_gradient_of_the_whole_model_is_clipped():
         assert_bitwise_equal(state, alone("optimizer.name=sgd", "schedule.peak=0.1")[2])
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (1, 4)), ((1, 2), (2, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 2), (1, 1)),
+        ((1, 1), (2, 2)),
+        *(pytest.param(*pair, marks=SLOW) for pair in (((2, 2), (1, 4)), ((1, 2), (2, 1)))),
+    ],
+)
 def test_a_state_goes_on_in_another_topology(tree_process, before, after):
     """What one topology saved after two steps, another continues to the third, to the bit."""
     tree = "exchange.order=tree"

