@@ -125,10 +125,10 @@ def resolve(
         say("engine auto: contiguous torch, as run.deterministic asks")
         return _resolved(recipe, Candidate(**_PLAIN))
     candidates = _candidates(section)
-    kept = _kept(section, begun)
-    if kept in candidates:
-        say(f"engine auto: {kept}, as this run has had it")
-        return _resolved(recipe, kept)
+    chosen = _choice_of(section, begun)
+    if chosen in candidates:
+        say(f"engine auto: {chosen}, as this run has had it")
+        return _resolved(recipe, chosen)
     part = processes.together(lambda: _largest_part(recipe, batch, device))
     key = _key(recipe, part, candidates, device)
     file, own = _cache_file(key), _read(key, candidates)
@@ -163,7 +163,7 @@ def _candidates(section: EngineSection) -> List[Candidate]:
     return [Candidate(*pair) for pair in itertools.product(formats, kernels)]
 
 
-def _kept(section: EngineSection, begun: Optional[EngineSection]) -> Optional[Candidate]:
+def _choice_of(section: EngineSection, begun: Optional[EngineSection]) -> Optional[Candidate]:
     """The choice of the run that goes on, where the recipe leaves it open."""
     if begun is None:
         return None

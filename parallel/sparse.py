@@ -23,15 +23,15 @@ class Sparse(NamedTuple):
 
 
 class Total(NamedTuple):
-    """What the replicas' vectors came to, and what was left out of it.
+    """The sum of the replicas' vectors, and what was left out of it.
 
-    parts: vectors whose sum, added in this order to zeros, is the total; the same bits on all replicas. kept: what this
-    replica has to keep so that nothing is lost: the sum of all replicas' vectors is that of `parts` and everybody's
-    `kept`, to float32 rounding.
+    parts: vectors whose sum, added in this order to zeros, is the total; the same bits on all replicas. residual: the
+    part of the rest that this replica has to keep: the sum of all replicas' vectors is that of `parts` and of all
+    replicas' `residual`, to float32 rounding.
     """
 
     parts: List[Sparse]
-    kept: List[Sparse]
+    residual: List[Sparse]
 
 
 class SparseSum:
@@ -77,8 +77,8 @@ class SparseSum:
         """
         if self._size == 1:
             return Total([own], [])
-        self._scratch, self._kept = scratch, []
-        return Total(self._sum(own), self._kept)
+        self._scratch, self._residual = scratch, []
+        return Total(self._sum(own), self._residual)
 
     def _gather(self, own: Sparse) -> List[Sparse]:
         message = self._pack(own, keeps=True)
@@ -147,7 +147,7 @@ class SparseSum:
         numbers = torch.cat([first.indices, second.indices + common * _ABSENT])
         largest, rest = ranked(values, numbers, count)
         if keeps:
-            self._kept.append(Sparse(indices.index_select(0, rest), values.index_select(0, rest)))
+            self._residual.append(Sparse(indices.index_select(0, rest), values.index_select(0, rest)))
         return Sparse(indices.index_select(0, largest), values.index_select(0, largest))
 
     def _pack(self, part: Sparse, keeps: bool) -> torch.Tensor:
@@ -158,7 +158,7 @@ class SparseSum:
         exponent = (15 - torch.frexp(part.values.abs().max())[1]).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
         halves = torch.ldexp(part.values, exponent).half()
         if keeps:
-            self._kept.append(Sparse(part.indices, part.values - torch.ldexp(halves.float(), -exponent)))
+            self._residual.append(Sparse(part.indices, part.values - torch.ldexp(halves.float(), -exponent)))
         if len(halves) % 2:
             halves = torch.cat([halves, halves.new_zeros(1)])
         return torch.cat([exponent.int()[None], indices, halves.view(torch.int32)])

@@ -107,9 +107,8 @@ class SparseExchange(Running):
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """What this replica has kept: float32 [length] each."""
-        kept = {"residual": self.residual, "velocity": self.velocity}
-        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+        state = {"residual": self.residual, "velocity": self.velocity}
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def _all_finite(self, buffer: torch.Tensor) -> torch.Tensor:
         lowest, highest = torch.aminmax(buffer)
@@ -121,7 +120,7 @@ class SparseExchange(Running):
         return faults == 0
 
     def _take_in(self, buffer: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor) -> None:
-        """Adds the buffer's gradient, zeros if it is not `finite`, to what has been kept."""
+        """Add the buffer's gradient, zeros if it is not `finite`, to the residual."""
         if self.velocity is None:
             torch.addcdiv(self.residual, buffer, divisor, out=self.residual)
             return
@@ -152,7 +151,7 @@ class SparseExchange(Running):
         conserves = self._rules.conserve or self._rules.pattern == "gather"
         sent = finite if conserves else finite & _contained(indices, total.parts[0].indices, scratch)
         self.residual[indices] = torch.where(sent, 0.0, own.values)
-        for part in total.kept if conserves else ():
+        for part in total.residual if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
         if self.velocity is not None and self._rules.masks:
             self.velocity[indices] = torch.where(sent, 0.0, self.velocity[indices])

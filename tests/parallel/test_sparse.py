@@ -40,7 +40,7 @@ def summed(rank, size, pattern, wire, seed=0, scale=1.0, count=COUNT, group=GROU
     total = SparseSum(group, pattern=pattern, wire=WIRES[wire])(own, scratch)
     assert not scratch.any()
     assert all(len(set(part.indices.tolist())) == len(part.indices) for part in total.parts)
-    return dense(total.parts), dense(total.kept, dtype=torch.float64), [len(part.indices) for part in total.parts]
+    return dense(total.parts), dense(total.residual, dtype=torch.float64), [len(part.indices) for part in total.parts]
 
 
 def several(rank, size, calls):
@@ -173,11 +173,11 @@ def test_messages_are_packed(wire, words):
 def test_float16_on_odd_values_is_exact_where_they_are_float16():
     part = Sparse(torch.tensor([4, 1, 7]), torch.tensor([0.5, -3.0, 1024.0]))
     total = SparseSum(None, pattern="tree", wire=torch.float16)
-    total._kept = []
+    total._residual = []
     again = total._unpack(total._pack(part, keeps=True), part)
     assert_bitwise_equal(again.values, part.values)
     assert_bitwise_equal(again.indices, part.indices)
-    assert not dense(total._kept).any()
+    assert not dense(total._residual).any()
 
 
 def zeros_summed(rank, size, pattern):
