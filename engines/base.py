@@ -1,4 +1,4 @@
-"""What an engine promises: it computes steps on some hardware, and the loop above it knows no more."""
+"""Interface of an engine, which computes steps on some hardware: the loop above it knows no more."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Engine(ABC):
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
-        """What `train_step` pulls in these steps; closing it ends the processes that load it.
+        """Micro batches for `train_step` in these steps; closing them ends the processes that load them.
 
         Args:
             source: None where images do not enter (`topology.is_first`).
@@ -187,7 +187,7 @@ class Engine(ABC):
         """Takes over what `state_dict` of any topology gave. Raises ValueError naming a tensor that does not fit."""
 
     def replica_states(self) -> Iterator[dict]:
-        """What belongs to one replica and no other, of each in their order, on the CPU, made when it is asked for.
+        """State that differs between replicas, one dictionary for each in order, on the CPU, made when asked for.
 
         On the main rank; elsewhere as many empty dictionaries. Every rank iterates to the end. Nothing where replicas
         differ in nothing.

@@ -1,4 +1,4 @@
-"""What exchange.method auto stands for: the exchange predicted to be fastest here, where that is worth its errors."""
+"""exchange.method auto: the exchange that is predicted to be fastest here, where that is worth its errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _resolved(recipe: Recipe, method: Method, say: Callable[[str], None]) -> Rec
 
 
 def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
-    """Of the largest stage. Stages that are cut by measured times are taken as if multiply-adds were balanced."""
+    """Size of the largest stage's gradient. Measured cuts are taken as if they balanced multiply-adds."""
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
     stages = processes.topology.stages
@@ -159,7 +159,7 @@ def _measured(recipe: Recipe, gradient: Gradient, processes: Agreement) -> Tuple
 
 
 def _seconds(work: Callable[[torch.Tensor], object], vector: torch.Tensor) -> float:
-    """Of the fastest of a few calls: the first finds caches empty, and a machine that starts a run is busy."""
+    """Seconds of the fastest of a few calls: the first finds caches empty, and a machine that starts a run is busy."""
     found = []
     for _ in range(4):
         synchronize(vector.device)

@@ -51,7 +51,7 @@ def compile_stages(
 
 
 def compiled(segments: Sequence[nn.Sequential], backend: str) -> List[Callable[[torch.Tensor], torch.Tensor]]:
-    """What computes each segment, [N, ...] in and out, as the segment itself does.
+    """Functions that compute each segment, [N, ...] in and out, as the segment itself does.
 
     Nothing is compiled before the first call. Blocks that look alike share their program.
     """

@@ -1,4 +1,4 @@
-"""Where the model of a recipe is cut into stages: by the names it gives, or by what its blocks cost.
+"""Cut of a recipe's model into stages: by the names it gives, or by what its blocks cost.
 
 What blocks cost is measured only where the cut changes no bit of what is learned: elsewhere it is counted.
 """
@@ -48,7 +48,7 @@ def parts(
 
 
 def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[str]], str]:
-    """As `parts`, for a device on which blocks cannot be timed one by one: an automatic cut balances multiply-adds.
+    """Parts on a device where blocks cannot be timed one by one: an automatic cut balances multiply-adds.
 
     Its memory is not looked at. All stages are returned, also where one process computes them.
     """

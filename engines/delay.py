@@ -73,7 +73,7 @@ class Delay:
             entry.done.result()
 
     def state_dict(self) -> List[dict]:
-        """What is to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 [], "step": int}.
+        """Gradients to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 [], "step": int}.
 
         All are exchanged by then, and so the same on all replicas. Copies, on the CPU.
         """
@@ -165,7 +165,7 @@ class _Worker:
 
 
 def _failure_of(task: Callable[[], None], threads: int) -> Optional[BaseException]:
-    """What a task raises, or None."""
+    """Error that a task raises, or None."""
     try:
         torch.set_num_threads(threads)
         task()

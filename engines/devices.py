@@ -49,7 +49,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of activations and working weights."""
+    """Dtype of activations and working weights."""
     if recipe.precision.compute == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     return DTYPES[recipe.precision.compute]

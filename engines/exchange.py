@@ -1,4 +1,4 @@
-"""What becomes of a replica's gradients between its last backward pass and the update."""
+"""A replica's gradients between its last backward pass and the update: exchanged, and delayed if asked."""
 
 from __future__ import annotations
 

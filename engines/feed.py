@@ -22,7 +22,7 @@ _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
 
 
 class Targets(NamedTuple):
-    """What the last stage needs of a micro batch.
+    """Targets of a micro batch on the last stage.
 
     valid: rows that are images; they come first. labels: int64 [valid]. targets: as `labels`, or float32
     [valid, classes] where images are mixed. All on the device.
@@ -52,7 +52,7 @@ class Feed:
 
     @property
     def image_dtype(self) -> torch.dtype:
-        """Of training images as they enter the model: mixed ones lie between the integers."""
+        """Dtype of training images as they enter the model: mixed ones lie between the integers."""
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
     def start(
@@ -150,7 +150,7 @@ class Feed:
         return message[1:], int(message[0])
 
     def _ask(self) -> tuple:
-        """Says that labels are wanted, all before the first are needed: so the sender need not wait to be asked."""
+        """Ask for labels; all before the first are needed, so that the sender need not wait."""
         message = torch.empty(1 + self._rows, dtype=torch.int64)
         return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message
 
@@ -177,7 +177,7 @@ def training_batches(
 
 
 class _Nothing(list):
-    """As many times None as the first stage has batches."""
+    """A list of None for each batch of the first stage."""
 
     def close(self) -> None:
         """There is nothing to end."""

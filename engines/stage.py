@@ -131,7 +131,7 @@ def _again(draws: Draws, step: int, micro_batch: int, segment: nn.Module) -> Ite
 
 
 def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundary, dtype: torch.dtype) -> list:
-    """What enters each part of the model, and what leaves the last: a Boundary each.
+    """Input of each part of the model, and output of the last: a Boundary each.
 
     Args:
         parts: names of the blocks of each.

@@ -1,4 +1,4 @@
-"""Who did what when: the spans of time of each rank's steps, on one clock."""
+"""Timeline of steps: the spans of time of each rank, on one clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.agreement import Agreement
 
 
 class Span(NamedTuple):
-    """What one rank did from `start` to `end`.
+    """One activity of one rank from `start` to `end`.
 
     replica, stage, rank: who. kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number
     within the replica's share of the step; -1 where the span belongs to none. step: number of the update. start,

@@ -371,7 +371,7 @@ class TorchEngine(Engine):
             self.recorder.set_clock()
 
     def _averaged(self) -> list:
-        """What averages are taken of: the persistent weights in one, then each buffer."""
+        """Tensors that are averaged: the persistent weights in one, then each buffer."""
         return [self.weights.flat, *self._buffers.values()]
 
     def _by_name(self, tensors: list) -> dict:

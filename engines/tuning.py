@@ -1,4 +1,4 @@
-"""What engine.memory_format and engine.kernels mean to a model, and which of them are the fastest on this GPU."""
+"""engine.memory_format and engine.kernels: put into a model, and the fastest of them found on this GPU."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _has_choice(device: torch.device) -> bool:
 
 
 def _candidates(section: EngineSection) -> List[Candidate]:
-    """What the section leaves open, the plain one first."""
+    """Choices that the section leaves open, the plain one first."""
     formats = list(_FORMATS) if section.memory_format == "auto" else [section.memory_format]
     kernels = [section.kernels]
     if section.kernels == "auto":
@@ -230,7 +230,7 @@ def _random(boundary: Boundary, device: torch.device) -> torch.Tensor:
 
 
 def _slowest(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of all processes, on one candidate."""
+    """Outcome of the slowest process, on one candidate."""
     failed = [outcome for outcome in outcomes if outcome.seconds is None]
     return failed[0] if failed else max(outcomes)
 
@@ -272,7 +272,7 @@ def _cache_file(key: dict) -> Path:
 
 
 def _read(key: dict, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate, Outcome]]:
-    """What the file of this machine says; None without one, or with one that says something else."""
+    """Outcomes in this machine's file; None without a file, or with one of other keys."""
     try:
         content = read_json(_cache_file(key))
         found = {candidate: Outcome(float(content["seconds"][str(candidate)])) for candidate in candidates}
@@ -282,7 +282,7 @@ def _read(key: dict, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate
 
 
 def _write(key: dict, found: Dict[Candidate, Outcome]) -> None:
-    """Whole or not at all. A candidate that failed may not the next time: with its null, `_read` takes none of it."""
+    """Write the file, whole or not at all. With the null of a candidate that failed, `_read` measures all again."""
     file = _cache_file(key)
     seconds = {str(candidate): outcome.seconds for candidate, outcome in found.items()}
     try:

@@ -101,7 +101,7 @@ class _Ranks(LocalElasticAgent):
         self._first: Optional[tuple] = None  # rank and exit code of the first to fail
 
     def outcome(self) -> Outcome:
-        """How the ranks ended, once `run` has returned."""
+        """Outcome of the ranks, once `run` has returned."""
         if self._signals.hurry:
             text = "ended at once by a second signal; the same command goes on from the last checkpoint"
             return Outcome(FAILED, text, last=True, abrupt=True)
@@ -162,8 +162,8 @@ class _Ranks(LocalElasticAgent):
 
 
 def _blame(failure: tuple) -> tuple:
-    """Of ranks that failed in the same moment, which to name: one that complained, or was killed, rather than the
-    ones that then lost a peer."""
+    """Sort key of ranks that failed in the same moment: first one that complained or was killed, then those that lost a
+    peer by it."""
     rank, code = failure
     return (code != WRONG_INPUT, code >= 0 or code == -signal.SIGTERM, rank)
 

@@ -1,4 +1,4 @@
-"""What processes decide together, whatever the way on which they talk: one does it for all, or all do it or none."""
+"""Decisions that processes make together, whatever connects them: one for all of them, or all or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Agreement(ABC):
-    """Of all processes of a run, as one of them sees them."""
+    """All processes of a run, as one of them sees them."""
 
     topology: Topology
 
@@ -47,7 +47,7 @@ class Agreement(ABC):
         """The main process's `value`, on every process."""
 
     def from_main(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns on the main process, on every process. Raises there and here what it raises.
+        """Result of `function` on the main process, on every process. Raises its error on every process.
 
         Only the main process's error has a message: one line for all of them.
         """
@@ -64,7 +64,7 @@ class Agreement(ABC):
         return value
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns on this process; if it fails on any, raises on all.
+        """Result of `function` on this process; if it fails on any, raises on all.
 
         The first failing process's error keeps its message, the others have none: one line for all of them.
         """

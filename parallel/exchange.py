@@ -31,7 +31,7 @@ _FILES = ("parallel.dense", "parallel.topk")
 
 
 class Setup(NamedTuple):
-    """What an engine gives a method to run with.
+    """An engine's state and surroundings, as a method needs them to run.
 
     gradients: float32 [length], the buffer of this process's gradients. places: first element of each parameter in
     it, and the parameter. collect: called with the index of each parameter whose gradient is ready, before it is sent.
@@ -94,7 +94,7 @@ class Method(ABC):
 
     @property
     def overrides(self) -> List[str]:
-        """What changes a recipe to it."""
+        """Overrides that change a recipe to this method."""
         return [f"exchange.method={self.section.method}"]
 
     def taken_by(self, section: Exchange) -> Exchange:

@@ -118,7 +118,7 @@ class _TrainingStage(PipelineStage):
         self._coming: tuple = ({}, {})  # forward, backward: number of a micro batch -> its messages
 
     def _asked(self, operations: Callable, number: int, coming: Dict[int, list]) -> list:
-        """What the schedule is to wait for before micro batch `number`: nothing, where that is done here."""
+        """Messages that the schedule waits for before micro batch `number`: none where this class waits itself."""
         if not self.ahead:
             return operations(number)
         for each in range(number, min(number + self.ahead, self.chunks)):

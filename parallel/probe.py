@@ -1,4 +1,4 @@
-"""What a message between replicas costs here, measured at the start of a run."""
+"""Measured latency and bandwidth of the links between replicas, at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUDGET = 0.05  # seconds; the size that uses them up is the last, if bytes were
 
 
 def measure(group: Optional[distributed.ProcessGroup], device: torch.device) -> Link:
-    """What a message costs between neighbours in a ring, the same on all ranks of the group.
+    """Cost of a message between neighbours in a ring, the same on all ranks of the group.
 
     Every rank sends to the next and receives from the one before it, all at once, as exchanges do: links that several
     ranks of a host share are shared here, too. A message takes as long as on the slowest rank, for which an exchange

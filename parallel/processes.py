@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, the groups they form, and what they tell each other on the host.
+"""The processes of a run: how they meet, the groups they form, and what they send each other on the host.
 
 Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`); here are small things and files. A run in
 one process uses the same functions, which then have nobody to ask.
@@ -101,7 +101,7 @@ class Processes(Agreement):
         return []
 
     def distribute(self, value: Callable[[], Any], ranks: Sequence[int]) -> Any:
-        """What `value` gives on the main rank, on each of `ranks`; elsewhere None. Every rank calls."""
+        """Result of `value` on the main rank, on each of `ranks`; elsewhere None. Every rank calls."""
         if not self.topology.is_main:
             return self._receive(0) if self.topology.rank in ranks else None
         given = value()
@@ -115,7 +115,7 @@ class Processes(Agreement):
         return self._new_group(range(self._world)) if self._world > 1 else None
 
     def further_replica_group(self) -> Optional[dist.ProcessGroup]:
-        """As `replica_group`, for what a second thread sends: two must not share one. All ranks call."""
+        """A group as `replica_group`, for a second thread: two must not share one. All ranks call."""
         if self._world == 1:
             return None
         stages = self.topology.stages
@@ -206,7 +206,7 @@ class _Watch:
             thread.start()
 
     def end(self) -> None:
-        """Says that all is well; every rank must."""
+        """End the watch without a fault; every rank must call."""
         self._done.set()
         for thread in self._threads:
             thread.join()
@@ -249,7 +249,7 @@ def connected() -> bool:
 
 
 def name() -> str:
-    """Of this rank, in a few words, for its last one."""
+    """Name of this rank for its last message."""
     return f"rank {dist.get_rank()}"
 
 

@@ -1,4 +1,4 @@
-"""What the launchers of all hosts tell each other: who is there, where the ranks meet, and how they ended."""
+"""Rendezvous of the launchers of all hosts: who is there, where the ranks connect, and how they ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STORE_TIMEOUT = timedelta(seconds=15)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of a host ended: `code` as train.py's, `line` for the user, `last` if there is no next try."""
+    """End of the ranks of a host: `code` as train.py's, `line` for the user, `last` if there is no next try."""
 
     code: int
     line: str = ""
@@ -81,7 +81,7 @@ class Rendezvous(RendezvousHandler):
 
 
 class Others:
-    """What the launchers of all hosts tell each other, on a board that the master serves at --master.
+    """The launchers of the other hosts, through a board that the master serves at --master.
 
     On a single host there is nobody to ask, and no such board. `address`: of the master.
     """
@@ -172,7 +172,7 @@ class Others:
             time.sleep(0.05)
 
     def news(self) -> Optional[Outcome]:
-        """What another host said when its ranks were gone while ours may wait for them; None if nothing."""
+        """Outcome that another host reports when its ranks are gone while ours may wait for them; else None."""
         if self.hosts.number == 1:
             return None
         for entries in self._board.read(self._attempt).values():
@@ -185,7 +185,7 @@ class Others:
         return None
 
     def settle(self, mine: Outcome) -> Outcome:
-        """What all hosts make of the end of their ranks: all return the same code, each its own line."""
+        """Agree with all hosts on the end of the ranks: all return the same code, each its own line."""
         if self._attempt is None:
             return mine
         hosts = range(self.hosts.number)
@@ -205,7 +205,7 @@ class Others:
         return Outcome(code, mine.line, last=last)
 
     def _part(self, readers: Iterable[int]) -> None:
-        """Says that this host has read what it needs; the master, from which all read, waits for the others."""
+        """Report that this host has read what it needs; the master, from which all read, waits for the others."""
         self._board.write(self._attempt, read=True)
         self._wait_for("read", readers if self.hosts.this == 0 else [self.hosts.this], 5.0)
 

@@ -124,7 +124,7 @@ def _kth(magnitudes: np.ndarray, k: int) -> int:
 
 
 def _among_largest(magnitudes: np.ndarray, k: int, numbers: np.ndarray | None = None) -> np.ndarray:
-    """Which k >= 1 are the largest, bool; of equal ones those of lower number, or those that come first."""
+    """Mask of the k >= 1 largest, bool; of equal ones those of lower number, or those that come first."""
     kth = _kth(magnitudes, k)
     kept = magnitudes > kth
     equal = np.flatnonzero(magnitudes == kth)

@@ -1,4 +1,4 @@
-"""How the stages of a pipeline share the values that a replica sends: as many as each has of the largest."""
+"""Division among stages of the values that a replica sends: as many as each has of the largest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StageShares:
         self._weight = length / min(length, _SAMPLE)
 
     def __call__(self, values: torch.Tensor, count: int) -> List[int]:
-        """How many of the `count` values that a replica sends are each stage's; the same on all replicas and stages.
+        """Number of values that each stage sends of the replica's `count`; the same on all replicas and stages.
 
         Every process calls, with its stage's values, float32 [length]. Waits for the device.
         """

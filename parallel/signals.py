@@ -1,4 +1,4 @@
-"""What a signal to the launcher does: the first asks the ranks to save and end, the second ends them at once."""
+"""Signals to the launcher: the first asks the ranks to save and end, the second ends them at once."""
 
 from __future__ import annotations
 

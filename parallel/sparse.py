@@ -164,7 +164,7 @@ class SparseSum:
         return torch.cat([exponent.int()[None], indices, halves.view(torch.int32)])
 
     def _unpack(self, message: torch.Tensor, like: Sparse) -> Sparse:
-        """What a message says, of as many entries as `like` has."""
+        """Vector in a message, of as many entries as `like` has."""
         count = len(like.indices)
         if self._wire == torch.float32:
             return Sparse(message[:count].long(), message[count:].view(torch.float32))
@@ -196,7 +196,7 @@ class SparseSum:
         return theirs
 
     def _swap_in_step(self, message: torch.Tensor, theirs: torch.Tensor, replica: int) -> None:
-        """As above, and returns when both messages have come.
+        """Swap on a CPU; return when both messages have come.
 
         Gloo sends when it has word that the receiver is ready. That word waits behind what the receiver still sends,
         be it in this swap, so receives come first, or from the one before: a send ends long before the message has

@@ -14,7 +14,7 @@ from parallel.sparse import Sparse, SparseSum, Total
 
 
 class Rules(NamedTuple):
-    """What a sparse exchange does; see recipe/exchange.py.
+    """Rules of a sparse exchange; see recipe/exchange.py.
 
     pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: torch.float32 or torch.float16. density: of update
     `step`, from 0; 1 sends the whole gradient. conserve: gTop-k keeps what merging leaves out. momentum: of the
@@ -181,7 +181,7 @@ def _sum_dense(tensor: torch.Tensor, group: Optional[distributed.ProcessGroup]) 
 
 
 def _contained(indices: torch.Tensor, others: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Which of `indices` are among `others`, bool. scratch: int32, zeros; zeros again afterwards."""
+    """Mask of the `indices` that are among `others`, bool. scratch: int32, zeros; zeros again afterwards."""
     scratch[others] = 1
     found = scratch[indices] > 0
     scratch[others] = 0

@@ -26,7 +26,7 @@ class Sparse(Method):
 
     @property
     def pattern(self) -> str:
-        """As `parallel.sparse.SparseSum` calls it."""
+        """Name of the pattern in `parallel.sparse.SparseSum`."""
         return "gather"
 
     def entries(self, elements: int) -> int:
@@ -34,7 +34,7 @@ class Sparse(Method):
         return max(1, round(self.section.density * elements))
 
     def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
-        """As many messages as rounds, and a ring for what is sent whole."""
+        """Seconds of a message per round, and of a ring for what is sent whole."""
         message = costs.message_bytes(self.entries(elements - whole), self.section.sent)
         return (costs.ring(link, replicas, 4 * whole) if whole else 0.0) + self.rounds(replicas) * link.message(message)
 

@@ -1,4 +1,4 @@
-"""Which replica and stage this process computes, from the launcher's environment and the recipe."""
+"""Replica and stage that this process computes, from the launcher's environment and the recipe."""
 
 from __future__ import annotations
 

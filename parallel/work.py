@@ -1,4 +1,4 @@
-"""What a schedule asks for while it computes a step, and the schedule of a process that computes all stages itself."""
+"""Interface between a schedule and the step that it computes; the schedule of a process that computes all stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Boundary(NamedTuple):
-    """What passes from one part of the model to the next, for one micro batch."""
+    """Shape and dtype of a micro batch between two parts of the model."""
 
     shape: Sequence[int]
     dtype: torch.dtype
