@@ -213,25 +213,21 @@ def test_a_failure_is_not_remembered(resolved, tmp_path):
 # What is measured, and what a model becomes -----------------------------------------------------------------------
 
 
-def test_a_measurement_is_of_training_and_really_made(tiny):
-    recipe = tiny("run.device=cpu", "parallel.recompute=true")
+@pytest.mark.parametrize(
+    ("overrides", "first", "shape"),
+    [
+        (("parallel.recompute=true",), "preprocess", (12, 3, 16, 16)),
+        (("parallel.stages=2", "parallel.split=[blocks.1.0]"), "blocks.1.0", (12, 8, 8, 8)),
+        (("data.image_sizes=[[0, 24], [1, 16]]",), "preprocess", (12, 3, 24, 24)),
+    ],
+)
+def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, first, shape):
+    recipe = tiny("run.device=cpu", *overrides)
     part = tuning._largest_part(recipe, divide(recipe), CPU)
-    assert part.names[0] == "preprocess" and part.names[-1] == "head"
-    outcome = tuning._measured(recipe, part, CPU, Candidate(*PLAIN))
-    assert 0 < outcome.seconds < 10
-
-
-def test_of_several_stages_the_largest_is_measured(tiny):
-    recipe = tiny("run.device=cpu", "parallel.stages=2", "parallel.split=[blocks.1.0]")
-    part = tuning._largest_part(recipe, divide(recipe), CPU)
-    assert part.names[0] == "blocks.1.0" and part.entering.shape == (12, 8, 8, 8)
-    assert tuning._measured(recipe, part, CPU, Candidate(*PLAIN)).seconds > 0
-    assert tuning._what(recipe, part, CPU) == "blocks.1.0 to head, 12 x 8 x 8 in float32 on cpu"
-
-
-def test_the_largest_images_count(tiny):
-    recipe = tiny("run.device=cpu", "data.image_sizes=[[0, 24], [1, 16]]")
-    assert tuning._largest_part(recipe, divide(recipe), CPU).entering.shape == (12, 3, 24, 24)
+    assert (part.names[0], part.names[-1], part.entering.shape) == (first, "head", shape)
+    assert 0 < tuning._measured(recipe, part, CPU, Candidate(*PLAIN)).seconds < 10
+    blocks = "blocks.1.0 to head, " if first == "blocks.1.0" else ""
+    assert tuning._what(recipe, part, CPU) == f"{blocks}12 x {shape[2]} x {shape[3]} in float32 on cpu"
 
 
 def test_what_fails_is_an_outcome(tiny, monkeypatch):
