@@ -7,6 +7,8 @@ import json
 import math
 from typing import Iterable, List, Optional, Sequence
 
+from tools import formats
+
 _EMPTY = ("img", "input", "meta", "link", "br")
 
 
@@ -92,7 +94,7 @@ def _number(column: int, numbers: Sequence[int]) -> Optional[str]:
 
 def share(value: Optional[float]) -> Optional[str]:
     """0.9972 as `99.72 %`; None if unknown."""
-    return None if value is None or value != value else f"{100 * value:.2f} %"
+    return None if value is None or value != value else formats.percent(value, 2)
 
 
 def when(time: object) -> str:

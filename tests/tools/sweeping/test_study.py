@@ -210,15 +210,18 @@ def test_nothing_in_a_study_is_unpickled(study, tmp_path):
         tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         columns = [(table, row[1]) for table in tables for row in connection.execute(f"PRAGMA table_info({table})")]
     for table, column in columns:
+        changed = 0
         (tmp_path / "study.db").write_bytes(whole)
         with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, contextlib.suppress(
             sqlite3.Error
         ):
-            changed = connection.execute(f"UPDATE {table} SET {column} = ?", (payload.decode(),)).rowcount
+            rows = connection.execute(f"UPDATE {table} SET {column} = ?", (payload.decode(),)).rowcount
             connection.commit()
-            tried += changed > 0
-        with contextlib.suppress(ConfigError):
-            study().begin()
+            changed = rows
+        if changed > 0:
+            tried += 1
+            with contextlib.suppress(ConfigError):
+                study().begin()
     assert tried > 15 and not marker.exists()
     pickle.loads(payload)
     assert marker.exists()
