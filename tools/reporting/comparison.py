@@ -72,7 +72,7 @@ def _recipes(runs: Sequence[Run], names: Sequence[str]) -> Section:
         lines = [(tag("code", key), *(tag("code", value) for value in values)) for key, values in rows]
         content.append(table(("key", *(name for _, name in readable)), lines, caption="Keys that differ"))
     elif len(readable) > 1:
-        content.append(note("The recipes say the same."))
+        content.append(note("The recipes are equal."))
     if len(readable) < len(runs):
         content.append(note(f"{len(runs) - len(readable)} of the recipes cannot be read and are left out."))
     return Section("recipes", "What differs in the recipes", content)
@@ -94,12 +94,12 @@ def _time(runs: Sequence[Run], names: Sequence[str]) -> Section:
 
 def _environments(runs: Sequence[Run], names: Sequence[str]) -> Section:
     """Where and when each ran."""
-    heads = ("run", "begun", "device", "revision", "torch", "starts", "folder")
+    heads = ("run", "started", "device", "revision", "torch", "starts", "folder")
     rows = []
     for run, name in zip(runs, names):
         each, newest = headline(run), run.starts[-1].environment if run.starts else {}
-        revision, folder = tag("code", each["revision"] or "not noted"), tag("code", each["folder"])
-        device, torch = each["device"] or "not noted", newest.get("torch", "not noted")
+        revision, folder = tag("code", each["revision"] or "unknown"), tag("code", each["folder"])
+        device, torch = each["device"] or "unknown", newest.get("torch", "unknown")
         rows.append((name, when(each["started"]), device, revision, torch, each["starts"], folder))
     return Section("environment", "Environment", [table(heads, rows, caption="Environments", numbers=(5,))])
 

@@ -61,7 +61,7 @@ _SCORES = (
         _scores("top1"),
         share=True,
     ),
-    Plan("lr", "Learning rate", "learning rate", "Of the last update before each line.", (Series("train", "lr", ""),)),
+    Plan("lr", "Learning rate", "learning rate", "The rate of the last update before each line.", (Series("train", "lr", ""),)),
 )  # fmt: skip
 _ALL_NORMS = (
     Plan(
@@ -90,7 +90,7 @@ _REST = (
         (Series("train", "unreadable_images", "unreadable"),), dull=True,
     ),
     Plan(
-        "pace", "Images a second", "images / s", "Of training alone: evaluation and checkpoints do not count.",
+        "pace", "Images a second", "images / s", "Training only, without evaluation and checkpoints.",
         (Series("train", "images_per_second", "images/s"),),
     ),
     Plan(
@@ -99,7 +99,7 @@ _REST = (
         (Series("train", "mfu", "MFU"),), share=True,
     ),
     Plan(
-        "data_wait", "Waiting for images", "share of the time", "For which a device stood still for want of images.",
+        "data_wait", "Waiting for images", "share of the time", "During which a device waited for images.",
         (Series("train", "data_wait", "waiting"),), share=True,
     ),
 )  # fmt: skip

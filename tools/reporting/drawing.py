@@ -22,7 +22,7 @@ _UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0), ("days", 86400
 
 
 class LineStyle(NamedTuple):
-    """How a line is drawn; dash and symbol say the same as the colour."""
+    """How a line is drawn; dash and symbol repeat the information of the colour."""
 
     colour: str
     dash: str = "solid"

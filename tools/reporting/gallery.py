@@ -1,4 +1,4 @@
-"""The sections with pictures: training images as they were shown, and validation images that were misjudged."""
+"""The sections with pictures: training images as they were shown, and misclassified validation images."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def _findings(found: Findings) -> tuple:
     content: List[object] = [
         note(
             f"{found.file.name} classified {which} validation images: top-1 {share(report.top1)}, "
-            f"top-5 {share(report.top5)}, {found.missed:,} misjudged.{remark}"
+            f"top-5 {share(report.top5)}, {found.missed:,} misclassified.{remark}"
         )
     ]
     if not found.missed:
-        return [*content, note("Every one of them was given its class.")], []
+        return [*content, note("All of them were classified correctly.")], []
     worst = [row for row in class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
     rows = [
         (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)") for row in worst
@@ -106,8 +106,8 @@ def _findings(found: Findings) -> tuple:
         content.append(plot(figures[0], alone=True))
     else:
         content.append(_confusion_picture(found))
-    how = "the ones of which the model was surest" if found.missed > len(found.pictures) else "the surest first"
-    content += [tag("h3", f"Misjudged images, {how}"), _pictures(found.pictures, "validation image")]
+    how = "the most confident ones" if found.missed > len(found.pictures) else "the most confident first"
+    content += [tag("h3", f"Misclassified images, {how}"), _pictures(found.pictures, "validation image")]
     return content, figures
 
 

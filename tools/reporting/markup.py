@@ -99,7 +99,7 @@ def share(value: Optional[float]) -> Optional[str]:
 
 def when(time: object) -> str:
     """`2026-11-22T04:34:01+00:00` as `2026-11-22 04:34:01 UTC`."""
-    return str(time or "not noted").replace("T", " ").replace("+00:00", " UTC")
+    return str(time or "unknown").replace("T", " ").replace("+00:00", " UTC")
 
 
 def listed(value: object) -> str:

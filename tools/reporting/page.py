@@ -1,4 +1,4 @@
-"""The page around the sections: one file that needs nothing else, and is told to ask for nothing."""
+"""The page around the sections: one file that needs nothing else; the browser is forbidden to load anything."""
 
 from __future__ import annotations
 

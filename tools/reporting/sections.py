@@ -36,10 +36,10 @@ def head(run: Run) -> Html:
     known = [
         ("Folder", tag("code", str(run.folder))),
         ("Batch", division(run) or "not known without the recipe"),
-        ("Device", figures["device"] or "not noted"),
-        ("Begun", when(figures["started"])),
+        ("Device", figures["device"] or "unknown"),
+        ("Started", when(figures["started"])),
         ("Last written", when(figures["last_written"])),
-        ("Revision", tag("code", figures["revision"]) if figures["revision"] else "not noted"),
+        ("Revision", tag("code", figures["revision"]) if figures["revision"] else "unknown"),
     ]
     remarks = [*oddities(run), *curves.gaps(run)]
     return tag(
@@ -174,7 +174,7 @@ def recipe_section(run: Run) -> Section:
         "recipe",
         "Recipe",
         [
-            note("What it says otherwise than the defaults of its model, its optimizer and its schedule."),
+            note("Settings that differ from the defaults of its model, optimizer and schedule."),
             table(("key", "value", "default", "what it is"), rows, caption="Keys that are not at their defaults"),
             more("The whole resolved recipe", tag("pre", loading.dump(run.recipe))),
         ],
@@ -182,9 +182,9 @@ def recipe_section(run: Run) -> Section:
 
 
 def environment_section(run: Run) -> Section:
-    """Versions and machine of the newest start, and what each start had otherwise than the one before."""
+    """Versions and machine of the newest start, and the changes from each start to the next."""
     if not run.starts:
-        return Section("environment", "Environment", [note("Not noted: no environment.json that can be read.")])
+        return Section("environment", "Environment", [note("Unknown: no environment.json that can be read.")])
     environments = [start.environment for start in run.starts]
     known = [(name, listed(value)) for name, value in environments[-1].items() if name not in _OF_A_START]
     rows = []
@@ -197,7 +197,7 @@ def environment_section(run: Run) -> Section:
         ]
         step = "" if start.step is None else f"{start.step:,}"
         rows.append((when(here.get("started")), step, tag("code", _line(here.get("command"))), "; ".join(changed)))
-    heads = ("begun", "from step", "command", "otherwise than before")
+    heads = ("started", "from step", "command", "changes")
     starts = table(heads, rows, caption="Starts of the program", numbers=(1,))
     content = [
         facts(known),

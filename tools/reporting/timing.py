@@ -20,7 +20,7 @@ _PARTS = (
 
 
 def of_run(run: Run) -> Tuple[List[SessionTime], str]:
-    """The time of each session; if it cannot be told, none and why."""
+    """The time of each session; if it is unknown, none and the reason."""
     if run.recipe is None:
         return [], "Where the time went is not known without the recipe."
     parts = session_times(run.metrics, run.starts, run.recipe.batch.global_)
@@ -66,8 +66,8 @@ def draw(rows: Sequence[Tuple[str, SessionTime]]) -> Figure:
         for name, part in rows
     )
     caption = (
-        "Told by the log lines: the time that their images took, the share of it that a device waited, and what is "
-        "left until the next line. Starting the program is not in it, nor work that was lost and done again."
+        "From the log lines: the time that their images took, the share of it that a device waited, and what is "
+        "left until the next line. The program's start and work that was lost and repeated are not included."
     )
     return Figure("time", "Where the time went", caption, summary, data, layout, wide=True)
 
