@@ -61,7 +61,7 @@ _SCORES = (
         _scores("top1"),
         share=True,
     ),
-    Plan("lr", "Learning rate", "learning rate", "The rate of the last update before each line.", (Series("train", "lr", ""),)),
+    Plan("lr", "Learning rate", "learning rate", "At the last update before a line.", (Series("train", "lr", ""),)),
 )  # fmt: skip
 _ALL_NORMS = (
     Plan(
