@@ -14,6 +14,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optiona
 import torch
 
 from benchmarks import ROOT
+from engines.devices import synchronize
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import first_line
@@ -272,11 +273,6 @@ def is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def free(device: torch.device) -> None:

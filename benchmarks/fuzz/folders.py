@@ -15,10 +15,11 @@ from unittest import mock
 from benchmarks import ROOT
 from recipe import loading
 from recipe.errors import DONE, WRONG_INPUT, DataError
-from tools import curves, report
+from tools import report
 from tools.reporting import page
 from tools.sweeping import leaderboard
 from tools.sweeping.definition import read as read_definition
+from training.metrics import read_events
 
 _METRICS = "metrics.jsonl"
 
@@ -67,7 +68,7 @@ def read_run(data: bytes, folder: Path) -> None:
         if code == WRONG_INPUT:
             raise DataError(silent.getvalue())
         assert code == DONE, silent.getvalue()
-        curves.read_events(folder / "run")
+        read_events(folder / "run")
     finally:
         path.write_bytes(whole)
 
