@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.gpu_measure import Row, Session
 from models.normalization import GroupNormAct
-from optim import half_weights
+from optim import lars
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate
@@ -146,7 +146,7 @@ def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, t
 @contextlib.contextmanager
 def update_by(kind: type) -> Iterator[None]:
     """Within it a WeightState takes this LarsUpdate, whatever its device."""
-    with mock.patch.object(half_weights, "_lars_update", lambda device: kind):
+    with mock.patch.object(lars, "update_class", lambda device: kind):
         yield
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Dict, Iterable, Set
 
 from torch import nn
 
-from optim.controls import SGD, Lamb, RMSprop
-from optim.lars import LARS
-from optim.slots import HasSlots
-from recipe.config import Optimizer
+from optim.base import OPTIMIZERS, HasSlots
+from recipe.optimization import Optimizer
+
+# Each file registers the optimizer that it is named after.
+for _name in Optimizer.kinds:
+    if importlib.util.find_spec(f"optim.{_name}"):
+        importlib.import_module(f"optim.{_name}")
 
 
 def create(section: Optimizer, parameters: Dict[str, nn.Parameter], norm_parameters: Iterable[str]) -> HasSlots:
@@ -21,35 +26,15 @@ def create(section: Optimizer, parameters: Dict[str, nn.Parameter], norm_paramet
     Args:
         norm_parameters: names of the parameters that belong to normalisation layers.
     """
-    skipped = skipped_names(section, parameters, norm_parameters)
-    usual, exempt = {"weight_decay": section.weight_decay}, {"weight_decay": 0.0}
-    if section.name == "lars":
-        exempt.update(adapt=False, lr_scale=section.skip_lr_scale)
-    elif section.name == "lamb":
-        usual.update(always_adapt=True)
-        exempt.update(always_adapt=False)
+    kind, skipped = OPTIMIZERS.of(section), skipped_names(section, parameters, norm_parameters)
     groups = [
-        {"params": [parameter for name, parameter in parameters.items() if (name in skipped) == skip], **options}
-        for skip, options in ((False, usual), (True, exempt))
+        {
+            "params": [parameter for name, parameter in parameters.items() if (name in skipped) == skip],
+            **kind.options(section, skip),
+        }
+        for skip in (False, True)
     ]
-    return _of_groups(section, [group for group in groups if group["params"]])
-
-
-def _of_groups(section: Optimizer, groups: list) -> HasSlots:
-    if section.name == "sgd":
-        return SGD(groups, section.momentum, section.nesterov)
-    if section.name == "rmsprop":
-        return RMSprop(groups, section.momentum, section.alpha, section.eps)
-    if section.name == "lamb":
-        return Lamb(groups, section.beta1, section.beta2, section.eps)
-    return LARS(
-        groups,
-        lr=0.0,
-        momentum=section.momentum,
-        trust_coefficient=section.trust_coefficient,
-        trust=section.trust,
-        eps=section.eps,
-    )
+    return kind.of(section, [group for group in groups if group["params"]])
 
 
 def skipped_names(section: Optimizer, parameters: Iterable[str], norm_parameters: Iterable[str]) -> Set[str]:

@@ -16,15 +16,12 @@ from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence,
 import torch
 from torch import nn
 
+from optim.base import HasSlots, all_slots
 from optim.compilation import compiled
 from optim.gradients import Gradients
-from optim.lars import LARS
-from optim.lars_update import LarsUpdate
 from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
-from optim.optimizer_update import OptimizerUpdate
 from optim.rounding import RoundingBits
-from optim.slots import SLOT_NAMES, HasSlots
 
 
 class WeightState:
@@ -69,26 +66,21 @@ class WeightState:
             parameter.data = view
         self.gradients = Gradients(self._parameters, self._layout, *(tree or (None, ())))
         self.optimizer = create_optimizer(self._parameters)
-        slots = self.optimizer.slots
-        assert set(slots) <= set(SLOT_NAMES), f"name {list(slots)} in SLOT_NAMES"
         self._buffers = Buffers(
             self.gradients.flat,
             working if dtype == compute else working.to(dtype),
             working,
             {
                 name: self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
-                for name, slot in slots.items()
+                for name, slot in self.optimizer.slots.items()
             },
         )
         bits = None
         if dtype == torch.float16 and rounding == "stochastic":
             bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
         whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
-        arguments = (self._layout, self._buffers, bits, clip_norm, whole)
-        if isinstance(self.optimizer, LARS):
-            self._update = _lars_update(self._layout.device)(self.optimizer, self._parameters, *arguments)
-        else:
-            self._update = OptimizerUpdate(self._parameters, create_optimizer, self.gradients.views, *arguments)
+        shared = (self._layout, self._buffers, bits, clip_norm, whole)
+        self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
             self._compile()
@@ -142,7 +134,7 @@ class WeightState:
         """
         buffers = self._persistent()
         missing = [key for key in buffers if key not in state]
-        foreign = [key for key in SLOT_NAMES if key in state and key not in buffers]
+        foreign = [key for key in all_slots() if key in state and key not in buffers]
         if missing or foreign:
             faults = [f"{key} is missing" for key in missing]
             faults += [f"{key} belongs to another optimizer than {type(self.optimizer).__name__}" for key in foreign]
@@ -215,13 +207,3 @@ class WeightState:
 
     def _persistent(self) -> Dict[str, torch.Tensor]:
         return {"weights": self._buffers.weights, **self._buffers.slots}
-
-
-def _lars_update(device: torch.device) -> type:
-    """Which LarsUpdate: on CUDA, Triton's, where there is Triton."""
-    if device.type == "cuda":
-        with contextlib.suppress(ImportError):
-            from optim.kernels.lars import TritonLarsUpdate
-
-            return TritonLarsUpdate
-    return LarsUpdate

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Iterable, List
 
 import torch
 from torch.optim import Optimizer
 
-from optim.slots import HasSlots, Slot
+from optim.base import OPTIMIZERS, HasSlots
+from optim.lars_update import LarsUpdate
+from optim.layout import Layout
+from recipe.optimization import Lars
 
 
+@OPTIMIZERS.implements(Lars)
 class LARS(HasSlots, Optimizer):
     """Momentum SGD whose step for each tensor is proportional to the tensor's norm.
 
@@ -29,7 +34,7 @@ class LARS(HasSlots, Optimizer):
     rate follow the TensorFlow 1 implementation that the G16 recipe used. Second form: You et al., 1904.00962.
     """
 
-    slots = {"momentum_buffer": Slot()}
+    slots = Lars.all_slots
 
     def __init__(
         self,
@@ -42,8 +47,7 @@ class LARS(HasSlots, Optimizer):
         eps: float = 0.0,
     ):
         """Args: params: tensors, or groups with their own `weight_decay`, `adapt` and `lr_scale`."""
-        if trust not in ("gradient", "momentum"):
-            raise ValueError(f"trust {trust!r} is neither 'gradient' nor 'momentum'")
+        assert trust in ("gradient", "momentum"), trust
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -73,13 +77,19 @@ class LARS(HasSlots, Optimizer):
             update = self._gradient_form if self.trust == "gradient" else self._momentum_form
             update(group, parameters, gradients, momenta)
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        """As in torch, except that momentum stays float32: torch casts state to the dtype of its parameter."""
-        super().load_state_dict(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, saved in state_dict["state"].items():
-            parameter = parameters[number]
-            self.state[parameter]["momentum_buffer"] = saved["momentum_buffer"].to(parameter.device, copy=True)
+    @classmethod
+    def of(cls, section: Lars, groups: list) -> LARS:
+        numbers = {key: getattr(section, key) for key in ("momentum", "trust_coefficient", "trust", "eps")}
+        return cls(groups, lr=0.0, **numbers)
+
+    @staticmethod
+    def options(section: Lars, skipped: bool) -> dict:
+        others = {"adapt": False, "lr_scale": section.skip_lr_scale} if skipped else {}
+        return {**HasSlots.options(section, skipped), **others}
+
+    def create_update(self, parameters: dict, _: object, gradients: list, layout: Layout, *shared: Any) -> LarsUpdate:
+        """The update from state to state; `step` is for those who have no WeightState."""
+        return update_class(layout.device)(self, parameters, layout, *shared)
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
@@ -123,3 +133,13 @@ class LARS(HasSlots, Optimizer):
 def _norms(tensors: List[torch.Tensor]) -> torch.Tensor:
     """Euclidean norms, float32 [len(tensors)]: in float16 the norm of a million 80s is already infinite."""
     return torch.stack(torch._foreach_norm([tensor.float() for tensor in tensors]))
+
+
+def update_class(device: torch.device) -> type:
+    """LarsUpdate, or on CUDA Triton's, where there is Triton."""
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from optim.kernels.lars import TritonLarsUpdate
+
+            return TritonLarsUpdate
+    return LarsUpdate

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from optim import lars_passes
-from optim.lars import LARS
 from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
 from optim.rounding import RoundingBits
 from optim.rows import Run, in_parts, in_rows
+
+if TYPE_CHECKING:
+    from optim.lars import LARS
 
 
 class LarsUpdate:

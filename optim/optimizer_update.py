@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional
+from typing import TYPE_CHECKING, Callable, Dict, Optional
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
 from optim.rounding import RoundingBits, round_stochastically
 from optim.rows import Run, in_parts
-from optim.slots import HasSlots
+
+if TYPE_CHECKING:
+    from optim.base import HasSlots
 
 
 class OptimizerUpdate:

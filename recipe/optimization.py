@@ -1,6 +1,6 @@
 """The sections of a recipe that say how weights change: number formats, optimizer, schedule, averages."""
 
-from typing import List, Literal, Optional, Tuple
+from typing import ClassVar, Dict, List, Literal, NamedTuple, Optional
 
 from pydantic import Field, model_validator
 
@@ -32,8 +32,18 @@ class Precision(Section):
     )
 
 
+class Slot(NamedTuple):
+    """A state tensor of each parameter: its first value, and whether it may persist in float16."""
+
+    initial: float = 0.0
+    half: bool = True
+
+
 class Optimizer(Kind):
     """The optimizer; each has keys and defaults of its own."""
+
+    # By the name under which torch's optimizers keep them, all state tensors that some setting of the keys has.
+    all_slots: ClassVar[Dict[str, Slot]] = {}
 
     name: str = Field("lars", description="how a gradient becomes an update")
     skip: List[Literal["bias", "norm"]] = Field(
@@ -45,14 +55,14 @@ class Optimizer(Kind):
     )
 
     @property
+    def slots(self) -> Dict[str, Slot]:
+        """The state tensors that are kept with these keys."""
+        return self.all_slots
+
+    @property
     def replica_momentum(self) -> bool:
         """Whether each replica may apply the momentum itself, before it selects what it sends."""
         return False
-
-    @property
-    def slots(self) -> Tuple[Optional[str], ...]:
-        """Type of each state tensor that the optimizer keeps of a parameter; None: the type of the weights."""
-        return (None,)
 
     @property
     def scratch(self) -> bool:
@@ -66,6 +76,8 @@ class Optimizer(Kind):
 
 class Lars(Optimizer):
     """Layer-wise adaptive rates (You et al., 1708.03888), with the defaults of the G16 recipe."""
+
+    all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
@@ -100,6 +112,8 @@ class Lars(Optimizer):
 class Sgd(Optimizer):
     """Stochastic gradient descent, with the defaults of Goyal et al., 1706.02677."""
 
+    all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
+
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
     weight_decay: float = Field(1e-4, ge=0, description="weight decay; skipped parameters have none")
@@ -112,12 +126,12 @@ class Sgd(Optimizer):
         return self
 
     @property
-    def replica_momentum(self) -> bool:
-        return not self.nesterov
+    def slots(self) -> Dict[str, Slot]:
+        return self.all_slots if self.momentum else {}
 
     @property
-    def slots(self) -> Tuple[Optional[str], ...]:
-        return (None,) if self.momentum else ()
+    def replica_momentum(self) -> bool:
+        return not self.nesterov
 
     def form(self) -> str:
         return "sgd with nesterov" if self.nesterov else "sgd"
@@ -126,6 +140,8 @@ class Sgd(Optimizer):
 class RmsProp(Optimizer):
     """TensorFlow's RMSprop: epsilon inside the root, rate inside the momentum. Defaults of Tan and Le, 1905.11946."""
 
+    all_slots: ClassVar[Dict[str, Slot]] = {"square_avg": Slot(1.0, half=False), "momentum_buffer": Slot()}
+
     name: Literal["rmsprop"] = "rmsprop"
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
     weight_decay: float = Field(1e-5, ge=0, description="weight decay; skipped parameters have none")
@@ -133,22 +149,20 @@ class RmsProp(Optimizer):
     alpha: float = Field(0.9, ge=0, lt=1, description="decay of the average of squared gradients")
 
     @property
-    def slots(self) -> Tuple[Optional[str], ...]:
-        return ("float32", None) if self.momentum else ("float32",)
+    def slots(self) -> Dict[str, Slot]:
+        return {name: slot for name, slot in self.all_slots.items() if self.momentum or name == "square_avg"}
 
 
 class Lamb(Optimizer):
     """Adam with a trust ratio for each layer (You et al., 1904.00962)."""
+
+    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
 
     name: Literal["lamb"] = "lamb"
     weight_decay: float = Field(0.01, ge=0, description="weight decay; skipped parameters have none")
     eps: float = Field(1e-6, gt=0, description="added to the divisor of the step")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
-
-    @property
-    def slots(self) -> Tuple[Optional[str], ...]:
-        return ("float32", "float32")
 
 
 class Schedule(Kind):

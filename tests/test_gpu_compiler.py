@@ -9,12 +9,12 @@ _COMPILE = """
 import torch
 from models.kernels import group_conv, group_norm
 from models.normalization import GroupNormAct
-from optim import half_weights
+import optim.lars
 from optim.kernels import lars
 from tests.gpu_compiler import assembly
 from tests.optim.test_lars_update import HALF, SINGLE, state_of
 
-half_weights._lars_update = lambda device: lars.TritonLarsUpdate
+optim.lars.update_class = lambda device: lars.TritonLarsUpdate
 BRAIN = torch.bfloat16
 for trust, compute, dtype in (("gradient", HALF, HALF), ("momentum", BRAIN, HALF), ("momentum", SINGLE, SINGLE)):
     state, _ = state_of(trust, compute, dtype)

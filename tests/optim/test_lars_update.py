@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import compilation, half_weights, rows
+from optim import compilation, lars, rows
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
@@ -211,7 +211,7 @@ def triton_update(monkeypatch):
     pytest.importorskip("triton")
     from optim.kernels.lars import TritonLarsUpdate
 
-    monkeypatch.setattr(half_weights, "_lars_update", lambda device: TritonLarsUpdate)
+    monkeypatch.setattr(lars, "update_class", lambda device: TritonLarsUpdate)
     return TritonLarsUpdate
 
 
@@ -255,7 +255,7 @@ def test_triton_rounds_the_same_values_to_the_same_bits(triton_update):
     float32 gradients of the second step are what is rounded."""
     results = []
     for kind in (LarsUpdate, triton_update):
-        half_weights._lars_update = lambda device, kind=kind: kind
+        lars.update_class = lambda device, kind=kind: kind
         parameters = {"a": nn.Parameter(torch.zeros(5000, dtype=HALF))}
         state = WeightState(
             parameters.items(),

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from optim import factory
-from optim.controls import SGD, Lamb, RMSprop
+from optim.lamb import Lamb
 from optim.lars import LARS
+from optim.rmsprop import RMSprop
+from optim.sgd import SGD
 from recipe.config import Optimizer
 from tests.optim import states
 from tests.optim.states import CONTROLS, SHAPES, SKIPPED, lars_step, random_values, rate, take_step, weight_state

@@ -8,51 +8,60 @@ import torch
 from timm.scheduler import CosineLRScheduler, StepLRScheduler
 
 from optim import schedule
-from optim.schedule import constant, cosine, exponential, polynomial
 from recipe import batch
+from recipe.batch import Lengths
+from recipe.config import Schedule
 
-CURVE = {"peak": 3.0, "warmup": 40, "total": 200, "power": 2.0, "final": 0.25}
-COSINE = {"peak": 3.0, "warmup": 40, "total": 200, "final": 0.25}
-STAIRS = {"peak": 3.0, "warmup": 40, "decay_rate": 0.97, "decay_steps": 19.2}
-CONSTANT = {"peak": 3.0, "warmup": 40}
-CURVES = {polynomial: CURVE, cosine: COSINE, exponential: STAIRS, constant: CONSTANT}
+SECTIONS = {
+    "polynomial": {"power": 2.0, "final_ratio": 0.0625},
+    "cosine": {"final_ratio": 0.0625},
+    "exponential": {"decay_rate": 0.97, "decay_epochs": 2.4},
+    "constant": {},
+}
 
 
-@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.__name__)
-def test_the_warm_up_rises_from_zero_by_equal_amounts(curve):
+def curve(name, warmup=40, steps_per_epoch=8, peak=4.0, **keys):
+    """A warm-up of 40 of 200 steps to a rate of 4; the decay ends at 0.25, the drops come every 19.2 steps."""
+    section = Schedule(name=name, peak=peak, **{**SECTIONS[name], **keys})
+    return schedule.curve(section, peak, Lengths(steps_per_epoch=steps_per_epoch, dropped=0, total=200, warmup=warmup))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_warm_up_rises_from_zero_by_equal_amounts(name):
     """One rounding each of product, quotient and expectation: 4 units of float64's precision. Without one, the first
     update has the peak."""
-    options = CURVES[curve]
-    assert curve(0, **options) == 0
+    rate = curve(name)
+    assert rate(0) == 0
     for step in range(40):
-        assert curve(step, **options) == pytest.approx(3.0 * (step / 40), rel=2**-50, abs=0)
-    assert curve(0, **{**options, "warmup": 0}) == 3.0
+        assert rate(step) == pytest.approx(4.0 * (step / 40), rel=2**-50, abs=0)
+    assert curve(name, warmup=0)(0) == 4.0
 
 
-@pytest.mark.parametrize(("curve", "options"), [(polynomial, CURVE), (cosine, COSINE)], ids=["polynomial", "cosine"])
-def test_from_the_peak_at_the_end_of_the_warm_up_the_rate_falls_to_the_final_one(curve, options):
-    rates = [curve(step, **options) for step in range(201)]
-    assert rates[40] == 3.0
+@pytest.mark.parametrize("name", ["polynomial", "cosine"])
+def test_from_the_peak_at_the_end_of_the_warm_up_the_rate_falls_to_the_final_one(name):
+    rate = curve(name)
+    rates = [rate(step) for step in range(201)]
+    assert rates[40] == 4.0
     assert all(before > after for before, after in zip(rates[40:], rates[41:]))
-    assert [curve(step, **options) for step in (200, 201, 10**9)] == [0.25] * 3
+    assert [rate(step) for step in (200, 201, 10**9)] == [0.25] * 3
 
 
 def test_the_polynomial_is_continuous_at_the_end_of_the_warm_up():
     """A step later it is less by about 2/160 of peak - final; the last update is a step above the final rate."""
-    assert polynomial(41, **CURVE) == pytest.approx(3.0 - (3.0 - 0.25) * (2 / 160 - 1 / 160**2))
-    assert polynomial(199, **CURVE) == pytest.approx(0.25 + (3.0 - 0.25) / 160**2)
+    rate = curve("polynomial")
+    assert rate(41) == pytest.approx(4.0 - (4.0 - 0.25) * (2 / 160 - 1 / 160**2))
+    assert rate(199) == pytest.approx(0.25 + (4.0 - 0.25) / 160**2)
 
 
 @pytest.mark.parametrize(("power", "share"), [(1.0, 1 / 4), (2.0, 1 / 16), (3.0, 1 / 64), (0.5, 1 / 2)])
 def test_when_a_quarter_of_the_decay_is_left_its_power_is_left_of_the_rate(power, share):
-    curve = {**CURVE, "power": power}
-    assert polynomial(40 + 120, **curve) == pytest.approx(0.25 + (3.0 - 0.25) * share)
+    assert curve("polynomial", power=power)(40 + 120) == pytest.approx(0.25 + (4.0 - 0.25) * share)
 
 
 @pytest.mark.parametrize(("done", "share"), [(0, 1), (1 / 4, (2 + 2**0.5) / 4), (1 / 2, 1 / 2), (3 / 4, 0.1464466)])
 def test_the_cosine_passes_through_its_angles(done, share):
     """(1 + cos) / 2 at 0, 45, 90 and 135 degrees; 160 steps decay."""
-    assert cosine(40 + int(160 * done), **COSINE) == pytest.approx(0.25 + 2.75 * share, rel=1e-7)
+    assert curve("cosine")(40 + int(160 * done)) == pytest.approx(0.25 + 3.75 * share, rel=1e-7)
 
 
 def timms(scheduler, peak, **options):
@@ -63,14 +72,15 @@ def timms(scheduler, peak, **options):
 
 def test_the_cosine_and_the_stairs_are_timms():
     """Both in float64: a few roundings. Drops every 16 steps: with a fraction timm's may come a step late."""
-    theirs = timms(CosineLRScheduler, 3.0, t_initial=160, lr_min=0.25, warmup_t=40, warmup_prefix=True)
+    ours = curve("cosine")
+    theirs = timms(CosineLRScheduler, 4.0, t_initial=160, lr_min=0.25, warmup_t=40, warmup_prefix=True)
     for step in range(260):
-        assert cosine(step, **COSINE) == pytest.approx(theirs(step), rel=2**-48, abs=0)
+        assert ours(step) == pytest.approx(theirs(step), rel=2**-48, abs=0)
     for warmup in (0, 40):
-        curve = {**STAIRS, "warmup": warmup, "decay_steps": 16.0}
-        theirs = timms(StepLRScheduler, 3.0, decay_t=16, decay_rate=0.97, warmup_t=warmup, warmup_prefix=False)
+        ours = curve("exponential", warmup, decay_epochs=2.0)
+        theirs = timms(StepLRScheduler, 4.0, decay_t=16, decay_rate=0.97, warmup_t=warmup, warmup_prefix=False)
         for step in range(260):
-            assert exponential(step, **curve) == pytest.approx(theirs(step), rel=2**-48, abs=0)
+            assert ours(step) == pytest.approx(theirs(step), rel=2**-48, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +88,20 @@ def test_the_cosine_and_the_stairs_are_timms():
 )
 def test_the_drops_are_counted_from_the_start_of_the_run(step, drops):
     """At 19.2, 38.4, 57.6, 76.8, 96, 115.2 ... 192 steps: two of them during the warm-up of 40."""
-    assert exponential(step, **STAIRS) == pytest.approx(3.0 * 0.97**drops, rel=1e-12)
+    assert curve("exponential")(step) == pytest.approx(4.0 * 0.97**drops, rel=1e-12)
 
 
 def test_a_drop_comes_at_its_step_whatever_floating_point_makes_of_the_interval():
     """Tenths of an epoch, of 1 to 300 steps, against exact fractions: 6 % of the quotients that are whole lie below."""
     for tenths in range(1, 40):
+        section = Schedule(name="exponential", peak=1.0, decay_rate=0.5, decay_epochs=tenths / 10)
         for per_epoch in range(1, 301):
             exact = Fraction(tenths, 10) * per_epoch
+            rate = schedule.curve(section, 1.0, Lengths(steps_per_epoch=per_epoch, dropped=0, total=200, warmup=0))
             for drops in (1, 3, 17):
                 due = math.ceil(exact * drops)
-                curve = {"peak": 1.0, "warmup": 0, "decay_rate": 0.5, "decay_steps": tenths / 10 * per_epoch}
-                assert exponential(due, **curve) == 0.5 ** (due // exact), (tenths, per_epoch)
-                assert exponential(due - 1, **curve) == 0.5 ** ((due - 1) // exact), (tenths, per_epoch)
+                assert rate(due) == 0.5 ** (due // exact), (tenths, per_epoch)
+                assert rate(due - 1) == 0.5 ** ((due - 1) // exact), (tenths, per_epoch)
 
 
 # From the recipe to a curve: ImageNet has 1,281,167 images.

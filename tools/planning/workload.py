@@ -124,7 +124,7 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     are computed in; most optimizers step in float32 scratch (`optim/optimizer_update.py`).
     """
     weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
-    slots = [_SIZES[kind or recipe.precision.weights] for kind in recipe.optimizer.slots]
+    slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
