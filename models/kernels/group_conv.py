@@ -82,6 +82,9 @@ class FusedGroupConv2d(nn.Conv2d):
         return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same)
 
 
+fuse = FusedGroupConv2d.of
+
+
 class _GroupConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, stride, pads_same):
@@ -133,16 +136,8 @@ class _Launches:
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = self._empty(x, self.out_height, self.out_width)
         tiles = triton.cdiv(self._out_pixels, _PIXELS[self.format])
-        _output[(tiles * self.groups,)](
-            x,
-            _by_point(weight),
-            y,
-            tiles,
-            self._out_pixels,
-            *self._sizes(),
-            PIXELS=_PIXELS[self.format],
-            **self._constants(),
-        )
+        constants = self._constants(_PIXELS[self.format])
+        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self._out_pixels, *self._sizes(), **constants)
         return y
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -154,16 +149,9 @@ class _Launches:
         column_step = self.stride if self.format is torch.channels_last else 1
         pixels = self.images * -(-self.height // self.stride) * -(-self.width // column_step)
         tiles = triton.cdiv(pixels, _PIXELS[self.format])
+        constants = self._constants(_PIXELS[self.format], COLUMN_STEP=column_step)
         _input_gradient[(tiles * self.groups * self.stride * column_step,)](
-            dy,
-            _by_point(weight),
-            dx,
-            tiles,
-            pixels,
-            *self._sizes(),
-            COLUMN_STEP=column_step,
-            PIXELS=_PIXELS[self.format],
-            **self._constants(),
+            dy, _by_point(weight), dx, tiles, pixels, *self._sizes(), **constants
         )
         return dx
 
@@ -174,16 +162,9 @@ class _Launches:
         parts = max(1, min(triton.cdiv(_PROGRAMS, self.groups * chunks), tiles // _LEAST_TILES))
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+        constants = self._constants(_SUMMED_PIXELS, POINTS=points)
         _weight_gradient[(parts * self.groups * chunks,)](
-            x,
-            dy,
-            sums,
-            triton.cdiv(tiles, parts),
-            self._out_pixels,
-            *self._sizes(),
-            POINTS=points,
-            PIXELS=_SUMMED_PIXELS,
-            **self._constants(),
+            x, dy, sums, triton.cdiv(tiles, parts), self._out_pixels, *self._sizes(), **constants
         )
         return sums.sum(0).permute(0, 3, 4, 1, 2).reshape(self.channels, self.group, *shape[2:4]).to(x.dtype)
 
@@ -194,8 +175,10 @@ class _Launches:
     def _sizes(self) -> Tuple[int, ...]:
         return self.channels, self.height, self.width, self.out_height, self.out_width, self.top, self.left
 
-    def _constants(self) -> dict:
+    def _constants(self, pixels: int, **others: int) -> dict:
         return {
+            **others,
+            "PIXELS": pixels,
             "GROUP": self.group,
             "KERNEL": self.kernel,
             "STRIDE": self.stride,

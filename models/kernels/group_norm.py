@@ -61,6 +61,9 @@ class FusedGroupNormAct(GroupNormAct):
         return _GroupNormAct.apply(x, self.weight, self.bias, self.num_groups, self.eps, self.apply_act)
 
 
+fuse = FusedGroupNormAct.of
+
+
 class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
     """ProxyNormAct asks the next class for its group normalisation, which here is the fused one."""
 

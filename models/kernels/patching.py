@@ -1,20 +1,16 @@
-"""Which layers of a model are computed by our Triton kernels. The kernels' files are loaded when they are needed."""
+"""Put our Triton kernels in the place of a model's layers. The kernels' files are loaded when they are needed."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from types import ModuleType
+from typing import Dict, List, Sequence
 
 from torch import nn
 
+# Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
 KERNELS = ("group_norm", "group_conv")
-
-
-class Kernel(NamedTuple):
-    """What replaces layers: whether it takes a module, and the fused layer in its place, with the same Parameters."""
-
-    replaces: Callable[[nn.Module], bool]
-    of: Callable[[nn.Module], nn.Module]
 
 
 def available() -> bool:
@@ -23,7 +19,7 @@ def available() -> bool:
 
 
 def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
-    """Puts fused layers in the place of those that the kernels replace, in `model` itself; returns the layers' names.
+    """Put fused layers in the place of those that the kernels replace, in `model` itself; return the layers' names.
 
     Parameters are the same objects under the same names, so nothing that holds them or their names need know.
 
@@ -39,19 +35,12 @@ def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
         kernel = next((kernel for kernel in loaded if kernel.replaces(module)), None)
         if kernel is not None:
             assert name, "a model that is itself such a layer has no place in which to put another"
-            found[name] = kernel.of(module)
+            found[name] = kernel.fuse(module)
     for name, fused in found.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, fused)
     return list(found)
 
 
-def _load(name: str) -> Kernel:
-    if name == "group_norm":
-        from models.kernels import group_norm
-
-        return Kernel(group_norm.replaces, group_norm.FusedGroupNormAct.of)
-    assert name == "group_conv", name
-    from models.kernels import group_conv
-
-    return Kernel(group_conv.replaces, group_conv.FusedGroupConv2d.of)
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"models.kernels.{name}")

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from optim.lars_update import LarsUpdate
-from optim.layout import Layout
-from optim.rows import ROW
+from optim.layout import ROW, Layout
 
 _ROWS = 32  # of a program: 2,048 elements
 _MERGED = 128  # programs whose sums are read at a time
@@ -64,16 +63,8 @@ class TritonLarsUpdate(LarsUpdate):
         partial = torch.empty(1, programs.count, device=scale.device)
         _step[(programs.count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
-            *(
-                ratios,
-                lr,
-                self._rules.lr_scale,
-                self._rules.decay,
-                scale,
-                keep,
-                None if bits is None else bits.rows,
-                *draws,
-            ),
+            *(ratios, lr, self._rules.lr_scale, self._rules.decay, scale, keep),
+            *(None if bits is None else bits.rows, *draws),
             *(programs.owners, programs.rows, programs.ends, partial),
             *(self._rules.mu, self._rules.trust == "momentum", bits is not None),
             *(buffers.working is not buffers.weights, _ROWS, ROW),

@@ -1,5 +1,7 @@
 """Fused layers in the place of others: which, and that nobody who holds their parameters or names can tell."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -31,11 +33,12 @@ def share(kind, module):
 def stand_ins(monkeypatch):
     """Without Triton; their arithmetic is that of what they replace."""
     kernels = {
-        "group_norm": patching.Kernel(
-            lambda module: type(module) is GroupNormAct, lambda module: share(FusedNorm, module)
+        "group_norm": SimpleNamespace(
+            replaces=lambda module: type(module) is GroupNormAct, fuse=lambda module: share(FusedNorm, module)
         ),
-        "group_conv": patching.Kernel(
-            lambda module: type(module) is nn.Conv2d and module.groups > 1, lambda module: share(FusedConv, module)
+        "group_conv": SimpleNamespace(
+            replaces=lambda module: type(module) is nn.Conv2d and module.groups > 1,
+            fuse=lambda module: share(FusedConv, module),
         ),
     }
     monkeypatch.setattr(patching, "_load", kernels.__getitem__)
