@@ -34,8 +34,8 @@ from models.normalization import norm_parameters
 from optim import factory
 from optim.compilation import compiled
 from optim.half_weights import WeightState
+from optim.layout import ROW, Run, in_parts
 from optim.rounding import RoundingBits, round_stochastically
-from optim.rows import ROW, Run, in_parts
 from recipe.config import Model
 from recipe.config import Optimizer as Section
 from recipe.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Callable, Optional, Sequence, Tuple
 import torch
 
 from optim import lars_passes
-from optim.rows import Run, in_parts
+from optim.layout import Run, in_parts
 from recipe.errors import first_line
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from optim import lars_passes
-from optim.layout import Buffers, Layout
+from optim.layout import Buffers, Layout, Run, in_parts, in_rows
 from optim.norms import Norms, WholeModel
 from optim.rounding import RoundingBits
-from optim.rows import Run, in_parts, in_rows
 
 if TYPE_CHECKING:
     from optim.lars import LARS

@@ -1,12 +1,17 @@
-"""How the parameters of a model lie behind one another in one flat buffer, in rows of 64 elements."""
+"""How the parameters of a model lie in one flat buffer, in rows of 64 elements, and how passes over it are run."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, NamedTuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 
-from optim.rows import ROW
+ROW = 64  # elements; each parameter begins with a row of its own
+_CHUNK = 1 << 17  # elements computed at a time on a CPU: what is made of them stays in the cores' caches
+
+# Calls a pass with tensors [rows, ...], some of which may be None, and with what is the same for all rows. What it
+# returns, [rows] each, is put together.
+Run = Callable[[Callable, Sequence[Optional[torch.Tensor]], Sequence], object]
 
 
 class Layout:
@@ -80,3 +85,21 @@ class Buffers(NamedTuple):
         working = weights if self.working is self.weights else torch.zeros_like(self.working)
         slots = {name: torch.zeros_like(slot) for name, slot in self.slots.items()}
         return Buffers(torch.zeros_like(self.gradients), weights, working, slots)
+
+
+def in_rows(flat: torch.Tensor) -> torch.Tensor:
+    """A buffer as [rows, ROW]."""
+    return flat.view(-1, ROW)
+
+
+def in_parts(function: Callable, rows: Sequence[Optional[torch.Tensor]], constants: Sequence) -> object:
+    """Runs a pass as it is: on a CPU in parts that fit into caches, elsewhere in one."""
+    count = len(rows[0])
+    size = _CHUNK // ROW if rows[0].device.type == "cpu" else count
+    found: List[object] = []
+    for start in range(0, count, size):
+        part = [None if each is None else each[start : start + size] for each in rows]
+        found.append(function(*part, *constants))
+    if isinstance(found[0], tuple):
+        return tuple(torch.cat(each) for each in zip(*found))
+    return None if found[0] is None else torch.cat(found)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Callable, Dict, Optional
 import torch
 from torch import nn
 
-from optim.layout import Buffers, Layout
+from optim.layout import Buffers, Layout, Run, in_parts
 from optim.norms import Norms, WholeModel
 from optim.rounding import RoundingBits, round_stochastically
-from optim.rows import Run, in_parts
 
 if TYPE_CHECKING:
     from optim.base import HasSlots

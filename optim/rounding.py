@@ -15,7 +15,7 @@ from typing import Dict, Optional, Tuple, Union
 
 import torch
 
-from optim.rows import ROW, Run, in_parts, in_rows
+from optim.layout import ROW, Run, in_parts, in_rows
 from recipe.randomness import key
 
 LARGEST = 65504.0  # largest finite float16

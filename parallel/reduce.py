@@ -21,7 +21,7 @@ class Reduction(Running):
         dense, order "fast": all-reduce; the order of the additions is the library's.
         dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
             over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
-            of two of replicas this continues the tree of optim/accumulation.py.
+            of two of replicas this continues the tree of optim/gradients.py.
         half: the same tree, but float16 or bfloat16 travels, at half the bytes, and what travels are means over micro
             batches: each replica's own, then that of all. An element is rounded twice. What overflows float16 becomes
             inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.

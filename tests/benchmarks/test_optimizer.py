@@ -71,7 +71,7 @@ def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count
 
 def test_without_a_compiler_it_says_so(monkeypatch, capsys):
     """One line and the code for wrong input: uncompiled there is nothing to claim."""
-    from optim.rows import in_parts
+    from optim.layout import in_parts
     from training.command import finish, one_line
 
     monkeypatch.setattr("sys.argv", ["optimizer"])

@@ -10,7 +10,6 @@ from timm import layers
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet, _gen_efficientnet
 from torch import nn
-from torch.nn import functional as F
 
 from models.efficientnet import build, timm_name
 from models.normalization import NORMS, BatchNormAct, GroupNormAct, ProxyNormAct, norm_parameters
@@ -205,24 +204,6 @@ def near(actual, expected, tolerance):
     """Whether no element is off by more than `tolerance` of the largest, which is not 0."""
     largest = expected.abs().max()
     return largest > 0 and actual.dtype == expected.dtype and (actual - expected).abs().max() <= tolerance * largest
-
-
-@pytest.mark.parametrize("size", [56, 57])
-def test_same_padding_is_tensorflows(size):
-    """TensorFlow pads max((ceil(n/s) - 1) s + k - n, 0) pixels in all, the odd one at the far edge."""
-    model = build(Model(name="efficientnet_b0", depth=0.1), seed=0).double()
-    for convolution, channels in (
-        (model.block("stem").conv_stem, 3),
-        (model.block("blocks.1.0").conv_dw, model.block("blocks.1.0").conv_dw.in_channels),
-        (model.block("blocks.2.0").conv_dw, model.block("blocks.2.0").conv_dw.in_channels),
-    ):
-        kernel, stride = convolution.kernel_size[0], convolution.stride[0]
-        assert stride == 2
-        x = torch.randn(1, channels, size, size, dtype=torch.float64)
-        total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
-        padded = F.pad(x, (total // 2, total - total // 2) * 2)
-        expected = F.conv2d(padded, convolution.weight, None, stride, 0, 1, convolution.groups)
-        torch.testing.assert_close(convolution(x), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_weights_are_a_function_of_the_seed():

@@ -1,11 +1,12 @@
 """Where a step's gradients are added up: running sums and trees, in float32 whatever the compute dtype."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from optim.accumulation import TreeSum
-from optim.gradients import Gradients
+from optim.gradients import Gradients, TreeSum
 from optim.layout import Layout
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (7,), "b.weight": (2, 2), "b.bias": (33,)}
@@ -83,3 +84,69 @@ def test_one_gradient_may_be_taken_in_before_the_others():
     gradients.accumulate()
     for name in SHAPES:
         assert torch.equal(summed(gradients, name), gradient(name, 0).bfloat16().float()), name
+
+
+# The tree of micro batches: exact enough, the same for every number of replicas, and small.
+
+CPU = torch.device("cpu")
+
+
+def tree_sum(leaves, tree=None):
+    tree = tree or TreeSum(leaves.shape[1], len(leaves), CPU)
+    for leaf in leaves:
+        tree.leaf().add_(leaf)
+        tree.add()
+    return tree.total.clone()
+
+
+def random_leaves(count, length=257):
+    """Of many magnitudes, so that almost every order of the additions has other last bits."""
+    generator = torch.Generator().manual_seed(count)
+    exponents = torch.randint(-6, 7, (count, length), generator=generator)
+    return torch.randn(count, length, generator=generator) * 2.0**exponents
+
+
+def perfect_tree(sums):
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2])]
+    return sums[0]
+
+
+@pytest.mark.parametrize("count", [*range(1, 25), 32, 48, 96])
+def test_any_power_of_two_of_replicas_gives_the_bits_of_one(count):
+    leaves = random_leaves(count)
+    expected = tree_sum(leaves)
+    for replicas in (2, 4, 8):
+        if count % replicas == 0:
+            assert torch.equal(perfect_tree([tree_sum(part) for part in leaves.chunk(replicas)]), expected), replicas
+
+
+def test_the_tree_is_the_documented_one():
+    a = random_leaves(7)
+    seven = ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + a[6])
+    assert torch.equal(tree_sum(a), seven)
+    b = random_leaves(6)
+    assert torch.equal(tree_sum(b), ((b[0] + b[1]) + b[2]) + ((b[3] + b[4]) + b[5]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 23, 96])
+def test_error_is_that_of_pairwise_summation(count):
+    """Higham 1993: depth * eps/2 * sum of magnitudes, to first order; no binary tree is less deep."""
+    leaves = random_leaves(count)
+    depth = math.ceil(math.log2(count))
+    bound = depth * 2.0**-24 * leaves.double().abs().sum(0) * 1.001
+    assert ((tree_sum(leaves).double() - leaves.double().sum(0)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 23, 24, 31, 96])
+def test_buffers_are_few_and_serve_all_steps(count):
+    tree, seen = TreeSum(5, count, CPU), {}
+    for step in range(3):
+        for number in range(count):
+            leaf = tree.leaf()
+            assert leaf.dtype == torch.float32 and leaf.shape == (5,) and not leaf.any()
+            seen[id(leaf)] = leaf
+            leaf += step + number
+            tree.add()
+        assert torch.equal(tree.total, torch.full((5,), step * count + count * (count - 1) / 2))
+    assert len(seen) == math.floor(math.log2(count)) + 1

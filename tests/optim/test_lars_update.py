@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import compilation, lars, rows
+from optim import compilation, lars, layout
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
@@ -107,7 +107,7 @@ def test_updates_are_those_of_the_formulas(trust, clip_norm):
 @pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)], ids=str)
 def test_the_size_of_the_parts_changes_nothing(monkeypatch, trust, compute, dtype):
     expected, norms = updated(state_of(trust, compute, dtype)[0])
-    monkeypatch.setattr(rows, "_CHUNK", 3 * rows.ROW)
+    monkeypatch.setattr(layout, "_CHUNK", 3 * layout.ROW)
     found, other_norms = updated(state_of(trust, compute, dtype)[0])
     assert_same_bits(found, expected)
     assert norms[:3] == other_norms[:3]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optim import rounding, rows
+from optim import layout, rounding
+from optim.layout import ROW
 from optim.rounding import RoundingBits, round_stochastically
-from optim.rows import ROW
 from recipe.randomness import MASK32, bits32, key, mix32
 
 CPU = torch.device("cpu")
@@ -109,18 +109,6 @@ def test_the_probability_is_exact_to_the_stated_bits(value):
     assert result.tolist() == [below, above]
     if abs(value) >= 2.0**-14:
         assert rounded_by(np.arange(2**13, dtype=np.uint32) << np.uint32(19), value).mean() == np.float64(value)
-
-
-def test_the_mean_over_random_bits_is_the_value():
-    """A mean of n roundings has the standard error spacing * sqrt(p (1 - p) / n). Among 40 values a bound of 4.5
-    is passed by chance once in 3,600 seeds; the seed is fixed."""
-    count = 1 << 16
-    for number, value in enumerate(VALUES):
-        below, _ = neighbours(value)
-        share = (np.float64(value) - below) / spacing(value)
-        error = spacing(value) * np.sqrt(share * (1 - share) / count)
-        mean = rounded(np.full(count, value), step=number).mean(dtype=np.float64)
-        assert abs(mean - np.float64(value)) <= 4.5 * error
 
 
 def test_beyond_the_largest_float16_it_saturates_and_nan_stays():
@@ -225,7 +213,7 @@ def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
 def test_the_size_of_the_chunks_changes_nothing(monkeypatch, chunk):
     source = np.random.RandomState(0).randn(5003).astype(np.float32)
     expected = rounded(source)
-    monkeypatch.setattr(rows, "_CHUNK", chunk)
+    monkeypatch.setattr(layout, "_CHUNK", chunk)
     np.testing.assert_array_equal(rounded(source), expected)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from optim.accumulation import TreeSum
+from optim.gradients import TreeSum
 from parallel import reduce
 from tests import world
 
