@@ -22,6 +22,7 @@ for line in sys.stdin:
 """
 
 ADDITIONS = {
+    "exchange": ("exchange.method=part", "exchange.part=0.25"),
     "source": ("data.source=stripes", "data.contrast=100"),
     "logger": ("log.losses=true",),
 }

@@ -1,0 +1,39 @@
+"""An exchange method of one's own: a part of the dense sum, for no good reason."""
+
+from typing import Literal, Optional, Sequence, Tuple
+
+import torch
+from pydantic import Field
+
+from parallel.costs import Link
+from parallel.exchange import METHODS, Method, Running, Setup
+from recipe.exchange import Exchange
+
+
+class Part(Exchange):
+    """Sends float32 and keeps a part of the sum."""
+
+    method: Literal["part"] = "part"
+    part: float = Field(0.5, gt=0, le=1, description="part of the sum that is kept")
+
+
+class PartOfSum(Running):
+    def __init__(self, part: float, group: Optional[object]):
+        self._part, self._group = part, group
+
+    def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
+        if self._group is not None:
+            torch.distributed.all_reduce(buffer, group=self._group)
+        buffer.mul_(self._part)
+
+
+@METHODS.implements(Part)
+class PartMethod(Method):
+    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+        return link.message(4.0 * elements)
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+        return sum(link.message(4.0 * elements) for _, link in levels)
+
+    def create(self, setup: Setup) -> Optional[Running]:
+        return PartOfSum(self.section.part, setup.group)
