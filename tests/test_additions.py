@@ -22,6 +22,8 @@ for line in sys.stdin:
 """
 
 ADDITIONS = {
+    "optimizer": ("optimizer.name=sign", "optimizer.share=0.5", "schedule.peak=0.01"),
+    "schedule": ("schedule.name=halving", "schedule.every=2", "schedule.peak=1"),
     "exchange": ("exchange.method=part", "exchange.part=0.25"),
     "source": ("data.source=stripes", "data.contrast=100"),
     "logger": ("log.losses=true",),
