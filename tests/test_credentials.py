@@ -21,7 +21,7 @@ from recipe.errors import DataError
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards
-from tests.tools import test_sweep
+from tests.tools.sweeping import sweeps
 from tests.train_command import before_step
 from tests.training.test_loggers import Mlflow, Wandb
 from tools import export, launch, report, shards, sweep
@@ -192,7 +192,7 @@ def test_a_copy_for_another_process_has_them(server, monkeypatch):
 def test_trials_of_a_sweep_have_them_and_its_files_do_not(server, call, tmp_path):
     url, folder = with_credentials(server.url), tmp_path / "sweep"
     definition, trainer = tmp_path / "some.yaml", tmp_path / "trainer.py"
-    definition.write_text(test_sweep.FILE.format(recipe=QUICKSTART, metric="top1", more="pruner: none"))
+    definition.write_text(sweeps.FILE.format(recipe=QUICKSTART, metric="top1", more="pruner: none"))
     trainer.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.tools.sweeping import double\n"
         f"assert os.environ[{credentials.ENVIRONMENT!r}] == {url!r}\nassert {TOKEN!r} not in str(sys.argv)\n"
@@ -211,7 +211,7 @@ def test_trials_of_a_sweep_have_them_and_its_files_do_not(server, call, tmp_path
 def test_choices_of_a_sweep_cannot_have_them(server, call, tmp_path):
     """They would be stored as what a trial drew."""
     definition = tmp_path / "some.yaml"
-    text = test_sweep.FILE.format(recipe=QUICKSTART, metric="top1", more="")
+    text = sweeps.FILE.format(recipe=QUICKSTART, metric="top1", more="")
     definition.write_text(f"{text}  data.root: {{choices: ['{with_credentials(server.url)}', /images]}}\n")
     code, said = call(sweep.main, "--config", definition, "--output", tmp_path / "sweep")
     assert code == WRONG_INPUT and "space: data.root: choices are stored" in said

@@ -1,8 +1,11 @@
-"""Studies open faster: Optuna would import the migrations of its tables anew for each of them."""
+"""Fixtures of sweeps. Studies open faster: Optuna would import the migrations of its tables anew for each of them."""
 
 from unittest import mock
 
 import pytest
+
+from tests.tools.sweeping.sweeps import Sweep
+from tools.sweeping import picture, scheduler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -13,3 +16,15 @@ def migrations_loaded_once():
 
     with mock.patch.object(ScriptDirectory, "from_config", return_value=_migrations()):
         yield
+
+
+@pytest.fixture
+def some(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(scheduler, "_LOOK_SECONDS", 0.02)
+    return Sweep(tmp_path, capfd)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """To draw takes longer than all trials together."""
+    monkeypatch.setattr(picture, "draw", lambda *arguments: None)
