@@ -214,7 +214,7 @@ def test_every_contract_finds_what_breaks_it(tmp_path):
     extra = {
         "recipe": "import torch.nn as nn, numpy",
         "data": "import train",
-        "tools": "import poptorch, horovod.torch",
+        "tools": "import poptorch, popdist, horovod.torch",
     }
     for room, line in extra.items():
         (tmp_path / room / "extra.py").write_text(line + "\n")
