@@ -25,7 +25,7 @@ _OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS
 _RUNTIME_ERRORS = {
     "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
     "model.image_size",
-    r"DataLoader worker \(pid": "a process that loads images was killed, perhaps for want of memory; lower "
+    r"DataLoader worker (\(pid|exited)": "a process that loads images was killed, perhaps for want of memory; lower "
     "data.workers or data.prefetch",
 }
 

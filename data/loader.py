@@ -170,6 +170,10 @@ def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:
         if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
             raise shared_memory_is_full() from None
         raise
+    except (EOFError, ConnectionError, FileNotFoundError) as error:
+        if not data.workers or "DataLoader worker" in str(error):  # raised by a source, perhaps in a worker
+            raise
+        raise RuntimeError("DataLoader worker exited unexpectedly while it passed images on") from error
     finally:
         # Workers end with the last reference to their batches, which a traceback would otherwise keep.
         del batches

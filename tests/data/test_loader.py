@@ -17,6 +17,7 @@ from data.base import Source, UnreadableImage, permutation
 from data.batches import MicroBatch
 from data.loader import EvaluationBatches, training_batches
 from data.transforms import Evaluation, Training
+from data.workers import WorkerReader
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.randomness import bits32, key
@@ -301,3 +302,27 @@ def test_workers_outlive_the_signals_of_terminals_and_schedulers_and_end_with_th
         list(batches)
     batches.close()
     assert children_are_gone()
+
+
+@pytest.mark.parametrize(
+    ("workers", "fault", "expected"),
+    [
+        (2, ConnectionResetError(104, "Connection reset by peer"), RuntimeError),
+        (2, EOFError(), RuntimeError),
+        (2, FileNotFoundError(2, "No such file or directory"), RuntimeError),
+        (2, FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0."), FileNotFoundError),
+        (0, ConnectionResetError(104, "Connection reset by peer"), ConnectionResetError),
+    ],
+)
+def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkeypatch, workers, fault, expected):
+    """The error of the training process depends on the moment: torch itself reports the end only between two."""
+
+    def load(self, requests):
+        raise fault
+        yield
+
+    monkeypatch.setattr(WorkerReader, "load", load)
+    with pytest.raises(expected) as raised:
+        list(train(workers=workers, last=60))
+    assert (raised.value is not fault) == (expected is RuntimeError)
+    assert expected is not RuntimeError or "exited unexpectedly" in str(raised.value)

@@ -61,6 +61,7 @@ def test_numbers_that_json_does_not_know_become_null(path):
     "line",
     ["5", '{"step": 9}', '{"event": "eval"}', '{"event": [], "step": 9}', '"\xff"', "[" * 200_000, '{"event": "a", '
      '"step": true}', '{"event": "a", "step": -1}', '{"event": "a", "step": 1, "loss": 1e999}'],
+    ids=lambda line: line[:40],
 )  # fmt: skip
 def test_a_line_that_is_no_event_is_found_and_refused_or_passed_over(path, line):
     path.write_text("\n".join([json.dumps(TRAIN), line, json.dumps(EVAL), json.dumps(EVAL)[:9]]), "latin-1")
