@@ -5,7 +5,6 @@ For what adds and selects. That the messages also pass by gloo is for a few test
 
 import queue
 import threading
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,8 +18,12 @@ class Threads:
 
     def __init__(self, size):
         self.size = size
-        self._boxes = defaultdict(queue.SimpleQueue)  # of each sender, receiver and tag
+        self._boxes = {}
         self.this = threading.local()
+
+    def _box(self, *key):
+        """The messages of a sender, receiver and tag: one queue, even if both ask for it at once."""
+        return self._boxes.setdefault(key, queue.SimpleQueue())
 
     def get_world_size(self, group):
         return self.size
@@ -29,10 +32,10 @@ class Threads:
         return self.this.rank
 
     def send(self, message, group, group_dst, tag=0):
-        self._boxes[self.this.rank, group_dst, tag].put(message.clone())
+        self._box(self.this.rank, group_dst, tag).put(message.clone())
 
     def recv(self, message, group, group_src, tag=0):
-        message.copy_(self._boxes[group_src, self.this.rank, tag].get(timeout=SECONDS))
+        message.copy_(self._box(group_src, self.this.rank, tag).get(timeout=SECONDS))
 
     def isend(self, *arguments, **keywords):
         self.send(*arguments, **keywords)
