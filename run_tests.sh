@@ -14,6 +14,7 @@ run_selected() {
   local markers=$1 worst=0 empty=0 status
   shift
   "$PYTHON" -m pytest -n logical --dist loadfile -m "($markers) and not ($ALONE)" "$@" || worst=$?
+  [ "$worst" != 2 ] || return 2  # interrupted
   [ "$worst" != 5 ] || { worst=0; empty=1; }
   status=0
   "$PYTHON" -m pytest -m "($markers) and ($ALONE)" "$@" || status=$?
