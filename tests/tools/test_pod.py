@@ -23,7 +23,7 @@ from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.tools.test_launch import alive
 from tests.training.test_resume import Outcome, lines_of
-from tests.training.test_several_ranks import assert_same_outcome, train_to_the_end
+from tests.training.test_several_ranks import train_to_the_end
 
 pytestmark = pytest.mark.multiprocess
 
@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_the_run_which_the_same_command_resumes(pod, undistur
     assert (code, errors) == (FAILED, [line_about(1)])
     code, out, errors = pod(*arguments)
     assert (code, errors) == (DONE, []) and any(line.startswith("resuming at step ") for line in out)
-    assert_same_outcome(pod.folder, undisturbed)
+    Outcome(pod.folder).assert_same(undisturbed)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_killed_main_rank_is_started_again_by_itself(pod, undisturbed):
     code, out, errors = pod.end(process)
     assert (code, errors) == (DONE, [line_about(0), "restart 1 of 1: the run goes on from its last checkpoint"])
     assert len([line for line in out if line.startswith("resuming at step ")]) == 1
-    assert_same_outcome(pod.folder, undisturbed)
+    Outcome(pod.folder).assert_same(undisturbed)
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_stopped_run_is_saved_and_goes_on(pod, undisturbed):
     code, out, errors = pod(*arguments)
     assert (code, errors) == (DONE, [])
     assert f"resuming at step {step} of 20" in out
-    assert_same_outcome(pod.folder, undisturbed)
+    Outcome(pod.folder).assert_same(undisturbed)
 
 
 def test_an_unreadable_image_is_one_line(pod, tmp_path):
