@@ -45,7 +45,12 @@ class Run(Section):
     deterministic: bool = Field(
         False, description="CUDA runs repeat bit for bit, at a cost in speed (CPU runs always do)"
     )
-
+    threads: Optional[int] = Field(
+        None,
+        gt=0,
+        description="threads with which each rank computes on CPUs; another number rounds sums differently; null: "
+        "OMP_NUM_THREADS, or all cores of the host over its ranks",
+    )
     loss_limit: float = Field(
         10.0,
         gt=1,

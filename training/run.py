@@ -56,6 +56,8 @@ def run(recipe: Recipe) -> None:
         UserError: recipe, data or run folder cannot be used.
         Stopped, TrainingError: see training.loop.
     """
+    if recipe.run.threads is not None:
+        torch.set_num_threads(recipe.run.threads)
     place = topology.from_environment(recipe)
     batch = arithmetic.divide(recipe, place.replicas)
     processes = factory.connect(recipe, place)
@@ -242,7 +244,7 @@ def _changes(progression: Progression, images: _Images, engine: Engine, opened: 
     if engine.device.type == "cpu" and before not in (None, now):
         lines.append(
             f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last bits; "
-            f"OMP_NUM_THREADS={before} computes as before"
+            f"run.threads={before} computes as before"
         )
     return lines
 

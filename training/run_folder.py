@@ -24,7 +24,7 @@ from training import decisions, metrics
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
-    "run": {"name", "output", "device", "resume", "lock"},
+    "run": {"name", "output", "device", "resume", "lock", "threads"},
     "batch": {"evaluation"},
     "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
     "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},

@@ -1,6 +1,5 @@
 """A run is resumed with the images that it began with, or not without being told to; other threads get a line."""
 
-import json
 import shutil
 
 import numpy as np
@@ -76,10 +75,7 @@ def test_shards_that_were_packed_anew_are_other_images(session, images, tmp_path
         session(*packed)
 
 
-def test_a_run_without_a_digest_is_resumed_and_another_number_of_threads_gets_a_line(
-    session, images, tmp_path, monkeypatch
-):
-    """As older versions saved them."""
+def test_a_run_of_an_older_version_without_a_digest_is_resumed(session, images, monkeypatch):
     place, save = (*OVERRIDES, f"data.root={images}"), CheckpointFolder.save
 
     def older(folder, step, content, *arguments):
@@ -88,13 +84,19 @@ def test_a_run_without_a_digest_is_resumed_and_another_number_of_threads_gets_a_
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "save", older)
-        assert "threads" not in session(*place, stop_at=1)
+        session(*place, stop_at=1)
     (images / "train/a/0.png").rename(images / "train/a/5.png")
     said = session(*place, stop_at=2)
-    assert "resuming at step 1 of 4" in said and "other images" not in said and "thread" not in said
-    notes = tmp_path / "run" / "environment.json"
-    content = json.loads(notes.read_text())
-    content["starts"][0]["threads"] = torch.get_num_threads() + 6
-    notes.write_text(json.dumps(content))
-    said = session(*place)
-    assert "1 thread here, 7 when the run began" in said and "OMP_NUM_THREADS=7" in said
+    assert "resuming at step 1 of 4" in said and "other images" not in said
+
+
+def test_the_recipe_sets_the_number_of_threads_and_another_number_gets_a_line(session, images):
+    place = (*OVERRIDES, f"data.root={images}")
+    try:
+        session(*place, "run.threads=2", stop_at=1)
+        assert torch.get_num_threads() == 2
+        assert "thread" not in session(*place, "run.threads=2", stop_at=2)
+        said = session(*place, "run.threads=1")
+    finally:
+        torch.set_num_threads(1)
+    assert "1 thread here, 2 when the run began" in said and "run.threads=2" in said

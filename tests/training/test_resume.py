@@ -244,12 +244,11 @@ def test_a_run_can_be_killed_from_outside_six_times(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_the_command_with_workers_survives_a_long_series_of_kills(tmp_path):
     """`python train.py` on two threads with two workers, 8 kills and terminations at random moments of its run."""
-    recipe = [*OVERRIDES, "run.epochs=4", "data.workers=2", "batch.micro=60"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    recipe = [*OVERRIDES, "run.epochs=4", "run.threads=2", "data.workers=2", "batch.micro=60"]
 
     def start(folder):
         command = [sys.executable, "train.py", "--config", QUICKSTART, *recipe, f"run.output={folder}"]
-        return subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(bound_to_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL)
 
     assert start(tmp_path / "undisturbed").wait() == 0
     folder = tmp_path / "run"
