@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
-from tools.reporting.drawing import COLOURS, Clock, Figure, LineStyle, axes, in_words, line, run_style, unit_of
-from tools.reporting.markup import number
+from tools.reporting.drawing import (
+    COLOURS,
+    Clock,
+    LineStyle,
+    abscissae,
+    axes,
+    in_words,
+    number,
+    run_style,
+    thinned,
+    trace,
+    unit_of,
+)
 from tools.reporting.metrics import Events
-from tools.reporting.run import Run, places, steps_per_epoch
-from tools.reporting.sessions import resumed_at
+from tools.reporting.page import Figure
+from tools.reporting.run import Run, resumed_at, steps_per_epoch
 
 _POINTS = 6000  # of all lines of a figure together
 _MOST_MARKS = 30
 
 
 class Series(NamedTuple):
-    """One quantity. kind: of the events that have it. role: what it is called within its figure."""
+    """One quantity. kind: of the events that have it. role: its name within its figure."""
 
     kind: str
     column: str
     role: str
+
+    def events_of(self, run: Run) -> Events:
+        return run.metrics.train if self.kind == "train" else run.metrics.evaluation
+
+    def column_of(self, run: Run) -> Sequence[float]:
+        return self.events_of(run)[self.column]
+
+    def is_in(self, run: Run) -> bool:
+        return self.events_of(run).has(self.column)
 
 
 class Plan(NamedTuple):
@@ -36,7 +56,6 @@ class Plan(NamedTuple):
 
 
 def _scores(name: str) -> Tuple[Series, ...]:
-    """Scores of training, of validation and of the averages of the weights."""
     return (
         Series("train", name, "training"),
         Series("eval", name, "validation"),
@@ -115,22 +134,20 @@ _ROLES = {
 
 
 class Curves(NamedTuple):
-    """The figures; what is left out of them and why; the unit of the time axis; whether lines were thinned out."""
+    """left_out: what is not drawn, and why. unit: (name, seconds) of the time axis. thinned: whether lines are."""
 
     figures: List[Figure]
     left_out: List[str]
-    unit: tuple  # (name, seconds)
+    unit: tuple
     thinned: bool
 
 
 def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
     """Draws one run with a colour for each quantity, or several with a colour for each run."""
-    longest = max((max(places(run)[1], default=0.0) for run in runs), default=0.0)
-    unit = unit_of(longest)
-    norms = _ALL_NORMS if len(runs) == 1 else _EACH_NORM
+    unit = unit_of(max((time for run in runs for time in run.metrics.train["seconds"] if time == time), default=0.0))
     figures: List[Figure] = []
     left_out: List[str] = []
-    for plan in (*_SCORES, *norms, *_REST):
+    for plan in (*_SCORES, *(_ALL_NORMS if len(runs) == 1 else _EACH_NORM), *_REST):
         figure, reason = _figure(plan, runs, names, unit[1])
         if figure:
             figures.append(figure)
@@ -140,35 +157,36 @@ def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
     return Curves(figures, left_out, unit, most > _POINTS // max(1, len(runs)))
 
 
-def _figure(plan: Plan, runs: Sequence[Run], names: Sequence[str], unit: float):
+def _figure(plan: Plan, runs: Sequence[Run], names: Sequence[str], unit: float) -> Tuple[Optional[Figure], str]:
     """The figure, or None and why there is none."""
-    found = [(order, series) for order, run in enumerate(runs) for series in plan.series if _has(run, series)]
+    found = [(order, series) for order, run in enumerate(runs) for series in plan.series if series.is_in(run)]
     if not found:
         return None, "not in metrics.jsonl"
     if plan.dull:
-        seen = {value for order, series in found for value in _column(runs[order], series) if value == value}
+        seen = {value for order, series in found for value in series.column_of(runs[order]) if value == value}
         if len(seen) == 1:
             return None, f"{seen.pop():g} throughout"
     data, summary = [], []
-    most = max(100, _POINTS // len(found))
-    clocks = [Clock(*places(run)) for run in runs]
+    clocks = [Clock(run.metrics.train, unit) for run in runs]
     # Validation stands for the run in the legend: training is pale.
     named = dict(sorted(found, key=lambda pair: pair[1].role == "validation"))
     for order, series in found:
-        events, values = _events(runs[order], series), _column(runs[order], series)
+        events, values = series.events_of(runs[order]), series.column_of(runs[order])
         if len(runs) == 1:
-            style, name, more = _ROLES.get(series.role, LineStyle(COLOURS[0])), series.role, {}
+            style, name, who, more = _ROLES.get(series.role, LineStyle(COLOURS[0])), series.role, series.role, {}
         else:
-            style, name = _in_comparison(order, series), names[order]
+            style, name, who = _in_comparison(order, series), names[order], f"{names[order]}, {series.role}"
             more = {"legendgroup": str(order), "showlegend": series is named[order]}
-        data.append(line(events, values, clocks[order], style, name, unit, most, **more))
-        who = series.role if len(runs) == 1 else f"{names[order]}, {series.role}"
+        places = thinned(values, max(100, _POINTS // len(found)))
+        x = abscissae(events, places, clocks[order])
+        data.append(trace(name, style, x, [values[place] for place in places], **more))
         summary.append(in_words(who, values, events["epoch"], plan.share))
     layout = axes(plan.axis, data, log=plan.log, share=plan.share)
     if len(runs) == 1:
         layout["hovermode"] = "x unified"
-    caption = plan.caption + (_line_key({series.role for _, series in found}) if len(runs) > 1 else "")
-    marks = session_marks(runs[0], clocks[0], unit) if len(runs) == 1 else []
+        marks, caption = session_marks(runs[0], clocks[0]), plan.caption
+    else:
+        marks, caption = [], plan.caption + _line_key({series.role for _, series in found})
     return Figure(plan.key, plan.title, caption, " ".join(summary), data, layout, marks), ""
 
 
@@ -184,26 +202,22 @@ def _in_comparison(order: int, series: Series) -> LineStyle:
 
 def _line_key(roles: set) -> str:
     """How the lines of one run differ within a figure; nothing where it has only one."""
-    parts = []
-    if "training" in roles:
-        parts.append("Thin and pale: training.")
-    if "validation" in roles:
-        parts.append("Thick: validation.")
-    if any(role.startswith("average") for role in roles):
-        parts.append("Hollow symbols: averages.")
+    averages = any(role.startswith("average") for role in roles)
+    key = {
+        "Thin and pale: training.": "training" in roles,
+        "Thick: validation.": "validation" in roles,
+        "Hollow symbols: averages.": averages,
+    }
+    parts = [text for text, shown in key.items() if shown]
     return " " + " ".join(parts) if len(parts) > 1 else ""
 
 
-def session_marks(run: Run, clock: Clock, unit: float) -> List[dict]:
+def session_marks(run: Run, clock: Clock) -> List[dict]:
     """Where later sessions went on, for vertical lines; none where there would be too many to read."""
     steps, per_epoch = resumed_at(run.starts), steps_per_epoch(run)
     if len(steps) > _MOST_MARKS or not per_epoch:
         return []
-    times = [clock.at(step) for step in steps]
-    return [
-        {"epoch": number(step / per_epoch), "step": step, "time": None if time is None else number(time / unit)}
-        for step, time in zip(steps, times)
-    ]
+    return [{"epoch": number(step / per_epoch), "step": step, "time": clock.at(step)} for step in steps]
 
 
 def gaps(run: Run) -> List[str]:
@@ -211,15 +225,3 @@ def gaps(run: Run) -> List[str]:
     train = run.metrics.train
     counts = [(name, sum(value != value for value in train[name])) for name in ("loss", "gradient_norm", "update_norm")]
     return [f"{name}: {count} of {len(train)} lines are not finite" for name, count in counts if 0 < count < len(train)]
-
-
-def _events(run: Run, series: Series) -> Events:
-    return run.metrics.train if series.kind == "train" else run.metrics.evaluation
-
-
-def _column(run: Run, series: Series) -> Sequence[float]:
-    return _events(run, series)[series.column]
-
-
-def _has(run: Run, series: Series) -> bool:
-    return _events(run, series).has(series.column)

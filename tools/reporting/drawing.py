@@ -1,15 +1,15 @@
-"""Figures as data: lines thinned to what a screen can show, each over epochs, steps and time; the style of the axes.
+"""Lines as plotly's data: thinned to what a screen can show, over epochs, steps and time; the style of the axes.
 
-What a figure shows is in curves.py, layers.py and others; report.js draws it.
+What a figure shows is in curves.py, layers.py and timing.py; report.js draws it.
 """
 
 from __future__ import annotations
 
 import bisect
+import html
 import math
 from typing import List, NamedTuple, Optional, Sequence
 
-from tools.reporting.markup import label, number
 from tools.reporting.metrics import Events
 
 # Okabe and Ito's colours, which all eyes tell apart, in an order in which neighbours differ most. Their yellow and
@@ -31,28 +31,6 @@ class LineStyle(NamedTuple):
     faint: bool = False
 
 
-class Figure(NamedTuple):
-    """One figure of the page.
-
-    key: its id. caption: what it shows. summary: the same figures in words, for who cannot see it. data, layout: as
-    plotly has them, but that `x` may be {"epoch": [...], "step": [...], "time": [...]}. marks: the places of
-    vertical lines, each such an object of numbers.
-    """
-
-    key: str
-    title: str
-    caption: str
-    summary: str
-    data: List[dict]
-    layout: dict
-    marks: Sequence[dict] = ()
-    wide: bool = False
-
-    def as_data(self) -> dict:
-        """Input of report.js."""
-        return {"key": self.key, "data": self.data, "layout": self.layout, "marks": list(self.marks)}
-
-
 def run_style(order: int) -> LineStyle:
     """The style of a run in a comparison, by its number: colour, dash and symbol; no two alike among thirty-six."""
     turn, place = divmod(order, len(COLOURS))
@@ -60,64 +38,67 @@ def run_style(order: int) -> LineStyle:
 
 
 class Clock:
-    """From a step of a run to its place in time."""
+    """Maps a step of a run to time, in units of `unit` seconds."""
 
-    def __init__(self, steps: Sequence[float], seconds: Sequence[float]):
-        """Args: of the log lines, ascending."""
-        self._steps, self._seconds = steps, seconds
+    def __init__(self, train: Events, unit: float = 1.0):
+        lines = [(step, time) for step, time in zip(train["step"], train["seconds"]) if time == time]
+        self._steps = [step for step, _ in lines]
+        self._times = [number(seconds / unit) for _, seconds in lines]
 
     def at(self, step: float) -> Optional[float]:
-        """Seconds of the run at the newest log line up to `step`; None before the first one."""
+        """The time of the newest log line up to `step`; None before the first one."""
         place = bisect.bisect_right(self._steps, step) - 1
-        return self._seconds[place] if place >= 0 else None
+        return self._times[place] if place >= 0 else None
+
+
+def unit_of(seconds: float) -> tuple:
+    """(name, seconds) of the unit in which a run of so many seconds is shown."""
+    return next((unit for unit in reversed(_UNITS) if seconds >= 2 * unit[1]), _UNITS[0])
+
+
+def number(value: float) -> Optional[float]:
+    """With the five digits that a figure can show; None for what JSON cannot represent."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def label(text: str) -> str:
+    """Text for a figure: plotly reads a few tags of HTML, and entities, in all that it draws."""
+    return html.escape(text, quote=False)
 
 
 def thinned(values: Sequence[float], most: int) -> List[int]:
     """Numbers of the values to draw, ascending: at most `most` of them (4 at least), or all.
 
-    Of each stretch the smallest and the largest, so that no spike is lost, and one that is not finite; besides these
-    the first and the last of all.
+    The first and the last; of each stretch the smallest and the largest, so that no spike is lost, and one that is not
+    finite.
     """
     if len(values) <= most:
         return list(range(len(values)))
     stretches = max(1, (most - 2) // 3)
-    kept = {0, len(values) - 1}
+    drawn = {0, len(values) - 1}
     for stretch in range(stretches):
         places = range(len(values) * stretch // stretches, len(values) * (stretch + 1) // stretches)
         finite = [place for place in places if math.isfinite(values[place])]
         if finite:
-            kept.add(min(finite, key=values.__getitem__))
-            kept.add(max(finite, key=values.__getitem__))
+            drawn |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
         if len(finite) < len(places):
-            kept.add(next(place for place in places if not math.isfinite(values[place])))
-    return sorted(kept)
+            drawn.add(next(place for place in places if not math.isfinite(values[place])))
+    return sorted(drawn)
 
 
-def line(
-    events: Events,
-    values: Sequence[float],
-    clock: Clock,
-    style: LineStyle,
-    name: str,
-    unit: float,
-    most: int,
-    **more: object,
-) -> dict:
-    """A line over epochs, steps and time; gaps where values are not finite.
-
-    Args:
-        values: one for each of `events`.
-        unit: seconds of a unit of the time axis.
-        most: points.
-        more: of plotly's, such as `legendgroup`.
-    """
-    places = thinned(values, most)
-    return trace(name, style, abscissae(events, places, clock, unit), [values[place] for place in places], **more)
+def abscissae(events: Events, places: Sequence[int], clock: Clock) -> dict:
+    """Epochs, steps and times of some events."""
+    steps, epochs = [events["step"][place] for place in places], [events["epoch"][place] for place in places]
+    return {
+        "epoch": [number(epoch) for epoch in epochs],
+        "step": [int(step) for step in steps],
+        "time": [clock.at(step) for step in steps],
+    }
 
 
 def trace(name: str, style: LineStyle, x: dict, y: Sequence[float], **more: object) -> dict:
-    """A line as plotly has it, but for `x`; a point where it would be none."""
-    whole = {
+    """A line as plotly has it, apart from `x`; gaps where values are not finite. Args: more: of plotly's keys."""
+    line = {
         "type": "scatter",
         "mode": "lines",
         "name": label(name),
@@ -129,24 +110,8 @@ def trace(name: str, style: LineStyle, x: dict, y: Sequence[float], **more: obje
     }
     if len(y) == 1 or (style.symbol and len(y) <= _MOST_SYMBOLS):
         mode = "markers" if len(y) == 1 else "lines+markers"
-        whole.update(mode=mode, marker={"symbol": style.symbol or "circle", "size": 6, "color": style.colour})
-    return whole
-
-
-def abscissae(events: Events, places: Sequence[int], clock: Clock, unit: float) -> dict:
-    """Epochs, steps and time of some events. Args: unit: seconds of a unit of time."""
-    steps, epochs = events["step"], events["epoch"]
-    times = [clock.at(steps[place]) for place in places]
-    return {
-        "epoch": [number(epochs[place]) for place in places],
-        "step": [int(steps[place]) for place in places],
-        "time": [None if time is None else number(time / unit) for time in times],
-    }
-
-
-def unit_of(seconds: float) -> tuple:
-    """(name, seconds) of the unit in which a run of so many seconds is shown."""
-    return next((unit for unit in reversed(_UNITS) if seconds >= 2 * unit[1]), _UNITS[0])
+        line.update(mode=mode, marker={"symbol": style.symbol or "circle", "size": 6, "color": style.colour})
+    return line
 
 
 def axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = False) -> dict:
@@ -175,12 +140,9 @@ def in_words(name: str, values: Sequence[float], epochs: Sequence[float], share:
     finite = [(value, epoch) for value, epoch in zip(values, epochs) if math.isfinite(value)]
     if not finite:
         return f"{name}: none finite."
-
-    def form(value: float) -> str:
-        return f"{value:.2%}" if share else f"{value:.4g}"
-
     (low, early), (high, late) = min(finite), max(finite)
+    shown = [f"{value:.2%}" if share else f"{value:.4g}" for value in (finite[0][0], finite[-1][0], low, high)]
+    first, last, least, most = shown
     return (
-        f"{name}: {form(finite[0][0])} at first, {form(finite[-1][0])} at last, "
-        f"between {form(low)} (epoch {early:.4g}) and {form(high)} (epoch {late:.4g})."
+        f"{name}: {first} at first, {last} at last, between {least} (epoch {early:.4g}) and {most} (epoch {late:.4g})."
     )

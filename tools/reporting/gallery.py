@@ -1,20 +1,18 @@
-"""The sections with pictures: training images as they were shown, and misclassified validation images."""
+"""The sections with pictures: training images as the run received them, and misclassified validation images."""
 
 from __future__ import annotations
 
-import base64
 import io
-from typing import TYPE_CHECKING, List, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, List, Sequence, Tuple
 
 from recipe.errors import ConfigError, UserError, first_line
-from tools.reporting.drawing import Figure
-from tools.reporting.markup import Html, label, note, share, table, tag
-from tools.reporting.page import Section, plot
+from tools.reporting.drawing import label
+from tools.reporting.page import Figure, Html, Section, note, plot, table, tag
 from tools.reporting.run import Run
+from tools.reporting.sections import share
 
 if TYPE_CHECKING:
-    from tools.reporting.mistakes import Findings
-    from tools.reporting.pictures import Picture
+    from tools.reporting.pictures import Findings, Picture
 
 _WORST = 12
 _MOST_DRAWN = 200  # classes a side of a confusion matrix that can be pointed at
@@ -23,75 +21,62 @@ _MOST_COUNTED = 16  # classes up to which there is room for numbers in it
 _FAILURES = (UserError, OSError, RuntimeError)
 
 
-class Gallery(NamedTuple):
-    """sections: of the page. shown: pictures of training images. scored: of the checkpoint; None if it was not."""
+def collect(run: Run, count: int) -> Tuple[List[Section], dict]:
+    """Both sections, and what is in them as data; where one cannot be made, it has the reason.
 
-    sections: List[Section]
-    shown: int
-    scored: Optional[dict]
-
-
-def collect(run: Run, count: int) -> Gallery:
-    """Both sections; where one cannot be made, it says why. Args: count: pictures of each kind, at most."""
-    shown, seen = _training_section(run, count)
-    scored, judged = _validation_section(run, count)
-    return Gallery([seen, judged], shown, scored)
-
-
-def _training_section(run: Run, count: int) -> tuple:
-    """How many training images are shown, and the section."""
+    Args:
+        count: pictures of each kind, at most.
+    """
     from tools.reporting import pictures  # loads torch
 
-    title = "Images seen"
+    shown: Sequence[Picture] = ()
+    scored = None
     try:
         if run.recipe is None:
             raise ConfigError(run.complaint)
         shown = pictures.training_pictures(run.recipe, count)
+        text = (
+            f"{len(shown)} images as the first updates were given them: cropped, augmented and mixed. They are made "
+            "again from the data, being a function of the recipe."
+        )
+        images = Section("images", "Images seen", [note(text), _pictures(shown, "training image")])
     except _FAILURES as error:
-        return 0, Section("images", title, [note(f"Not shown: {_reason(error)}")])
-    text = note(
-        f"{len(shown)} images as the first updates were given them: cropped, augmented and mixed. They are made again "
-        "from the data, being a function of the recipe."
-    )
-    return len(shown), Section("images", title, [text, _pictures(shown, "training image")])
-
-
-def _validation_section(run: Run, count: int) -> tuple:
-    """The scores, or None, and the section."""
-    from tools.reporting import mistakes  # loads torch
-
-    title = "Validation images"
+        images = Section("images", "Images seen", [_not_shown(error)])
     try:
-        found = mistakes.find(run.folder, count)
+        found = pictures.find_mistakes(run.folder, count)
     except _FAILURES as error:
-        return None, Section("mistakes", title, [note(f"Not shown: {_reason(error)}")])
-    report = found.report
-    scored = {
-        "file": str(found.file),
-        "images": report.images,
-        "of": found.validation,
-        "top1": report.top1,
-        "top5": report.top5,
-        "loss": report.loss,
-        "missed": found.missed,
-    }
-    content, figures = _findings(found)
-    return scored, Section("mistakes", title, content, figures)
+        mistakes = Section("mistakes", "Validation images", [_not_shown(error)])
+    else:
+        scored = {
+            "file": str(found.file),
+            "images": found.report.images,
+            "of": found.validation,
+            "top1": found.report.top1,
+            "top5": found.report.top5,
+            "loss": found.report.loss,
+            "missed": found.missed,
+        }
+        mistakes = Section("mistakes", "Validation images", *mistakes_content(found))
+    return [images, mistakes], {"images_shown": len(shown), "scored": scored}
 
 
-def _findings(found: Findings) -> tuple:
+def _not_shown(error: BaseException) -> Html:
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    return note(f"Not shown: {reason}")
+
+
+def mistakes_content(found: Findings) -> Tuple[List[object], List[Figure]]:
+    """Content and figures of the section about misclassified images."""
     from training.scoring import class_rows
 
     report, names = found.report, found.classes
-    whole = report.images == found.validation
-    which = f"all {report.images:,}" if whole else f"{report.images:,} random ones of {found.validation:,}"
-    remark = "" if whole else " More would take longer than a minute here: evaluate.py scores them all."
-    content: List[object] = [
-        note(
-            f"{found.file.name} classified {which} validation images: top-1 {share(report.top1)}, "
-            f"top-5 {share(report.top5)}, {found.missed:,} misclassified.{remark}"
-        )
-    ]
+    if report.images == found.validation:
+        which, remark = f"all {report.images:,}", ""
+    else:
+        which = f"{report.images:,} random ones of {found.validation:,}"
+        remark = " More would take longer than a minute here: evaluate.py scores them all."
+    scores = f"top-1 {share(report.top1)}, top-5 {share(report.top5)}, {found.missed:,} misclassified."
+    content: List[object] = [note(f"{found.file.name} classified {which} validation images: {scores}{remark}")]
     if not found.missed:
         return [*content, note("All of them were classified correctly.")], []
     worst = [row for row in class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
@@ -100,12 +85,8 @@ def _findings(found: Findings) -> tuple:
     ]
     heads = ("class", "images", "top-1", "most often taken for")
     content += [tag("h3", "Worst classes"), table(heads, rows, caption="Worst classes", numbers=(1, 2))]
-    figures = []
-    if len(names) <= _MOST_DRAWN:
-        figures = [_confusion(found)]
-        content.append(plot(figures[0], alone=True))
-    else:
-        content.append(_confusion_picture(found))
+    figures = [_confusion(found)] if len(names) <= _MOST_DRAWN else []
+    content += [plot(figure, alone=True) for figure in figures] or [_confusion_picture(found)]
     how = "the most confident ones" if found.missed > len(found.pictures) else "the most confident first"
     content += [tag("h3", f"Misclassified images, {how}"), _pictures(found.pictures, "validation image")]
     return content, figures
@@ -115,8 +96,7 @@ def _confusion(found: Findings) -> Figure:
     """A cell per class and guess; empty where it never happened, coloured by its share of the class."""
     counts = found.report.confusion
     totals = counts.sum(1, keepdim=True).clamp(min=1)
-    # The square root lifts a few percent of mistakes out of the pale.
-    shades = (counts / totals).sqrt()
+    shades = (counts / totals).sqrt()  # the root lifts a few percent of mistakes out of the pale
     cells = counts.tolist()
     names = [label(name) for name in found.classes]
     data = {
@@ -145,19 +125,19 @@ def _confusion(found: Findings) -> Figure:
         "showlegend": False,
     }
     caption = "Images of each class (rows) by what they were taken for (columns); the darker, the more of the row."
-    right = int(counts.diagonal().sum())
-    summary = f"{right} of {found.report.images} images on the diagonal."
+    summary = f"{int(counts.diagonal().sum())} of {found.report.images} images on the diagonal."
     return Figure("confusion", "Which class was taken for which", caption, summary, [data], layout)
 
 
 def _confusion_picture(found: Findings) -> Html:
     """A picture for more classes than one could point at."""
+    from tools.reporting.pictures import png_uri
     from training.scoring import draw_confusion
 
     stream = io.BytesIO()
     draw_confusion(stream, found.report, found.classes, f"top1 {found.report.top1:.2%}")
-    source = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-    return tag("figure", tag("img", src=source, alt="Confusion matrix", style="width:100%"), class_="alone")
+    image = tag("img", src=png_uri(stream), alt="Confusion matrix", style="width:100%")
+    return tag("figure", image, class_="alone")
 
 
 def _pictures(shown: Sequence[Picture], kind: str) -> Html:
@@ -166,7 +146,3 @@ def _pictures(shown: Sequence[Picture], kind: str) -> Html:
         image = tag("img", src=picture.source, alt=f"{kind} {picture.name}", title=picture.name)
         items.append(tag("li", tag("figure", image, tag("figcaption", picture.caption))))
     return tag("ul", *items, class_="pictures")
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"

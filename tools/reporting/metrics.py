@@ -1,4 +1,4 @@
-"""The events of a run in columns: a hundred thousand log lines of two hundred layers each fit into memory so."""
+"""The events of a run in columns, so that a hundred thousand log lines of two hundred layers fit into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = float("nan")
 class Events:
     """Events of one kind; a column for each number in them, those of inner objects as `trust/stem.conv_stem.weight`.
 
-    What an event does not have, or has as null (it was not finite), is NaN.
+    NaN stands for what an event does not have, or has as null (it was not finite).
     """
 
     def __init__(self) -> None:
@@ -33,35 +33,29 @@ class Events:
         return any(value == value for value in self.columns.get(name, ()))
 
     def add(self, event: dict) -> None:
-        """One more event."""
+        """Append an event."""
+        values = {}
         for key, value in event.items():
-            if isinstance(value, dict):
-                for name, inner in value.items():
-                    self._put(f"{key}/{name}", inner)
-            else:
-                self._put(key, value)
+            values.update(
+                {f"{key}/{name}": each for name, each in value.items()} if type(value) is dict else {key: value}
+            )
+        for name, value in values.items():
+            if not is_number(value) and type(value) is not float:
+                continue
+            if name not in self.columns:
+                self.columns[name] = array("d", [_MISSING]) * self._length
+            self.columns[name].append(value if is_number(value) and value is not None else _MISSING)
         self._length += 1
         for column in self.columns.values():
             if len(column) < self._length:
                 column.append(_MISSING)
 
-    def _put(self, name: str, value: object) -> None:
-        if value is None or (isinstance(value, float) and not is_number(value)):
-            value = _MISSING  # the column keeps its place among the others
-        elif not is_number(value):
-            return
-        column = self.columns.get(name)
-        if column is None:
-            column = self.columns[name] = array("d", [_MISSING]) * self._length
-        if len(column) == self._length:  # else a file that was put together by hand has the name twice
-            column.append(value)
-
 
 class Metrics(NamedTuple):
     """Content of metrics.jsonl.
 
-    step: the last one that it tells of. end: the event of a finished run. odd: numbers of the lines that are no events,
-    without a last one that was being written.
+    step: the newest. end: the event of a finished run. odd: numbers of the lines that are no events, except a last one
+    that was being written.
     """
 
     train: Events
@@ -72,19 +66,15 @@ class Metrics(NamedTuple):
 
 
 def read(path: Path) -> Metrics:
-    """The events in a file that may still be written; of a file that is missing, none. Raises OSError."""
-    train, evaluation, end, step = Events(), Events(), None, 0
-    odd: List[int] = []
-    if not path.exists():
-        return Metrics(train, evaluation, step, end, odd)
-    for number, event in lines(path):
+    """The events in a file that may still be written; none if it is missing. Raises OSError."""
+    kinds = {"train": Events(), "eval": Events()}
+    end, step, odd = None, 0, []
+    for number, event in lines(path) if path.exists() else ():
         if event is None:
             odd.append(number)
             continue
         step = max(step, event["step"])
-        if event["event"] == "train":
-            train.add(event)
-        elif event["event"] == "eval":
-            evaluation.add(event)
+        if event["event"] in kinds:
+            kinds[event["event"]].add(event)
         end = event if event["event"] == "end" else None
-    return Metrics(train, evaluation, step, end, odd)
+    return Metrics(kinds["train"], kinds["eval"], step, end, odd)

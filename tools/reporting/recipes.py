@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, List, Sequence, Tuple
 
 from recipe.batch import peak_learning_rate
 from recipe.config import Recipe
 
-# Of several runs they always differ.
-_OF_THE_PLACE = ("run.name", "run.output")
+_OF_THE_PLACE = ("run.name", "run.output")  # differ in any two runs
 
 
-class Setting(NamedTuple):
-    """A key whose value is not its default, both as text."""
-
-    key: str
-    value: str
-    default: str
-    description: str
-
-
-def settings(recipe: Recipe) -> List[Setting]:
-    """Keys that differ from their defaults, in the order of the schema.
+def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
+    """(key, value, default, description) of the keys that differ from their defaults, in the order of the schema.
 
     The default of a key that follows a name (of the model, the optimizer or the schedule) is that of the name given.
     """
     found = []
     for section, keys in recipe.model_dump(mode="json", by_alias=True).items():
         part = getattr(recipe, section)
-        defaults, described = part.defaults(), type(part).fields()
+        defaults, fields = part.defaults(), type(part).fields()
         for key, value in keys.items():
             if value != defaults[key]:
-                description = described[key].description or ""
-                found.append(Setting(f"{section}.{key}", text(value), text(defaults[key]), description))
+                found.append((f"{section}.{key}", text(value), text(defaults[key]), fields[key].description or ""))
     return found
 
 
-def differences(recipes: Sequence[Recipe]) -> List[tuple]:
-    """(key, value in each recipe, as text) of the keys that differ, and what follows from them; nothing for one recipe.
+def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
+    """(key, value in each recipe, as text) of the keys that differ, and what follows from them.
 
     The name and the folder of a run are left out.
     """
     rows = []
-    dumped: List[Dict[str, Any]] = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
-    for section in dumped[0]:
+    dumped = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
+    for section in Recipe.model_fields:
         for key in dict.fromkeys(key for each in dumped for key in each[section]):
             values = [text(each[section].get(key)) for each in dumped]
             if len(set(values)) > 1 and f"{section}.{key}" not in _OF_THE_PLACE:
@@ -58,7 +47,7 @@ def differences(recipes: Sequence[Recipe]) -> List[tuple]:
 def text(value: Any) -> str:
     """A value in one line, as a recipe could have it."""
     if isinstance(value, list):
-        return f"[{', '.join(text(each) for each in value)}]"
+        return f"[{', '.join(map(text, value))}]"
     if isinstance(value, float):
         return f"{value:.10g}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,33 +1,36 @@
-"""A run as its folder tells it: the recipe, the events, the starts, and the state that it is in."""
+"""A run as read from its folder: the recipe, the events, the starts, and its state."""
 
 from __future__ import annotations
 
+import collections
 import datetime
 import fcntl
 import os
 import struct
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional
 
 from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import ConfigError, UserError
-from tools.reporting import metrics, sessions
+from tools.reporting import metrics
 from tools.reporting.metrics import Metrics
-from tools.reporting.sessions import Start
+from training import run_folder
+from training.metrics import MOST_STEPS, NAME
 
 FINISHED, RUNNING, CUT_OFF, FAILED, NOT_BEGUN = "finished", "running", "cut off", "failed", "not begun"
 AVERAGES = ("step_average", "epoch_average")
+_EXAMPLE = "name a run folder, e.g. runs/quickstart"
 
 
 class Run(NamedTuple):
-    """recipe: None where config.yaml cannot be used; complaint: why not."""
+    """recipe: None where config.yaml cannot be used; complaint: why not. starts: see `starts_in`."""
 
     folder: Path
     recipe: Optional[Recipe]
     complaint: str
     metrics: Metrics
-    starts: List[Start]
+    starts: List[dict]
 
     @property
     def name(self) -> str:
@@ -36,7 +39,7 @@ class Run(NamedTuple):
 
 
 class State(NamedTuple):
-    """kind: one of the five above. text: how far it came, and why no further."""
+    """kind: one of the five above. text: how far the run came, and why no further."""
 
     kind: str
     text: str
@@ -44,13 +47,11 @@ class State(NamedTuple):
 
 def read(folder: Path) -> Run:
     """The run in a folder. Raises UserError where there is none, or where its events cannot be read."""
-    config, events = folder / "config.yaml", folder / "metrics.jsonl"
+    config, events = folder / "config.yaml", folder / NAME
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name a run folder, e.g. runs/quickstart")
+        raise UserError(f"{folder}: no such folder; {_EXAMPLE}")
     if not config.exists() and not events.exists():
-        raise UserError(
-            f"{folder}: neither config.yaml nor metrics.jsonl in it; name a run folder, e.g. runs/quickstart"
-        )
+        raise UserError(f"{folder}: neither config.yaml nor {NAME} in it; {_EXAMPLE}")
     try:
         recipe, complaint = loading.load(config), ""
     except ConfigError as error:
@@ -59,7 +60,28 @@ def read(folder: Path) -> Run:
         found = metrics.read(events)
     except OSError as error:
         raise UserError(f"{events}: {error.strerror}; make it readable") from None
-    return Run(folder, recipe, complaint, found, sessions.starts(folder))
+    return Run(folder, recipe, complaint, found, starts_in(folder))
+
+
+def starts_in(folder: Path) -> List[dict]:
+    """All starts that environment.json has, the first one first.
+
+    `step` (updates done before) and `replicas` are left out unless they are counts; a start that trained nothing, as
+    the run was finished or the recipe refused, has neither.
+    """
+    found = []
+    for start in run_folder.starts(folder):
+        for name, least in (("step", 0), ("replicas", 1)):
+            count = start.get(name)
+            if type(count) is not int or not least <= count < MOST_STEPS:
+                start.pop(name, None)
+        found.append(start)
+    return found
+
+
+def resumed_at(starts: List[dict]) -> List[int]:
+    """The steps at which a later session went on from an earlier one, ascending."""
+    return sorted({start["step"] for start in starts if start.get("step")})
 
 
 def state(run: Run) -> State:
@@ -73,34 +95,34 @@ def state(run: Run) -> State:
         return State(RUNNING, f"{where} is logged (process {process})")
     if not done:
         return State(NOT_BEGUN, "no update is logged yet")
-    skipped = _skipped_at_last(run)
+    skipped = _skipped_at_last(run.metrics.train)
     if run.recipe and skipped > run.recipe.precision.max_skipped_steps:
-        return State(FAILED, f"at {where}: the last {skipped} updates had gradients that are not finite")
+        return State(FAILED, f"at {where}: the last {skipped:.0f} updates had gradients that are not finite")
     return State(CUT_OFF, f"at {where}: stopped, killed or failed; the command that began it resumes it")
 
 
 def _writer(lock: Path) -> int:
-    """The process that holds the folder's lock, asked without taking it; 0 where none on this machine does."""
+    """The process that holds the folder's lock, queried without taking it; 0 where none on this machine does."""
     if not hasattr(fcntl, "F_GETLK") or os.uname().sysname != "Linux":
         return 0  # the layout below is Linux's
     try:
         with open(lock, "rb") as stream:
-            question = struct.pack("hhqqii", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0, 0)
-            kind, _, _, _, process, _ = struct.unpack("hhqqii", fcntl.fcntl(stream, fcntl.F_GETLK, question))
+            query = struct.pack("hhqqii", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0, 0)
+            kind, _, _, _, process, _ = struct.unpack("hhqqii", fcntl.fcntl(stream, fcntl.F_GETLK, query))
     except OSError:
         return 0
     return 0 if kind == fcntl.F_UNLCK else process
 
 
-def _skipped_at_last(run: Run) -> int:
-    """How many of the updates at the end of the log were left out for gradients that are not finite, in a row."""
-    pairs = list(zip(run.metrics.train["step"], run.metrics.train["skipped_steps"]))
-    in_row = 0.0
-    for (before, left_before), (step, left) in reversed(list(zip([(0.0, 0.0), *pairs], pairs))):
-        in_row += left - left_before if left >= left_before else 0.0
-        if left - left_before < step - before:
-            break
-    return int(in_row)
+def _skipped_at_last(train: metrics.Events) -> float:
+    """Number of updates in a row, at the end of the log, that were left out for gradients that are not finite."""
+    in_row, step, skipped = 0.0, 0.0, 0.0
+    for next_step, next_skipped in zip(train["step"], train["skipped_steps"]):
+        if next_skipped - skipped < next_step - step:
+            in_row = 0.0
+        in_row += next_skipped - skipped if next_skipped >= skipped else 0.0
+        step, skipped = next_step, next_skipped
+    return in_row
 
 
 def steps_per_epoch(run: Run) -> Optional[float]:
@@ -113,26 +135,22 @@ def steps_per_epoch(run: Run) -> Optional[float]:
 
 
 def total_steps(run: Run) -> Optional[int]:
-    """The length of the run in updates; None where neither recipe nor events tell it."""
-    per_epoch = steps_per_epoch(run)
+    """The length of the run in updates; None where it follows from neither recipe nor events."""
     if run.recipe is None:
         return None
+    size, length, per_epoch = run.recipe.batch.global_, run.recipe.run, steps_per_epoch(run)
     if per_epoch is None:
-        images = run.recipe.data.images("train")
-        per_epoch = batch.steps_per_epoch(images, run.recipe.batch.global_) if images else 0
-    length = run.recipe.run
+        per_epoch = batch.steps_per_epoch(run.recipe.data.images("train") or 0, size)
     if not per_epoch and length.epochs is not None:
         return None
-    return max(
-        1, batch.in_steps(length.epochs, length.steps, length.images, round(per_epoch), run.recipe.batch.global_)
-    )
+    return max(1, batch.in_steps(length.epochs, length.steps, length.images, round(per_epoch), size))
 
 
 def division(run: Run) -> Optional[str]:
     """The line of the batch arithmetic; None without a recipe that can be divided."""
     if run.recipe is None:
         return None
-    replicas = next((start.replicas for start in reversed(run.starts) if start.replicas), None)
+    replicas = next((start["replicas"] for start in reversed(run.starts) if "replicas" in start), None)
     try:
         line = batch.divide(run.recipe, replicas).describe()
     except UserError:
@@ -144,69 +162,48 @@ def division(run: Run) -> Optional[str]:
 
 def headline(run: Run) -> dict:
     """The figures that a run is judged by; None for those that are not known (yet)."""
-    now, end, evaluation = state(run), run.metrics.end or {}, run.metrics.evaluation
-    best = max((value for value in evaluation["top1"] if value == value), default=None)
+    train, evaluation, end = run.metrics.train, run.metrics.evaluation, run.metrics.end or {}
+    epochs = [epoch for epoch in (_newest(train["epoch"]), _newest(evaluation["epoch"])) if epoch is not None]
+    events = run.folder / NAME
+    written = (
+        datetime.datetime.fromtimestamp(events.stat().st_mtime, datetime.timezone.utc) if events.exists() else None
+    )
     return {
         "folder": str(run.folder),
         "name": run.name,
-        "state": now.kind,
+        "state": state(run).kind,
         "step": run.metrics.step,
         "steps": total_steps(run),
-        "epoch": _last(run, "epoch"),
+        "epoch": max(epochs, default=None),
         "top1": end.get("top1", _newest(evaluation["top1"])),
         "top5": end.get("top5", _newest(evaluation["top5"])),
-        "best_top1": end.get("best_top1", best),
+        "best_top1": end.get("best_top1", max((top1 for top1 in evaluation["top1"] if top1 == top1), default=None)),
         **{name: _newest(evaluation[f"{name}/top1"]) for name in AVERAGES if evaluation.has(f"{name}/top1")},
-        "images_per_second": end.get("images_per_second", _newest(run.metrics.train["images_per_second"])),
-        "seconds": end.get("seconds", _newest(run.metrics.train["seconds"])),
+        "images_per_second": end.get("images_per_second", _newest(train["images_per_second"])),
+        "seconds": end.get("seconds", _newest(train["seconds"])),
         "global_batch": run.recipe.batch.global_ if run.recipe else None,
         "device": device(run),
-        "started": run.starts[0].environment.get("started") if run.starts else None,
-        "last_written": last_written(run),
-        "revision": run.starts[-1].environment.get("revision") if run.starts else None,
+        "started": run.starts[0].get("started") if run.starts else None,
+        "last_written": written and written.isoformat(timespec="seconds"),
+        "revision": run.starts[-1].get("revision") if run.starts else None,
         "starts": len(run.starts),
     }
-
-
-def device(run: Run) -> Optional[str]:
-    """Devices of the newest start: the GPUs that it saw, IPUs, or the CPU."""
-    if not run.starts:
-        return None
-    environment = run.starts[-1].environment
-    asked = run.recipe.run.device if run.recipe else "auto"
-    if asked == "ipu":
-        return "IPU"
-    devices = environment.get("devices")
-    if isinstance(devices, list) and devices and asked != "cpu":
-        return ", ".join(_counted([str(name) for name in devices]))
-    return f"CPU: cores {environment.get('cpus')}, threads a process {environment.get('threads')}"
-
-
-def _counted(names: List[str]) -> List[str]:
-    """["A", "A", "B"] as ["2 x A", "B"]."""
-    counts = [(name, names.count(name)) for name in dict.fromkeys(names)]
-    return [f"{number} x {name}" if number > 1 else name for name, number in counts]
-
-
-def last_written(run: Run) -> Optional[str]:
-    """When the events were written last, as ISO 8601 in UTC."""
-    path = run.folder / "metrics.jsonl"
-    if not path.exists():
-        return None
-    written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
-    return written.isoformat(timespec="seconds")
 
 
 def _newest(column) -> Optional[float]:
     return next((value for value in reversed(column) if value == value), None)
 
 
-def _last(run: Run, name: str) -> Optional[float]:
-    values = [_newest(events[name]) for events in (run.metrics.train, run.metrics.evaluation)]
-    return max((value for value in values if value is not None), default=None)
-
-
-def places(run: Run) -> Tuple[List[float], List[float]]:
-    """Steps of the log lines and the seconds of the run at each, for a time axis; without lines that lack either."""
-    pairs = [pair for pair in zip(run.metrics.train["step"], run.metrics.train["seconds"]) if pair[1] == pair[1]]
-    return [step for step, _ in pairs], [seconds for _, seconds in pairs]
+def device(run: Run) -> Optional[str]:
+    """Devices of the newest start: the GPUs that it saw, IPUs, or the CPU."""
+    if not run.starts:
+        return None
+    environment = run.starts[-1]
+    wanted = run.recipe.run.device if run.recipe else "auto"
+    if wanted == "ipu":
+        return "IPU"
+    devices = environment.get("devices")
+    if isinstance(devices, list) and devices and wanted != "cpu":
+        counts = collections.Counter(map(str, devices))
+        return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+    return f"CPU: cores {environment.get('cpus')}, threads a process {environment.get('threads')}"

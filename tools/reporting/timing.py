@@ -1,14 +1,14 @@
-"""Where the time of a run went: computing, waiting for images, and the rest."""
+"""Where the time of each session of a run went: computing, waiting for images, and the rest."""
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple
+import bisect
+from typing import List, NamedTuple, Sequence, Tuple
 
-from tools.reporting.drawing import COLOURS, Figure, unit_of
-from tools.reporting.markup import Html, label, number, table, tag
-from tools.reporting.page import plot
-from tools.reporting.run import Run
-from tools.reporting.sessions import SessionTime, session_times
+from tools.reporting.drawing import COLOURS, label, number, unit_of
+from tools.reporting.metrics import Metrics
+from tools.reporting.page import Figure, Html, table
+from tools.reporting.run import Run, resumed_at
 from training.monitor import duration
 
 # A pattern beside the colour: the parts can be told apart without it.
@@ -17,6 +17,51 @@ _PARTS = (
     ("waiting", "waiting for images", COLOURS[4], "/"),
     ("rest", "evaluation, checkpoints", COLOURS[2], "x"),
 )
+
+
+class SessionTime(NamedTuple):
+    """Seconds of one session by what they went to. first, last: updates done before and after it."""
+
+    first: int
+    last: int
+    computing: float
+    waiting: float
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.waiting + self.rest
+
+
+def session_times(metrics: Metrics, starts: Sequence[dict], global_batch: int) -> List[SessionTime]:
+    """Where the time of each session went, as far as the log shows it; the sessions whose work was kept.
+
+    A log line has the images a second and the share of waiting since the line before it (or the session's start), and
+    the seconds of the whole run. What the two do not account for went to evaluation and checkpoints. Those between
+    the last log line of a session and its end count to the next session. Loading torch and the model is in neither.
+
+    Args:
+        starts: see `run.starts_in`.
+        global_batch: images of an update.
+    """
+    bounds = [0, *resumed_at(starts)]
+    parts = [[0.0, 0.0, 0.0] for _ in bounds]
+    last, counted, session = 0, 0.0, 0
+    columns = (metrics.train[name] for name in ("step", "images_per_second", "data_wait", "seconds"))
+    for step, pace, wait, seconds in zip(*columns):
+        session = max(0, bisect.bisect_left(bounds, step) - 1)
+        updates = step - max(last, bounds[session])
+        last = step
+        if not (pace > 0 and seconds >= counted):
+            continue  # not finite, or a file that was put together by hand
+        total, counted = seconds - counted, seconds
+        training = min(total, updates * global_batch / pace)
+        waiting = training * wait if 0 <= wait <= 1 else 0.0
+        parts[session] = [sum(pair) for pair in zip(parts[session], (training - waiting, waiting, total - training))]
+    if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
+        parts[session][2] += max(0.0, metrics.end["seconds"] - counted)
+    ends = [*bounds[1:], max(metrics.step, bounds[-1])]
+    return [SessionTime(first, end, *part) for first, end, part in zip(bounds, ends, parts) if sum(part) > 0]
 
 
 def of_run(run: Run) -> Tuple[List[SessionTime], str]:
@@ -36,22 +81,19 @@ def together(parts: Sequence[SessionTime]) -> SessionTime:
 def draw(rows: Sequence[Tuple[str, SessionTime]]) -> Figure:
     """A bar per row, the first at the top."""
     unit, length = unit_of(max(part.seconds for _, part in rows))
-    names = [label(name) for name, _ in rows]
-    data = [
-        {
+    data = []
+    for key, title, colour, shape in _PARTS:
+        pattern = {"shape": shape, "bgcolor": colour, "fgcolor": "#fff", "solidity": 0.2}
+        bar = {
             "type": "bar",
             "orientation": "h",
             "name": title,
-            "y": names,
+            "y": [label(name) for name, _ in rows],
             "x": [number(getattr(part, key) / length) for _, part in rows],
-            "marker": {
-                "color": colour,
-                "pattern": {"shape": pattern, "bgcolor": colour, "fgcolor": "#fff", "solidity": 0.2},
-            },
+            "marker": {"color": colour, "pattern": pattern},
             "hovertemplate": f"%{{y}}, {title}: %{{x:.3~g}} {unit}<extra></extra>",
         }
-        for key, title, colour, pattern in _PARTS
-    ]
+        data.append(bar)
     layout = {
         "barmode": "stack",
         "height": 110 + 30 * len(rows),
@@ -72,13 +114,8 @@ def draw(rows: Sequence[Tuple[str, SessionTime]]) -> Figure:
     return Figure("time", "Where the time went", caption, summary, data, layout, wide=True)
 
 
-def place(figure: Figure) -> Html:
-    """Where the bars come."""
-    return tag("div", plot(figure), class_="figures")
-
-
 def as_table(rows: Sequence[Tuple[str, SessionTime]], called: str = "session") -> Html:
-    """The same in figures."""
+    """The same figures as a table. Args: called: what a row is."""
     cells = []
     for name, part in rows:
         shares = [f"{duration(getattr(part, key))} ({getattr(part, key) / part.seconds:.0%})" for key, *_ in _PARTS]

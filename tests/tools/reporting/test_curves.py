@@ -8,7 +8,6 @@ import pytest
 
 from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
 from tools.reporting import curves, layers, run, timing
-from tools.reporting.sessions import Start
 
 LINES = [train_event(6 * n) for n in range(1, 41)] + [eval_event(60 * n, top1=n / 10) for n in range(1, 5)]
 
@@ -97,7 +96,7 @@ def test_values_that_are_not_finite_are_gaps_and_counted(read):
 
 
 def test_later_sessions_are_marked_where_they_went_on(read):
-    one = read()._replace(starts=[Start(start(step=0)), Start(start(step=120))])
+    one = read()._replace(starts=[start(step=0), start(step=120)])
     (mark,) = curves.draw([one], ["run"]).figures[0].marks
     assert mark == {"epoch": 2.0, "step": 120, "time": 1.0}
 
@@ -146,7 +145,7 @@ def test_many_layers_stay_readable(read):
 
 
 def test_time_is_drawn_by_session(read):
-    one = read([*LINES, end_event(240, 130.0)])._replace(starts=[Start(start(step=0)), Start(start(step=120))])
+    one = read([*LINES, end_event(240, 130.0)])._replace(starts=[start(step=0), start(step=120)])
     parts, reason = timing.of_run(one)
     figure = timing.draw([(f"session {n + 1}", part) for n, part in enumerate(parts)])
     go.Figure(data=figure.data, layout=figure.layout)

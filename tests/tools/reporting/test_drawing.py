@@ -37,7 +37,7 @@ def test_thirty_six_runs_look_different_and_the_first_six_without_their_colour()
 
 
 def test_a_step_is_placed_at_the_newest_log_line_before_it():
-    clock = Clock([10, 20], [3.0, 7.0])
+    clock = Clock({"step": [10, 15, 20], "seconds": [3.0, math.nan, 7.0]})
     assert [clock.at(step) for step in (5, 10, 19, 20, 99)] == [None, 3.0, 3.0, 7.0, 7.0]
 
 

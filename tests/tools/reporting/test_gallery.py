@@ -19,7 +19,7 @@ from parallel.topology import Topology
 from recipe import batch
 from recipe.errors import UserError
 from tests.tools.reporting.runs import ODD_NAMES, folders_of_images, trained, written
-from tools.reporting import gallery, mistakes, pictures, run
+from tools.reporting import gallery, pictures, run
 from training.checkpoint import CheckpointFolder
 
 
@@ -86,7 +86,7 @@ def test_tiny_pictures_have_their_pixels_repeated_and_large_ones_are_made_smalle
 def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run):
     """The scores are those that the run itself told of its last evaluation, and the worst class is the table's."""
     end = run.read(digits_run).metrics.end
-    found = mistakes.find(digits_run, 64)
+    found = pictures.find_mistakes(digits_run, 64)
     assert found.report.top1 == end["top1"] and found.report.top5 == end["top5"]
     assert found.report.images == found.validation == 360
     assert found.missed == 360 - int(found.report.confusion.diagonal().sum()) > 0
@@ -106,18 +106,18 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run):
 
 
 def test_of_more_images_than_there_is_time_for_a_random_part_is_classified(digits_run):
-    found = mistakes.find(digits_run, 4, seconds=0)
+    found = pictures.find_mistakes(digits_run, 4, seconds=0)
     assert (found.report.images, found.validation, len(found.pictures)) == (180, 360, 4)
     assert (found.report.confusion.sum(1) > 0).all(), "of all classes, though the images lie by class"
-    content, _ = gallery._findings(found)
+    content, _ = gallery.mistakes_content(found)
     assert "180 random ones of 360 validation images" in content[0]
 
 
 def test_names_of_classes_and_images_are_text(folder_run):
     folder, images = folder_run
-    shown = gallery.collect(run.read(folder), 8)
-    assert shown.shown == 8 and shown.scored["images"] == 24
-    markup = "".join(str(part) for section in shown.sections for part in section.content)
+    sections, shown = gallery.collect(run.read(folder), 8)
+    assert shown["images_shown"] == 8 and shown["scored"]["images"] == 24
+    markup = "".join(str(part) for section in sections for part in section.content)
     for name in ODD_NAMES:
         assert name not in markup
     assert "&lt;img src=x onerror=alert(1)&gt;" in markup and "/&lt;b&gt;0&amp;.png" in markup
@@ -128,16 +128,16 @@ def test_what_is_gone_is_said_and_the_rest_is_shown(folder_run):
     folder, images = folder_run
     (images / "train").rename(images / "elsewhere")
     try:
-        shown = gallery.collect(run.read(folder), 8)
-        assert shown.shown == 0 and shown.scored["images"] == 24
-        assert "Not shown: " in shown.sections[0].content[0] and "no folder" in shown.sections[0].content[0]
+        sections, shown = gallery.collect(run.read(folder), 8)
+        assert shown["images_shown"] == 0 and shown["scored"]["images"] == 24
+        assert "Not shown: " in sections[0].content[0] and "no folder" in sections[0].content[0]
     finally:
         (images / "elsewhere").rename(images / "train")
     (folder / "checkpoints").rename(folder / "gone")
     try:
-        shown = gallery.collect(run.read(folder), 8)
-        assert shown.shown == 8 and shown.scored is None
-        assert "no checkpoint in this folder" in shown.sections[1].content[0]
+        sections, shown = gallery.collect(run.read(folder), 8)
+        assert shown == {"images_shown": 8, "scored": None}
+        assert "no checkpoint in this folder" in sections[1].content[0]
     finally:
         (folder / "gone").rename(folder / "checkpoints")
 
@@ -148,24 +148,24 @@ def test_fewer_images_than_the_run_had_are_refused(tiny):
 
 
 def test_a_perfect_run_has_nothing_to_show(digits_run, monkeypatch):
-    found = mistakes.find(digits_run, 4)
+    found = pictures.find_mistakes(digits_run, 4)
     right = found.report._replace(confusion=torch.eye(10, dtype=torch.int64), top1=1.0)
-    content, figures = gallery._findings(found._replace(report=right, missed=0, pictures=[]))
+    content, figures = gallery.mistakes_content(found._replace(report=right, missed=0, pictures=[]))
     assert figures == [] and "classified correctly" in content[1]
 
 
 def test_many_classes_are_a_picture_and_few_a_figure(digits_run):
-    found = mistakes.find(digits_run, 4)
-    assert [figure.key for figure in gallery._findings(found)[1]] == ["confusion"]
+    found = pictures.find_mistakes(digits_run, 4)
+    assert [figure.key for figure in gallery.mistakes_content(found)[1]] == ["confusion"]
     confusion = torch.eye(300, dtype=torch.int64) * 2
     confusion[3, 4] = 1
     many = found._replace(report=found.report._replace(confusion=confusion), classes=[f"c{n}" for n in range(300)])
-    content, figures = gallery._findings(many)
+    content, figures = gallery.mistakes_content(many)
     assert figures == [] and any("data:image/png" in str(part) for part in content)
 
 
 def test_a_run_that_has_no_checkpoint_yet_still_shows_its_images(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
-    shown = gallery.collect(run.read(written(tmp_path / "run")), 4)
-    assert shown.shown == 4 and "no checkpoint" in shown.sections[1].content[0]
+    sections, shown = gallery.collect(run.read(written(tmp_path / "run")), 4)
+    assert shown["images_shown"] == 4 and "no checkpoint" in sections[1].content[0]
     assert CheckpointFolder(tmp_path / "run" / "checkpoints", 2, True).manifests() == []

@@ -14,9 +14,9 @@ def test_the_settings_alone_make_the_recipe_again(name):
     recipe = loading.load(ROOT / "configs" / f"{name}.yaml")
     found = settings(recipe)
     names = [f"{part}.name={getattr(recipe, part).name}" for part in ("run", "model", "optimizer", "schedule")]
-    rest = [f"{setting.key}={quoted(setting.value)}" for setting in found if not setting.key.endswith(".name")]
+    rest = [f"{setting[0]}={quoted(setting[1])}" for setting in found if not setting[0].endswith(".name")]
     assert loading.loads("", "nothing", [*names, *rest]) == recipe
-    assert all(setting.value != setting.default and setting.description for setting in found)
+    assert all(setting[1] != setting[2] and setting[3] for setting in found)
 
 
 def quoted(value):
@@ -28,7 +28,7 @@ def test_the_defaults_are_those_of_the_name():
     plain = loading.loads(
         "", "x", ["run.epochs=1", "schedule.peak=1", "model.name=efficientnet_b0", "optimizer.name=sgd"]
     )
-    keys = {setting.key for setting in settings(plain)}
+    keys = {setting[0] for setting in settings(plain)}
     assert keys == {"run.epochs", "schedule.peak", "model.name", "optimizer.name"}
     assert isinstance(plain, Recipe) and plain.model.image_size == 224
 

@@ -4,7 +4,8 @@ import pytest
 
 from tests.tools.reporting.runs import end_event, start, train_event, written
 from tools.reporting.metrics import read
-from tools.reporting.sessions import Start, resumed_at, session_times, starts
+from tools.reporting.run import resumed_at, starts_in
+from tools.reporting.timing import session_times
 
 BATCH = 24
 
@@ -12,20 +13,21 @@ BATCH = 24
 def test_a_start_that_trained_nothing_has_no_step(tmp_path):
     """Three starts: the second found its recipe refused."""
     noted = [start(step=0, replicas=2), start(), start(step=120, replicas=4)]
-    found = starts(written(tmp_path / "run", starts=noted))
-    assert [(each.step, each.replicas) for each in found] == [(0, 2), (None, None), (120, 4)]
+    found = starts_in(written(tmp_path / "run", starts=noted))
+    assert [(each.get("step"), each.get("replicas")) for each in found] == [(0, 2), (None, None), (120, 4)]
     assert resumed_at(found) == [120]
 
 
 @pytest.mark.parametrize("odd", ["many", None, -1, 1.5, True])
-def test_a_step_that_is_none_is_not_taken_for_one(odd):
-    assert Start({"step": odd}).step is None and Start({"replicas": odd}).replicas is None
+def test_a_step_that_is_none_is_not_taken_for_one(tmp_path, odd):
+    (found,) = starts_in(written(tmp_path / "run", starts=[start(step=odd, replicas=odd)]))
+    assert "step" not in found and "replicas" not in found
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"starts": 3}', '{"starts": ["odd"]}'])
 def test_an_environment_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "environment.json").write_text(content)
-    assert starts(tmp_path) == []
+    assert starts_in(tmp_path) == []
 
 
 def logged(tmp_path, *events):
@@ -45,7 +47,7 @@ def test_training_waiting_and_the_rest_are_the_whole_time(tmp_path):
 
 def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_of_it(tmp_path):
     """Saved by a signal at step 9: the line of step 12 tells of 3 updates of this session, which took 1.5 s."""
-    begun = [Start({"step": 0}), Start({"step": 9})]
+    begun = [{"step": 0}, {"step": 9}]
     metrics = logged(tmp_path, train_event(6, seconds=3.0), train_event(12, seconds=6.0))
     first, second = session_times(metrics, begun, BATCH)
     assert (first.first, first.last, second.first, second.last) == (0, 9, 9, 12)
