@@ -1,6 +1,6 @@
 """The section of a recipe that says how replicas combine their gradients."""
 
-from typing import Any, Dict, List, Literal, Optional
+from typing import Any, ClassVar, Dict, List, Literal, Optional
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,11 @@ class Exchange(Kind):
 
     tag = "method"
     resets = False
+    sparse: ClassVar[bool] = False  # whether a replica sends only a share of its gradient
+    in_tree: ClassVar[bool] = False  # whether micro batches are added up in one fixed binary tree
+    replica_momentum: ClassVar[bool] = False  # whether replicas apply the momentum, each before it selects
+    whole_1d: ClassVar[bool] = False  # whether gradients of biases and norms are sent whole, beside a share of the rest
+    sent: ClassVar[str] = "float32"  # type of the values that travel
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(
@@ -52,43 +57,17 @@ class Exchange(Kind):
         return Exchange(**{**{key: value for key, value in self if key in known}, "method": method, **changes})
 
     @property
-    def sparse(self) -> bool:
-        """Whether a replica sends only a share of its gradient."""
-        return False
-
-    @property
-    def in_tree(self) -> bool:
-        """Whether micro batches are added up in one fixed binary tree."""
-        return False
-
-    @property
-    def replica_momentum(self) -> bool:
-        """Whether each replica applies the momentum before it selects, in the optimizer's place."""
-        return False
-
-    @property
-    def whole_1d(self) -> bool:
-        """Whether the gradients of biases and norms are sent whole, beside a share of the others."""
-        return False
-
-    @property
-    def sent(self) -> str:
-        """The type of the values that travel."""
-        return "float32"
-
-    @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
         return self.method
 
     def describe(self) -> str:
         """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001, conserving`."""
-        sent = f" ({', '.join(self._sent_as())})" if self._sent_as() else ""
-        parts = [f"exchange {self.method}{sent}", *self._details()]
-        return ", ".join(parts + ([f"gradients {count(self.delay, 'step')} late"] if self.delay else []))
+        late = [f"gradients {count(self.delay, 'step')} late"] if self.delay else []
+        return ", ".join([f"exchange {self._form()}", *self._details(), *late])
 
-    def _sent_as(self) -> List[str]:
-        return []
+    def _form(self) -> str:
+        return self.method
 
     def _details(self) -> List[str]:
         return ["order fast"]
@@ -122,8 +101,8 @@ class Half(Exchange):
     def sent(self) -> str:
         return self.wire
 
-    def _sent_as(self) -> List[str]:
-        return [self.wire]
+    def _form(self) -> str:
+        return f"half ({self.wire})"
 
 
 class _Selecting(Exchange):
@@ -172,18 +151,16 @@ class _Selecting(Exchange):
 class Sparse(_Selecting):
     """Base of the methods that send a share of a gradient."""
 
+    sparse: ClassVar[bool] = True
+    _residuals: ClassVar[List[str]] = []  # the rule for what is kept, where there are several
     wire: Literal["float32", "float16"] = Field("float32", description="type of the values that travel")
-
-    @property
-    def sparse(self) -> bool:
-        return True
 
     @property
     def sent(self) -> str:
         return self.wire
 
-    def _sent_as(self) -> List[str]:
-        return [self.wire]
+    def _form(self) -> str:
+        return f"{self.method} ({self.wire})"
 
     def _details(self) -> List[str]:
         warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
@@ -192,12 +169,9 @@ class Sparse(_Selecting):
             f"density {self.density:g}",
             *([f"after {warmup} in the first epochs"] if warmup else []),
             *([f"dense for {self.dense_steps} steps"] if self.dense_steps else []),
-            *self._residuals(),
+            *self._residuals,
             *(name.replace("_", " ") for name in switches if getattr(self, name)),
         ]
-
-    def _residuals(self) -> List[str]:
-        return []
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
         """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the first `dense_steps`."""
@@ -237,9 +211,10 @@ class GTopK(_Merging, Sparse):
     def variant(self) -> str:
         return f"gtopk {self.pattern}"
 
-    def _sent_as(self) -> List[str]:
-        return [self.pattern, self.wire]
+    def _form(self) -> str:
+        return f"gtopk ({self.pattern}, {self.wire})"
 
+    @property
     def _residuals(self) -> List[str]:
         return ["conserving" if self.conserve else "published residual rule"]
 

@@ -3,7 +3,7 @@
 import os
 from typing import Any, ClassVar, List, Literal, Optional, Tuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from recipe import credentials
 from recipe.errors import ConfigError, DataError
@@ -15,6 +15,7 @@ class Data(Kind):
 
     tag = "source"
     resets = False
+    files: ClassVar[bool] = False  # whether images are files that are read, and decoded
 
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = Field(
@@ -74,9 +75,11 @@ class Data(Kind):
 
     @field_validator("crop_area", "crop_aspect")
     @classmethod
-    def _ordered(cls, value: Tuple[float, float]) -> Tuple[float, float]:
+    def _ordered(cls, value: Tuple[float, float], info: ValidationInfo) -> Tuple[float, float]:
         if not 0 < value[0] <= value[1]:
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
+        if info.field_name == "crop_area" and value[1] > 1:
+            raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
         return value
 
     @model_validator(mode="after")
@@ -84,13 +87,6 @@ class Data(Kind):
         if self.reader == "dali" and not self.files:
             raise ValueError(f"reader dali reads files, but source is {self.source}; use reader torch")
         return self
-
-    @field_validator("crop_area")
-    @classmethod
-    def _inside(cls, value: Tuple[float, float]) -> Tuple[float, float]:
-        if value[1] > 1:
-            raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
-        return value
 
     @field_validator("image_sizes")
     @classmethod
@@ -111,18 +107,13 @@ class Data(Kind):
         return None  # ignored, so that one override changes the images of a recipe
 
     @property
-    def files(self) -> bool:
-        """Whether images are files that are read, and decoded."""
-        return False
-
-    @property
     def place(self) -> str:
         """Where the images are."""
         return self.source
 
     def images(self, split: str) -> Optional[int]:
-        """Images of the "train" or "validation" split as the recipe alone knows them; None: those that are found."""
-        return None
+        """Images of the "train" or "validation" split that the recipe alone gives; None: those that are found."""
+        return getattr(self, f"{split}_images", None)
 
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
@@ -131,6 +122,7 @@ class Data(Kind):
 class Files(Data):
     """Keys of the sources that read files."""
 
+    files: ClassVar[bool] = True
     urls: ClassVar[bool] = False  # whether root may be a URL
     root: Optional[str] = Field(
         None,
@@ -152,15 +144,8 @@ class Files(Data):
         return value and credentials.take(value)
 
     @property
-    def files(self) -> bool:
-        return True
-
-    @property
     def place(self) -> str:
         return str(self.root)
-
-    def images(self, split: str) -> Optional[int]:
-        return self.train_images if split == "train" else self.validation_images
 
 
 class Folder(Files):
@@ -206,9 +191,6 @@ class Glyphs(Data):
         0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
     )
 
-    def images(self, split: str) -> Optional[int]:
-        return self.train_images if split == "train" else self.validation_images
-
     def check_classes(self, classes: int) -> None:
         if classes > 1000:
             raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
@@ -218,15 +200,15 @@ def split_folder(data: Files, split: str) -> str:
     """The folder, or the URL, of the "train" or "validation" images. Raises DataError where there is no such folder."""
     if data.root is None:
         raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
-    name_key = "train_folder" if split == "train" else "validation_folder"
-    name = getattr(data, name_key)
+    key = f"{split}_folder"
+    name = getattr(data, key)
     folder = below(data.root, name)
     if data.urls and "://" in data.root:
         return folder  # whether it is there, its manifest tells
     if not os.path.isdir(data.root):
         raise DataError(f"{data.root}: no such folder; correct data.root")
     if not os.path.isdir(folder):
-        raise DataError(f"{data.root}: no folder {name!r}; set data.{name_key} to the folder of the {split} images")
+        raise DataError(f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images")
     return folder
 
 

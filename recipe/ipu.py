@@ -11,7 +11,9 @@ from typing import Iterator, List, NamedTuple, Tuple
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.ipu_optimizers import FORMS, DeviceOptimizer, Name
-from recipe.ipu_rules import (
+
+# The rules are part of this module's interface.
+from recipe.ipu_rules import (  # noqa: F401
     Launched,
     check,
     check_launched,
@@ -21,12 +23,6 @@ from recipe.ipu_rules import (
     pipelined,
     stages_of_launcher,
 )
-
-__all__ = [
-    "Chain", "DeviceOptimizer", "Launched", "Name", "Setting", "check", "check_launched", "check_served",
-    "compute_dtype", "evaluation_iterations", "evaluation_overlaps", "evaluation_settings", "launched_by",
-    "model_calls", "notes", "optimizer", "overlaps", "pipelined", "shown", "stages_of_launcher", "training_settings",
-]  # fmt: skip
 
 
 class Chain(NamedTuple):
@@ -69,30 +65,30 @@ def overlaps(recipe: Recipe, batch: Batch) -> bool:
     PopART overlaps the turns of a loop; with one micro batch an update there is none, and explicit main loops without a
     loop are an error where results are summed (willow/src/transforms/mainloops.cpp).
     """
-    return _may_overlap(recipe) and batch.accumulation > 1
+    return recipe.ipu.overlap_io is not False and not pipelined(recipe) and batch.accumulation > 1
 
 
 def evaluation_overlaps(recipe: Recipe) -> bool:
     """Whether they do in evaluation."""
-    return _may_overlap(recipe) and evaluation_iterations(recipe) > 1
-
-
-def _may_overlap(recipe: Recipe) -> bool:
-    return recipe.ipu.overlap_io is not False and not pipelined(recipe)
+    return recipe.ipu.overlap_io is not False and not pipelined(recipe) and evaluation_iterations(recipe) > 1
 
 
 def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
     """Lines to print at the start of a run. Args: served: replicas of this process."""
-    found = {
-        "synthetic data: nothing is learned, and the weights that are saved and scored are the first ones": (
-            recipe.ipu.synthetic_data
-        ),
-        "ipu.shard_optimizer_state has no effect: state is divided within an instance, and each has one replica; start "
-        "fewer instances": recipe.ipu.shard_optimizer_state and served == 1,
-        f"pipelined stages: {recipe.ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap "
-        "computing; parallel.schedule=sharded overlaps it, with one stage at work at a time": pipelined(recipe),
-    }
-    return tuple(note for note, applies in found.items() if applies)
+    ipu, found = recipe.ipu, []
+    if ipu.synthetic_data:
+        found.append("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones")
+    if ipu.shard_optimizer_state and served == 1:
+        found.append(
+            "ipu.shard_optimizer_state has no effect: state is divided within an instance, and each has one replica; "
+            "start fewer instances"
+        )
+    if pipelined(recipe):
+        found.append(
+            f"pipelined stages: {ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap computing; "
+            "parallel.schedule=sharded overlaps it, with one stage at work at a time"
+        )
+    return tuple(found)
 
 
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
@@ -149,24 +145,12 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
     if not under_poprun:
         instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
         yield Setting("Options.replicationFactor", (served,), f"parallel.replicas; {instead}")
-    strategy = "PipelinedExecution" if pipelined(recipe) else "ShardedExecution"
-    yield Setting(
-        "Options.setExecutionStrategy", (Chain(f"poptorch.{strategy}"),), "parallel.stages, parallel.schedule"
-    )
+    strategy = Chain("poptorch.PipelinedExecution" if pipelined(recipe) else "poptorch.ShardedExecution")
+    yield Setting("Options.setExecutionStrategy", (strategy,), "parallel.stages, parallel.schedule")
     if ipu.available_memory_proportion is not None:
         shares = ipu.available_memory_proportion * (stages if len(ipu.available_memory_proportion) == 1 else 1)
         by_ipu = {f"IPU{number}": share for number, share in enumerate(shares)}
         yield Setting("Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion")
-    yield from _arithmetic(recipe)
-    if overlap:
-        yield Setting("Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io")
-    yield Setting("Options._Popart.set", ("defaultPrefetchBufferingDepth", ipu.prefetch_depth), "ipu.prefetch_depth")
-    yield from _compiler(recipe)
-
-
-def _arithmetic(recipe: Recipe) -> Iterator[Setting]:
-    """Number formats and normalisation."""
-    ipu = recipe.ipu
     partials = ipu.partials or ("half" if compute_dtype(recipe) == "float16" else "float")
     source = "ipu.partials" if ipu.partials else "precision.compute"
     yield Setting("Options.Precision.setPartialsType", (Name(f"torch.{partials}"),), source)
@@ -176,11 +160,9 @@ def _arithmetic(recipe: Recipe) -> Iterator[Setting]:
         yield _popart("convolutionOptions", options, f"ipu.convolution_dithering, {source}")
     yield Setting("Options.enableStableNorm", (True,), "always: variances about the mean, as on other devices")
     yield _popart("groupNormStridedChannelGrouping", False, "always: groups of neighbouring channels, as in torch")
-
-
-def _compiler(recipe: Recipe) -> Iterator[Setting]:
-    """The compiler's engine, its cache and its reports."""
-    ipu = recipe.ipu
+    if overlap:
+        yield Setting("Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io")
+    yield _popart("defaultPrefetchBufferingDepth", ipu.prefetch_depth, "ipu.prefetch_depth")
     engine, source = {"target.deterministicWorkers": "portable"}, "always: replicas round alike"
     if ipu.exchange_memory_target:
         engine["opt.internalExchangeOptimisationTarget"] = ipu.exchange_memory_target
@@ -196,37 +178,25 @@ def _compiler(recipe: Recipe) -> Iterator[Setting]:
 
 def _gradients(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     """Accumulation, reduction, loss scale and rounding of the updates."""
-    precision = recipe.precision
+    precision, division = recipe.precision, "batch.global, batch.micro, parallel.replicas"
     # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in their own float16,
     # where a mean that is kept as it goes cannot overflow.
-    strategy = "Post" if batch.accumulation > 1 else "Running"
+    strategy = Name("poptorch.MeanReductionStrategy." + ("Post" if batch.accumulation > 1 else "Running"))
+    mean, why = Name("poptorch.ReductionType.Mean"), "always: the gradient of the mean loss over batch.global"
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
+    training = "Options.Training"
     yield Setting("Options.deviceIterations", (1,), "always: the learning rate changes with every update")
-    yield Setting(
-        "Options.Training.gradientAccumulation",
-        (batch.accumulation,),
-        "batch.global, batch.micro, parallel.replicas",
-    )
-    yield Setting(
-        "Options.Training.accumulationAndReplicationReductionType",
-        (Name("poptorch.ReductionType.Mean"),),
-        "always: the gradient of the mean loss over batch.global",
-    )
-    yield Setting(
-        "Options.Training.setMeanAccumulationAndReplicationReductionStrategy",
-        (Name(f"poptorch.MeanReductionStrategy.{strategy}"),),
-        "batch.global, batch.micro, parallel.replicas",
-    )
+    yield Setting(f"{training}.gradientAccumulation", (batch.accumulation,), division)
+    yield Setting(f"{training}.accumulationAndReplicationReductionType", (mean,), why)
+    yield Setting(f"{training}.setMeanAccumulationAndReplicationReductionStrategy", (strategy,), division)
     if precision.dynamic_loss_scale:
-        yield Setting("Options.Training.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale")
+        yield Setting(f"{training}.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale")
     yield Setting("Options.Precision.enableStochasticRounding", (stochastic,), "precision.rounding, precision.weights")
     yield Setting("Options.outputMode", (Name("poptorch.OutputMode.Sum"),), "always: loss and hits of an update")
     yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
     if recipe.ipu.shard_optimizer_state:
-        location = Chain(
-            "poptorch.TensorLocationSettings",
-            (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,))),
-        )
+        calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
+        location = Chain("poptorch.TensorLocationSettings", calls)
         yield Setting("Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state")
 
 
@@ -235,18 +205,15 @@ _RECOMPUTE_NONE, _RECOMPUTE_STANDARD, _RECOMPUTE_PIPELINE, _RECOMPUTE_ALL = 0, 1
 
 
 def _recomputation(recipe: Recipe) -> Iterator[Setting]:
-    wanted, kept = recipe.parallel.recompute, recipe.ipu.keep_activations
-    source = "parallel.recompute"
-    if pipelined(recipe):
-        # PopTorch recomputes pipelines unless it is told not to.
-        yield _popart("autoRecomputation", _RECOMPUTE_PIPELINE if wanted else _RECOMPUTE_NONE, source)
-    elif wanted:
+    recompute, source = recipe.parallel.recompute, "parallel.recompute"
+    if pipelined(recipe):  # which PopTorch recomputes by default
+        yield _popart("autoRecomputation", _RECOMPUTE_PIPELINE if recompute else _RECOMPUTE_NONE, source)
+    elif recompute:
         yield _popart("explicitRecomputation", True, source)
-        yield _popart(
-            "autoRecomputation",
-            _RECOMPUTE_ALL if kept else _RECOMPUTE_STANDARD,
-            f"{source}, ipu.keep_activations" if kept else source,
-        )
+        if recipe.ipu.keep_activations:
+            yield _popart("autoRecomputation", _RECOMPUTE_ALL, f"{source}, ipu.keep_activations")
+        else:
+            yield _popart("autoRecomputation", _RECOMPUTE_STANDARD, source)
 
 
 def _published() -> Iterator[Setting]:

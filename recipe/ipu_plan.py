@@ -33,48 +33,35 @@ def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     made = ipu.optimizer(recipe)
     for group, source in zip(made.groups, made.group_sources):
         options = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
-        which = "skipped" if group.skipped else "other"
-        yield which, f"lr scale {group.lr_scale:.6g}, {options}", source
+        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {options}", source
 
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:
     """The plan as text, an option a line."""
     launched = ipu.launched_by(os.environ)
-    served = launched.served if launched else batch.replicas
-    shown = [f"note       {note}" for note in ipu.notes(recipe, served)]
+    shown = [f"note       {note}" for note in ipu.notes(recipe, launched.served if launched else batch.replicas)]
     shown += [f"{model:<10} {setting}  <- {setting.source}" for model, setting in settings(recipe, batch)]
-    name = ipu.optimizer(recipe).name
-    shown += [
-        f"optimizer  poptorch.optim.{name}({argument}={value})  <- {source}"
-        for argument, value, source in arguments_of_optimizer(recipe)
-    ]
-    shown += [
-        f"optimizer  {which} parameters: {how}  <- {source}" for which, how, source in groups_of_optimizer(recipe)
-    ]
-    return shown
+    name = f"optimizer  poptorch.optim.{ipu.optimizer(recipe).name}"
+    shown += [f"{name}({key}={value})  <- {source}" for key, value, source in arguments_of_optimizer(recipe)]
+    groups = groups_of_optimizer(recipe)
+    return shown + [f"optimizer  {which} parameters: {how}  <- {source}" for which, how, source in groups]
 
 
 def as_data(recipe: Recipe, batch: Batch) -> dict:
     """The same as JSON has it. Names and objects of PopTorch are text."""
-    optimizer = ipu.optimizer(recipe)
-    return {
-        "options": [
-            {
-                "model": model,
-                "call": setting.call,
-                "arguments": [_plain(each) for each in setting.arguments],
-                "from": setting.source,
-            }
-            for model, setting in settings(recipe, batch)
-        ],
-        "optimizer": {
-            "name": f"poptorch.optim.{optimizer.name}",
-            "options": {name: _plain(value) for name, value in optimizer.options.items()},
-            "constant": list(optimizer.constant),
-            "groups": [group._asdict() for group in optimizer.groups],
-            "from": {name: source for name, _, source in arguments_of_optimizer(recipe)},
-        },
+    options = []
+    for model, setting in settings(recipe, batch):
+        arguments = [_plain(each) for each in setting.arguments]
+        options.append({"model": model, "call": setting.call, "arguments": arguments, "from": setting.source})
+    made = ipu.optimizer(recipe)
+    optimizer = {
+        "name": f"poptorch.optim.{made.name}",
+        "options": {name: _plain(value) for name, value in made.options.items()},
+        "constant": list(made.constant),
+        "groups": [group._asdict() for group in made.groups],
+        "from": {name: source for name, _, source in arguments_of_optimizer(recipe)},
     }
+    return {"options": options, "optimizer": optimizer}
 
 
 def _plain(value: object) -> object:

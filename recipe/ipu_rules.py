@@ -5,7 +5,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping, NamedTuple, Optional
+from typing import Iterable, Mapping, NamedTuple, Optional, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -58,125 +58,90 @@ def pipelined(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe, batch: Batch) -> None:
     """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
-    found = [*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)]
-    if found:
-        raise ConfigError(found[0])
+    for refusal in refusals(recipe.optimizer, recipe.precision):
+        raise ConfigError(refusal)
+    for broken, key, reason in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
+        if broken:
+            raise ConfigError(f"{key} on IPUs: {reason}")
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
     _check_powers(batch)
 
 
-def _algorithm(recipe: Recipe) -> Iterator[str]:
-    """Rules for the algorithm."""
-    section, data, average = recipe.optimizer, recipe.data, recipe.average
-    yield from refusals(section, recipe.precision)
-    if section.clip_norm is not None:
-        yield (
-            f"optimizer.clip_norm {section.clip_norm} on IPUs: PopTorch's LAMB and RMSprop cannot clip gradients; use "
-            "optimizer.clip_norm=null"
-        )
-    if average.step_decay is not None:
-        yield (
-            f"average.step_decay {average.step_decay} on IPUs: the weights would have to leave the device after every "
-            "update; use average.step_decay=null; average.epoch_decay works"
-        )
-    if recipe.exchange.method not in ("dense", "auto"):
-        yield (
-            f"exchange.method {recipe.exchange.method} on IPUs: PopART exchanges gradients itself, completely and in "
-            "the accumulator's float32; use exchange.method=dense"
-        )
-    if recipe.exchange.delay > 0:
-        yield (
-            f"exchange.delay {recipe.exchange.delay} on IPUs: PopART makes each update from the gradients of its own "
-            "step; use exchange.delay=0"
-        )
-    if recipe.exchange.in_tree:
-        yield "exchange.order tree on IPUs: PopART decides in which order gradients are added; use exchange.order=fast"
-    if recipe.model.norm == "batch":
-        yield "model.norm batch on IPUs: running statistics would be each replica's own; use model.norm=group or layer"
-    if data.bad_images == "skip":
-        yield (
-            "data.bad_images skip on IPUs: a compiled program takes whole micro batches only; use data.bad_images=error"
-        )
-    if data.reader == "dali":
-        yield "data.reader dali on IPUs: PopTorch's loader reads by worker processes of its own; use data.reader=torch"
-    if data.image_sizes is not None and len({pixels for _, pixels in data.image_sizes}) > 1:
-        yield (
-            f"data.image_sizes {data.image_sizes} on IPUs: every size is another program to compile; use one size, or "
-            "a run for each that starts from the one before (model.init_from)"
-        )
+_Rules = Iterable[Tuple[bool, str, str]]  # whether it is broken, the key with its value, the reason and the remedy
 
 
-def _numbers(recipe: Recipe) -> Iterator[str]:
-    """Rules for formats of numbers."""
+def _algorithm(recipe: Recipe) -> _Rules:
+    clip, decay, exchange, data = recipe.optimizer.clip_norm, recipe.average.step_decay, recipe.exchange, recipe.data
+    sizes = {pixels for _, pixels in data.image_sizes or ()}
+    return (
+        (clip is not None, f"optimizer.clip_norm {clip}",
+         "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
+        (decay is not None, f"average.step_decay {decay}",
+         "the weights would have to leave the device after every update; use average.step_decay=null; "
+         "average.epoch_decay works"),
+        (exchange.method not in ("dense", "auto"), f"exchange.method {exchange.method}",
+         "PopART exchanges gradients itself, completely and in the accumulator's float32; use exchange.method=dense"),
+        (exchange.delay > 0, f"exchange.delay {exchange.delay}",
+         "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
+        (exchange.in_tree, "exchange.order tree",
+         "PopART decides in which order gradients are added; use exchange.order=fast"),
+        (recipe.model.norm == "batch", "model.norm batch",
+         "running statistics would be each replica's own; use model.norm=group or layer"),
+        (data.bad_images == "skip", "data.bad_images skip",
+         "a compiled program takes whole micro batches only; use data.bad_images=error"),
+        (data.reader == "dali", "data.reader dali",
+         "PopTorch's loader reads by worker processes of its own; use data.reader=torch"),
+        (len(sizes) > 1, f"data.image_sizes {data.image_sizes}",
+         "every size is another program to compile; use one size, or a run for each that starts from the one before "
+         "(model.init_from)"),
+    )  # fmt: skip
+
+
+def _numbers(recipe: Recipe) -> _Rules:
     precision, compute = recipe.precision, compute_dtype(recipe)
-    if compute == "bfloat16":
-        yield "precision.compute bfloat16 on IPUs: the IPU has float16 and float32 only; use precision.compute=float16"
-    if compute != precision.weights:
-        yield (
-            f"precision.weights {precision.weights} with precision.compute {compute} on IPUs: weights live on the "
-            f"device, in the format that it computes in; use precision.weights={compute} or "
-            f"precision.compute={precision.weights}"
-        )
-    if precision.dynamic_loss_scale and compute == "float32":
-        yield (
-            "precision.dynamic_loss_scale on IPUs: PopART finds the scale from float16 gradients, and float32 has "
-            "none; use precision.dynamic_loss_scale=false"
-        )
+    return (
+        (compute == "bfloat16", "precision.compute bfloat16",
+         "the IPU has float16 and float32 only; use precision.compute=float16"),
+        (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
+         f"weights live on the device, in the format that it computes in; use precision.weights={compute} or "
+         f"precision.compute={precision.weights}"),
+        (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
+         "PopART finds the scale from float16 gradients, and float32 has none; use precision.dynamic_loss_scale=false"),
+    )  # fmt: skip
 
 
-def _machine(recipe: Recipe, batch: Batch) -> Iterator[str]:
+def _machine(recipe: Recipe, batch: Batch) -> _Rules:
     """Rules for schedules, memory and data movement."""
-    parallel, ipu = recipe.parallel, recipe.ipu
-    if parallel.schedule == "interleaved":
-        yield (
-            "parallel.schedule interleaved on IPUs: PopART pipelines in one way of its own, one stage an IPU; use "
-            "parallel.schedule=1f1b"
-        )
-    if isinstance(parallel.recompute, list):
-        yield (
-            "parallel.recompute as a list on IPUs: PopART recomputes all blocks or none, and is told which outputs to "
-            "keep; use parallel.recompute=true, and ipu.keep_activations for the blocks whose output is kept"
-        )
-    if ipu.keep_activations and not parallel.recompute:
-        yield (
-            "ipu.keep_activations on IPUs: without recomputation all activations are kept; use "
-            "parallel.recompute=true or ipu.keep_activations=[]"
-        )
-    if recipe.log.trace > 0:
-        yield (
-            f"log.trace {recipe.log.trace} on IPUs: the host does not see what the IPUs of a replica do when; use "
-            "log.trace=0, and ipu.profile=FOLDER for Poplar's own profile"
-        )
-    if ipu.overlap_io and pipelined(recipe):
-        yield (
-            'ipu.overlap_io with pipelined stages on IPUs: "Overlapped IO is not supported with '
-            'poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches only, or '
-            "parallel.schedule=sharded, or parallel.stages=1"
-        )
-    if ipu.overlap_io and batch.accumulation == 1:
-        yield (
-            "ipu.overlap_io with an accumulation of 1 on IPUs: the next micro batch moves while this one is computed, "
-            "and an update has only one; use ipu.overlap_io=null, or a smaller batch.micro"
-        )
-    for key, value in EngineSection():
-        if getattr(recipe.engine, key) != value:
-            yield (
-                f"engine.{key} {getattr(recipe.engine, key)} on IPUs: Poplar compiles the model, chooses its layouts "
-                f"and has kernels of its own; use engine.{key}={str(value).lower()}"
-            )
-    shares = ipu.available_memory_proportion
-    if shares is not None and len(shares) not in (1, parallel.stages):
-        yield (
-            f"ipu.available_memory_proportion {shares} on IPUs: {parallel.stages} stages have {parallel.stages} IPUs; "
-            "give one number, or one for each stage"
-        )
-    wanted = ipu.evaluation_iterations
-    if wanted is not None and pipelined(recipe) and wanted < parallel.stages:
-        yield (
-            f"ipu.evaluation_iterations {wanted} on IPUs: a pipeline of {parallel.stages} stages needs at least "
-            f"{parallel.stages} batches; use ipu.evaluation_iterations=null"
-        )
+    parallel, ipu, stages = recipe.parallel, recipe.ipu, recipe.parallel.stages
+    shares, iterations = ipu.available_memory_proportion, ipu.evaluation_iterations
+    changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
+    return (
+        (parallel.schedule == "interleaved", "parallel.schedule interleaved",
+         "PopART pipelines in one way of its own, one stage an IPU; use parallel.schedule=1f1b"),
+        (isinstance(parallel.recompute, list), "parallel.recompute as a list",
+         "PopART recomputes all blocks or none, and is told which outputs to keep; use parallel.recompute=true, and "
+         "ipu.keep_activations for the blocks whose output is kept"),
+        (bool(ipu.keep_activations) and not parallel.recompute, "ipu.keep_activations",
+         "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
+        (recipe.log.trace > 0, f"log.trace {recipe.log.trace}",
+         "the host does not see what the IPUs of a replica do when; use log.trace=0, and ipu.profile=FOLDER for "
+         "Poplar's own profile"),
+        (bool(ipu.overlap_io) and pipelined(recipe), "ipu.overlap_io with pipelined stages",
+         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches '
+         "only, or parallel.schedule=sharded, or parallel.stages=1"),
+        (bool(ipu.overlap_io) and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
+         "the next micro batch moves while this one is computed, and an update has only one; use ipu.overlap_io=null, "
+         "or a smaller batch.micro"),
+        *((found != value, f"engine.{key} {found}",
+           "Poplar compiles the model, chooses its layouts and has kernels of its own; use "
+           f"engine.{key}={str(value).lower()}") for key, found, value in changed),
+        (shares is not None and len(shares) not in (1, stages), f"ipu.available_memory_proportion {shares}",
+         f"{stages} stages have {stages} IPUs; give one number, or one for each stage"),
+        (iterations is not None and pipelined(recipe) and iterations < stages,
+         f"ipu.evaluation_iterations {iterations}",
+         f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
+    )  # fmt: skip
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:

@@ -116,7 +116,7 @@ class Kind(_Open):
     def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
         """Tell whether the layer `after` names another kind than `before`, of which only keys common to all stay."""
         old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
-        return cls.resets and new is not None and cls._kind(new) is not cls._kind(old)
+        return cls.resets and new is not None and cls.kinds.get(str(new)) is not cls.kinds.get(str(old))
 
     @model_validator(mode="before")
     @classmethod
@@ -146,20 +146,15 @@ class Kind(_Open):
         raise invalid
 
     @classmethod
-    def _kind(cls, name: Any) -> Optional[Type["Kind"]]:
-        return cls.kinds.get(name) if isinstance(name, str) else None
-
-    @classmethod
     def _class_for(cls, values: Any) -> Type["Kind"]:
-        """The kind that `values` name. Raises ValidationError for a name that there is not."""
+        """The kind that `values` name. Raises ValidationError for an unknown name."""
         name = values.get(cls.tag, cls.default_name()) if isinstance(values, dict) else cls.default_name()
-        kind = cls._kind(name)
-        if kind is None:
-            *names, last = map(repr, cls.kinds)
-            expected = f"{', '.join(names)} or {last}" if names else last
-            fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
-            raise ValidationError.from_exception_data(cls.__name__, [fault])
-        return kind
+        if isinstance(name, str) and name in cls.kinds:
+            return cls.kinds[name]
+        *names, last = map(repr, cls.kinds)
+        expected = f"{', '.join(names)} or {last}" if names else last
+        fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
+        raise ValidationError.from_exception_data(cls.__name__, [fault])
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:

@@ -177,8 +177,9 @@ def _read(path: Path, child: str | None) -> dict:
     except OSError as error:
         if child:
             raise ConfigError(f"{child}: extends {path}: {error.strerror}; correct the name or make the file") from None
-        remedy = "name an existing recipe, e.g. --config configs/quickstart.yaml"
-        raise ConfigError(f"{path}: {error.strerror}; {remedy}") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}; name an existing recipe, e.g. --config configs/quickstart.yaml"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; a recipe is YAML in UTF-8") from None
     except ValueError as error:
@@ -255,18 +256,12 @@ def _suggest(section: str, key: str | None = None) -> str:
     """Suggestion for an unknown section or key: the nearest name, else all names."""
     keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
     elsewhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
-    if key is None:
-        outer, _, inner = section.partition(".")
-        if inner in keys.get(outer, ()):
-            return f"; write it as `{outer}: {{{inner}: ...}}`"
-        near, otherwise = {name: name for name in keys}, f"the sections are {', '.join(keys)}"
-    else:
-        near, otherwise = (
-            {name: f"{section}.{name}" for name in keys[section]},
-            f"{section} has {', '.join(keys[section])}",
-        )
+    outer, _, inner = section.partition(".")
+    if inner in keys.get(outer, ()):
+        return f"; write it as `{outer}: {{{inner}: ...}}`"
+    near = {name: f"{section}.{name}" for name in keys[section]} if key else {name: name for name in keys}
     for choices in (near, elsewhere):
         matches = difflib.get_close_matches(key or section, choices, n=1)
         if matches:
             return f"; did you mean {choices[matches[0]]}?"
-    return f"; {otherwise}"
+    return f"; {section} has {', '.join(near)}" if key else f"; the sections are {', '.join(near)}"

@@ -1,6 +1,6 @@
 """The section of a recipe that says which network is trained: a class for each family of models."""
 
-from typing import Any, Dict, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,9 @@ SCALES: Dict[str, Dict[str, Any]] = {
 
 class Model(Kind):
     """The network; each family has keys of its own, and its names their sizes."""
+
+    # Whether it normalises with statistics of a micro batch, of which it keeps running ones.
+    batch_statistics: ClassVar[bool] = False
 
     name: str = Field("efficientnet_b4", description="family of models and size")
     image_size: Optional[int] = Field(
@@ -54,11 +57,6 @@ class Model(Kind):
         if min(value) <= 0:
             raise ValueError("every value must be positive")
         return value
-
-    @property
-    def batch_statistics(self) -> bool:
-        """Whether it normalises with statistics of a micro batch, of which it keeps running ones."""
-        return False
 
     def describe(self) -> str:
         """The name and what matters of its size, for the plan."""

@@ -44,6 +44,10 @@ class Optimizer(Kind):
 
     # By the name under which torch's optimizers keep them, all state tensors that some setting of the keys has.
     all_slots: ClassVar[Dict[str, Slot]] = {}
+    # Whether each replica may apply the momentum itself, before it selects what it sends.
+    replica_momentum: ClassVar[bool] = False
+    # Whether half weights are stepped in float32 scratch memory, with a copy of each slot.
+    scratch: ClassVar[bool] = True
 
     name: str = Field("lars", description="how a gradient becomes an update")
     skip: List[Literal["bias", "norm"]] = Field(
@@ -59,16 +63,6 @@ class Optimizer(Kind):
         """The state tensors that are kept with these keys."""
         return self.all_slots
 
-    @property
-    def replica_momentum(self) -> bool:
-        """Whether each replica may apply the momentum itself, before it selects what it sends."""
-        return False
-
-    @property
-    def scratch(self) -> bool:
-        """Whether half weights are stepped in float32 scratch memory, with a copy of each slot."""
-        return True
-
     def form(self) -> str:
         """The name, with what matters to those that work with some forms of an optimizer only."""
         return self.name
@@ -78,6 +72,7 @@ class Lars(Optimizer):
     """Layer-wise adaptive rates (You et al., 1708.03888), with the defaults of the G16 recipe."""
 
     all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
+    scratch: ClassVar[bool] = False
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
@@ -100,10 +95,6 @@ class Lars(Optimizer):
     @property
     def replica_momentum(self) -> bool:
         return self.trust == "gradient"
-
-    @property
-    def scratch(self) -> bool:
-        return False
 
     def form(self) -> str:
         return f"lars with trust {self.trust}"

@@ -7,7 +7,7 @@ import pytest
 import timm
 from pydantic import ValidationError
 
-from recipe.config import ALTERNATIVES, Data, Exchange, Model, Parallel, Recipe, Run, Schedule
+from recipe.config import ALTERNATIVES, Data, Model, Parallel, Recipe, Run, Schedule
 from recipe.errors import ConfigError
 from recipe.network import SCALES
 
@@ -78,21 +78,13 @@ def test_the_name_scales_what_is_not_given():
     assert (given.width, given.depth, given.image_size, given.dropout) == (1.0, 0.5, 224, 0.0)
 
 
-def test_widths_of_the_normalisation_are_positive():
-    with pytest.raises(ValidationError, match="every value must be positive"):
-        Model(std=(0.2, 0.0, 0.2))
-    assert Model(mean=(-1, 0, 1)).mean == (-1.0, 0.0, 1.0)
-
-
 def test_cut_points_are_one_fewer_than_stages_or_left_to_the_program():
     assert Parallel(stages=3, split="auto") == Parallel(stages=3, split=None) == Parallel(stages=3)
     assert Parallel(stages=3).model_dump()["split"] == "auto"
     assert Parallel(stages=3, split=["blocks.1.0", "blocks.3.0"]).stages == 3
     assert Parallel(stages=1, split=[]).parts == 1
     for stages, split in ((1, ["blocks.3.0"]), (3, ["blocks.3.0"]), (2, ["blocks.1.0", "blocks.3.0"])):
-        with pytest.raises(
-            ValidationError, match=f"split names {len(split)} cut points but {stages} stages need {stages - 1}"
-        ):
+        with pytest.raises(ValidationError, match=f"split names {len(split)} .* {stages} stages need {stages - 1}"):
             Parallel(stages=stages, split=split)
 
 
@@ -102,28 +94,17 @@ def test_an_interleaved_schedule_has_several_parts_on_each_device():
     for faulty, message in (
         ({"stages": 1, "schedule": "interleaved"}, "needs stages of 2 or more"),
         ({"stages": 2, "virtual_stages": 2}, "virtual_stages goes with schedule interleaved"),
-        (
-            {"stages": 2, "schedule": "interleaved", "split": ["blocks.1.0"]},
-            "split names 1 cut points but 2 stages x 2 virtual need 3",
-        ),
+        ({"stages": 2, "schedule": "interleaved", "split": ["b"]}, "split names 1 .* 2 stages x 2 virtual need 3"),
     ):
         with pytest.raises(ValidationError, match=message):
             Parallel(**faulty)
 
 
 def test_recomputation_is_a_switch_or_a_list_of_blocks():
-    assert Parallel(recompute=True).recompute is True
     assert Parallel(recompute=["stem", "head"]).recompute == ["stem", "head"]
     for faulty in ("all", 1, [3], None):
         with pytest.raises(ValidationError, match="must be true, false or a list of blocks"):
             Parallel(recompute=faulty)
-
-
-def test_a_tree_is_for_sums_that_keep_their_bits():
-    assert Exchange(order="tree").method == "dense"
-    for method in ("half", "none"):
-        with pytest.raises(ValidationError, match=f"which method {method} rounds away"):
-            Exchange(order="tree", method=method)
 
 
 def test_auto_replicas_are_null_in_the_program_and_auto_in_files():
@@ -159,11 +140,8 @@ def test_alternatives_name_keys_that_exist():
 
 
 def test_a_recipe_cannot_be_changed(tiny):
-    recipe = tiny()
     with pytest.raises(ValidationError, match="frozen"):
-        recipe.run.seed = 1
-    with pytest.raises(ValidationError, match="frozen"):
-        recipe.run = recipe.run
+        tiny().run.seed = 1
 
 
 def test_a_run_is_named_by_letters_digits_and_harmless_signs(tiny):
@@ -175,7 +153,9 @@ def test_a_run_is_named_by_letters_digits_and_harmless_signs(tiny):
             tiny(f'run.name="{name}"'.replace("\n", "\\n"))
 
 
-def test_the_crop_is_refused_by_the_key_that_is_wrong():
+def test_pairs_and_triples_are_refused_by_the_key_that_is_wrong():
+    with pytest.raises(ValidationError, match=r"std\n.*every value must be positive"):
+        Model(std=(0.2, 0.0, 0.2), mean=(-1, 0, 1))
     with pytest.raises(ValidationError, match=r"crop_area\n.*\[0.5, 1.5\]: a crop cannot exceed the image"):
         Data(crop_area=[0.5, 1.5])
     with pytest.raises(ValidationError, match=r"crop_aspect\n.*\[2.0, 1.0\] must be \[low, high\]"):

@@ -16,6 +16,7 @@ def recipe(*overrides):
     ("overrides", "complaint"),
     [
         (("exchange.method=gtopk", "exchange.order=tree"), "use dense"),
+        (("exchange.method=half", "exchange.order=tree"), "which method half rounds away"),
         (("exchange.density_warmup=[0.1]",), "density_warmup goes with method topk or gtopk, not dense"),
         (("exchange.method=half", "exchange.dense_1d=true"), "dense_1d goes with method topk or gtopk, not half"),
         (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),

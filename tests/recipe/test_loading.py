@@ -57,10 +57,6 @@ def test_unknown_keys_come_with_the_nearest_name(write):
     ):
         write(SMALLEST, "base.yaml")
         assert refusal(write("extends: base.yaml\n" + text)).startswith(f"mine.yaml: {line}")
-        section, _, rest = text.partition(": {")
-        if rest.rstrip("}"):
-            override = f"{section}.{rest.rstrip('}').replace(': ', '=')}"
-            assert refusal(write(SMALLEST), override).startswith(f"command line: {line}")
 
 
 def test_an_error_names_the_layer_that_made_it(write):
@@ -69,6 +65,7 @@ def test_an_error_names_the_layer_that_made_it(write):
     path = write("extends: base.yaml\nlog: {every_steps: 5}\noptimizer: {trust: momentum}")
     unknown = "optimizer.momentun: unknown key; did you mean optimizer.momentum?"
     assert refusal(path, "optimizer.trust=gradient") == f"base.yaml: {unknown}"
+    assert refusal(path, "run.seed=-1", "batch.micro=0").endswith(" (and 2 more)")
     write(SMALLEST, "base.yaml")
     path = write("extends: base.yaml\noptimizer: {momentun: 0.9}")
     assert refusal(path, "optimizer.trust=gradient") == f"mine.yaml: {unknown}"
@@ -81,27 +78,19 @@ def test_an_error_names_the_layer_that_made_it(write):
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
-        ("run.seed=1.0", "must be a valid integer, found 1.0"),
         ("run.seed=true", "must be a valid integer, found True"),
         ("run.seed='1'", "must be a valid integer, found '1'"),
-        ("run.seed=[1]", "must be a valid integer, found [1]"),
         ("run.seed={a: 1}", "must be a valid integer, found {'a': 1}"),
         ("run.seed=null", "must be a valid integer, found None"),
-        ("run.deterministic=1", "must be a valid boolean, found 1"),
         ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
         ("run.name=5", "must be a valid string, found 5"),
         ("run.device=gpu", "must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
-        ("run.epochs=0", "must be greater than 0, found 0"),
         ("model.name=[1]", "must be 'efficientnet_b0', "),
-        ("model.mean=0.5", "must be a valid tuple, found 0.5"),
         ("model.mean=[true, 0.5, 0.5]", "[0] must be a valid number, found True"),
-        ("model.mean=[0.5, '0.5', 0.5]", "[1] must be a valid number, found '0.5'"),
         ("model.mean=[1, 2]", "[2] Field required, found [1, 2]"),
         ("model.mean=[1, 2, 3, 4]", "must have at most 3 items after validation, not 4, found [1, 2, 3, 4]"),
         ("optimizer.weight_decay=.inf", "must be a valid number, found '.inf'"),
-        ("optimizer.weight_decay=.nan", "must be a valid number, found '.nan'"),
         ("optimizer.weight_decay=1e999", "must be a finite number, found inf"),
-        ("optimizer.weight_decay=0x10", "must be a valid number, found '0x10'"),
         ("optimizer.skip=bias", "must be a valid list, found 'bias'"),
         ("optimizer.skip=[bias, mean]", "[1] must be 'bias' or 'norm', found 'mean'"),
         ("parallel.replicas=some", "must be a valid integer, found 'some'"),
@@ -110,12 +99,6 @@ def test_an_error_names_the_layer_that_made_it(write):
 def test_wrong_values_are_shown_with_what_is_expected(write, override, fault):
     key = override.partition("=")[0]
     assert refusal(write(SMALLEST), override).startswith(f"command line: {key}: {fault}")
-
-
-def test_several_faults_are_counted(write):
-    assert refusal(write(SMALLEST), "run.seed=-1", "log.every_steps=0", "batch.micro=0") == (
-        "command line: run.seed: must be greater than or equal to 0, found -1 (and 2 more)"
-    )
 
 
 def test_scalars_are_those_of_yaml_1_2():
@@ -134,31 +117,26 @@ def test_scalars_are_those_of_yaml_1_2():
     assert parse_yaml(str(whole), "here") == whole
     assert parse_yaml(str(whole * 10), "here") == 1e300
     assert parse_yaml("9" * 5000, "here") == float("inf")
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
         ("run:\n  epochs: 1\n  epochs: 2\n", "mine.yaml:3: not valid YAML: key epochs is given twice"),
-        ("run: {epochs: 1}\n\nrun: {epochs: 1}\n", "mine.yaml:3: not valid YAML: key run is given twice"),
         ("run: {epochs: 1}\n1: {}\n", "mine.yaml:2: not valid YAML: key 1 is not text"),
         ("run:\n  [a]: 1\n", "mine.yaml:2: not valid YAML: key ['a'] is not text"),
         ("run:\n  epochs: 1\n seed: 2\n", "mine.yaml:3: not valid YAML: "),
-        ("run:\n\tepochs: 1\n", "mine.yaml:2: not valid YAML: "),
         ("run: {epochs: 1\n", "mine.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
-        ("run: a: b\n", "mine.yaml:1: not valid YAML: mapping values are not allowed here"),
         ("run: *base\n", "mine.yaml:1: not valid YAML: found undefined alias 'base'"),
         ("run: &run {log: *run}\n", "mine.yaml:1: not valid YAML: found unconstructable recursive node"),
         ("---\nrun:\n---\nlog:\n", "mine.yaml:3: not valid YAML: but found another document"),
         ("run: {seed: !!int abc}\n", "mine.yaml:1: not valid YAML: tag tag:yaml.org,2002:int has no place in a recipe"),
-        ("!!timestamp a\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: !!python/object:os.system {}\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: '\x01'\n", "mine.yaml: not valid YAML: unacceptable character"),
         ("run: " + "[" * 400, "mine.yaml:1: not valid YAML: lists and mappings are nested more than 32 levels deep"),
         ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
-        ("words", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
         ("run: 5\n", "mine.yaml: run: expected keys below it, found 5"),
-        ("run: [a]\n", "mine.yaml: run: expected keys below it, found ['a']"),
         ('"a\\nb": {}\n', "mine.yaml: a b: unknown key; the sections are run, "),
         (SMALLEST + 'log: {"a\\u2028b": 1}\n', "mine.yaml: log.a b: unknown key; log has every_steps, "),
     ],
@@ -179,17 +157,11 @@ def test_what_is_no_recipe_is_refused_with_its_line(write, text, fault):
 def test_aliases_that_swell_are_refused_before_they_do(text):
     """Nine of nine of nine: 387 million values; a text of 100 kB, 200 times. The same inside a checkpoint."""
     tracemalloc.start()
-    with pytest.raises(
-        ConfigError, match=r"^mine\.yaml:\d+: not valid YAML: more than 10,000 values, with what aliases"
-    ):
+    with pytest.raises(ConfigError, match=r"^mine\.yaml:\d+: not valid YAML: more than 10,000 values"):
         loads(text, "mine.yaml")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
-
-
-def test_aliases_that_do_not_are_read():
-    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
 
 
 def test_files_that_cannot_be_read(write, tmp_path):
@@ -206,13 +178,9 @@ def test_files_that_cannot_be_read(write, tmp_path):
 def test_empty_files_and_sections_say_nothing(write):
     write("# only a comment\n", "base.yaml")
     path = write("extends: base.yaml\n" + SMALLEST + "log:\nmodel: {}\n")
-    assert load(path) == load(write(SMALLEST, "bare.yaml"))
+    assert load(path) == load(write("\ufeff" + SMALLEST.replace("\n", "\r\n"), "windows.yaml"))
     assert refusal(write("")) == "mine.yaml: run: one of epochs, steps, images is needed (and 1 more)"
     assert refusal(write("run: {epochs: 1}")) == "mine.yaml: schedule: one of peak, peak_per_image is needed"
-
-
-def test_line_ends_and_marks_of_windows_are_read(write):
-    assert load(write("\ufeff" + SMALLEST.replace("\n", "\r\n"))) == load(write(SMALLEST))
 
 
 def test_the_later_layer_wins_key_by_key(write):
@@ -261,9 +229,6 @@ def test_recipes_that_extend_each_other_are_refused(write, tmp_path):
     write("extends: ./mine.yaml", "base.yaml")
     path = write("extends: base.yaml")
     assert refusal(path) == "base.yaml: extends itself through mine.yaml; break the circle"
-    assert refusal(write("extends: self.yaml", "self.yaml")) == (
-        "self.yaml: extends itself through self.yaml; break the circle"
-    )
     os.symlink("mine.yaml", str(tmp_path / "alias.yaml"))
     write("extends: alias.yaml")
     assert refusal(path) == "mine.yaml: extends itself through alias.yaml; break the circle"
@@ -284,7 +249,6 @@ def test_overrides_are_section_dot_key_equals_value(write):
             f"command line: {text!r} is not an override; write section.key=value, e.g. run.seed=1"
         )
     assert refusal(path, "run.seed=[").startswith("command line: run.seed:1: not valid YAML: ")
-    assert refusal(path, "run.seed=a: b: c").startswith("command line: run.seed:1: not valid YAML: ")
     assert refusal(path, "extends.x=1").startswith("command line: extends: unknown key; ")
     assert load(path, ["run.output=a=b"]).run.output == "a=b"
     assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
@@ -320,13 +284,10 @@ def test_what_is_dumped_loads_as_the_same_recipe(path, write):
     config = write(dump(recipe), "config.yaml")
     assert load(config) == recipe
     assert dump(load(config)) == dump(recipe)
-    changed = load(
-        write("extends: config.yaml\nrun: {steps: 5}\nschedule: {peak: 2, warmup_images: 0}"), ["run.seed=9"]
-    )
+    changed = load(write("extends: config.yaml\nrun: {steps: 5}\nschedule: {peak: 2}"), ["run.seed=9"])
     assert (changed.run.epochs, changed.run.steps, changed.run.seed) == (None, 5, 9)
-    assert (changed.schedule.peak, changed.schedule.peak_per_image, changed.schedule.warmup_images) == (2.0, None, 0)
-    assert changed.model == recipe.model
-    assert changed.optimizer == recipe.optimizer
+    assert (changed.schedule.peak, changed.schedule.peak_per_image) == (2.0, None)
+    assert (changed.model, changed.optimizer) == (recipe.model, recipe.optimizer)
 
 
 # Values of each type that are awkward to write down, for the fields that take them.

@@ -50,13 +50,6 @@ def test_what_was_resolved_stays_so_elsewhere(given):
     assert loads(text, "checkpoint").parallel.stages == 4
 
 
-def test_a_number_that_is_none_is_the_users_to_mend(given):
-    given("two")
-    with pytest.raises(ConfigError, match=f"{GIVEN} 'two' in the environment is no number"):
-        load(QUICKSTART, ["parallel.stages=auto"])
-    load(QUICKSTART)
-
-
 def test_auto_or_a_number_from_one_is_taken():
     for word in ("many", "0"):
         with pytest.raises(ConfigError, match="stages"):

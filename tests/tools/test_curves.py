@@ -3,7 +3,6 @@
 import pytest
 
 from tools.curves import main
-from training.metrics import read_events
 
 EVENTS = (
     '{"event": "train", "step": 1, "epoch": 0.5, "loss": 2.0, "top1": 0.1, "lr": 1.0, "gradient_norm": 1.0, '
@@ -23,12 +22,6 @@ def test_a_run_is_drawn_into_a_picture(run, capsys):
     assert main([str(run), "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.strip() == str(picture)
-
-
-def test_a_last_line_that_was_cut_off_is_left_out(run):
-    whole = read_events(run)
-    (run / "metrics.jsonl").write_text(EVENTS + EVENTS[:40])
-    assert read_events(run) == whole
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(run, tmp_path, capsys):

@@ -36,14 +36,9 @@ def end_event(step, seconds, top1=0.5):
 
 
 def start(started="2026-01-02T03:04:05+00:00", **values):
-    environment = {
-        "started": started,
-        "command": ["train.py"],
-        "revision": "abc",
-        "python": "3.11.7",
-        "torch": "2.14.1",
-    }
-    return {**environment, "cpus": 2, "threads": 1, "devices": [], **values}
+    versions = {"revision": "abc", "python": "3.11.7", "torch": "2.14.1"}
+    machine = {"cpus": 2, "threads": 1, "devices": []}
+    return {"started": started, "command": ["train.py"], **versions, **machine, **values}
 
 
 _ONE_START = (start(),)

@@ -20,7 +20,6 @@ from recipe import batch
 from recipe.errors import UserError
 from tests.tools.reporting.runs import ODD_NAMES, folders_of_images, trained, written
 from tools.reporting import gallery, pictures, run
-from training.checkpoint import CheckpointFolder
 
 
 def pixels(source):
@@ -37,17 +36,16 @@ def digits_run(tmp_path_factory, _one_thread):
 
 
 @pytest.fixture(scope="module")
+def found(digits_run):
+    return pictures.find_mistakes(digits_run, 64)
+
+
+@pytest.fixture(scope="module")
 def folder_run(tmp_path_factory, _one_thread):
     place = tmp_path_factory.mktemp("images")
     images = folders_of_images(place)
-    overrides = [
-        "data.source=folder",
-        f"data.root={images}",
-        "model.classes=3",
-        "run.steps=2",
-        "schedule.warmup_steps=1",
-    ]
-    return trained(place / "<b>run & co", *overrides), images
+    data = ("data.source=folder", f"data.root={images}", "model.classes=3")
+    return trained(place / "<b>run & co", *data, "run.steps=2", "schedule.warmup_steps=1"), images
 
 
 def test_training_images_are_those_that_the_engine_is_fed(tiny):
@@ -83,10 +81,9 @@ def test_tiny_pictures_have_their_pixels_repeated_and_large_ones_are_made_smalle
     assert pixels(pictures.data_uri(large)).shape == (128, 64, 3) and (pixels(pictures.data_uri(large)) == 77).all()
 
 
-def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run):
-    """The scores are those that the run itself told of its last evaluation, and the worst class is the table's."""
+def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, found):
+    """The scores are those of the run's own last evaluation."""
     end = run.read(digits_run).metrics.end
-    found = pictures.find_mistakes(digits_run, 64)
     assert found.report.top1 == end["top1"] and found.report.top5 == end["top5"]
     assert found.report.images == found.validation == 360
     assert found.missed == 360 - int(found.report.confusion.diagonal().sum()) > 0
@@ -124,7 +121,7 @@ def test_names_of_classes_and_images_are_text(folder_run):
     assert "<b>run & co" not in markup and str(images) in markup
 
 
-def test_what_is_gone_is_said_and_the_rest_is_shown(folder_run):
+def test_images_that_are_gone_are_reported_and_the_rest_is_shown(folder_run):
     folder, images = folder_run
     (images / "train").rename(images / "elsewhere")
     try:
@@ -133,13 +130,12 @@ def test_what_is_gone_is_said_and_the_rest_is_shown(folder_run):
         assert "Not shown: " in sections[0].content[0] and "no folder" in sections[0].content[0]
     finally:
         (images / "elsewhere").rename(images / "train")
-    (folder / "checkpoints").rename(folder / "gone")
-    try:
-        sections, shown = gallery.collect(run.read(folder), 8)
-        assert shown == {"images_shown": 8, "scored": None}
-        assert "no checkpoint in this folder" in sections[1].content[0]
-    finally:
-        (folder / "gone").rename(folder / "checkpoints")
+
+
+def test_a_run_that_has_no_checkpoint_yet_still_shows_its_images(tmp_path):
+    sections, shown = gallery.collect(run.read(written(tmp_path / "run")), 4)
+    assert shown == {"images_shown": 4, "scored": None}
+    assert "no checkpoint in this folder" in sections[1].content[0]
 
 
 def test_fewer_images_than_the_run_had_are_refused(tiny):
@@ -147,25 +143,16 @@ def test_fewer_images_than_the_run_had_are_refused(tiny):
         pictures.training_pictures(tiny("batch.global=2000", "batch.micro=20"), 8)
 
 
-def test_a_perfect_run_has_nothing_to_show(digits_run, monkeypatch):
-    found = pictures.find_mistakes(digits_run, 4)
+def test_a_perfect_run_has_nothing_to_show(found):
     right = found.report._replace(confusion=torch.eye(10, dtype=torch.int64), top1=1.0)
     content, figures = gallery.mistakes_content(found._replace(report=right, missed=0, pictures=[]))
     assert figures == [] and "classified correctly" in content[1]
 
 
-def test_many_classes_are_a_picture_and_few_a_figure(digits_run):
-    found = pictures.find_mistakes(digits_run, 4)
+def test_many_classes_are_a_picture_and_few_a_figure(found):
     assert [figure.key for figure in gallery.mistakes_content(found)[1]] == ["confusion"]
     confusion = torch.eye(300, dtype=torch.int64) * 2
     confusion[3, 4] = 1
     many = found._replace(report=found.report._replace(confusion=confusion), classes=[f"c{n}" for n in range(300)])
     content, figures = gallery.mistakes_content(many)
     assert figures == [] and any("data:image/png" in str(part) for part in content)
-
-
-def test_a_run_that_has_no_checkpoint_yet_still_shows_its_images(tmp_path):
-    assert not (tmp_path / "checkpoints").exists()
-    sections, shown = gallery.collect(run.read(written(tmp_path / "run")), 4)
-    assert shown["images_shown"] == 4 and "no checkpoint" in sections[1].content[0]
-    assert CheckpointFolder(tmp_path / "run" / "checkpoints", 2, True).manifests() == []
