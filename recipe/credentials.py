@@ -21,10 +21,10 @@ def masked(text: str) -> str:
 
 
 def take(url: str) -> str:
-    """`url` without its credentials, which are kept for `restored`; this process's command line loses them as well.
+    """`url` without its credentials, which `restored` gives back; this process's command line loses them as well.
 
     Raises:
-        ValueError: it cannot be told where the password ends.
+        ValueError: the end of the password is ambiguous.
     """
     public = masked(url)
     place = public.rpartition("://")[2]

@@ -1,4 +1,4 @@
-"""The section of a recipe that says how a model is cut and copied."""
+"""The section `parallel`: how a model is cut and copied."""
 
 from typing import Any, List, Literal, Optional, Union
 
@@ -6,7 +6,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from recipe.section import Section
 
-_VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, unless the recipe says otherwise
+_VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
 
 
 def _or_auto(*choices: dict) -> dict:

@@ -1,4 +1,4 @@
-"""The section of a recipe that says how replicas combine their gradients."""
+"""The section `exchange`: how replicas combine their gradients."""
 
 from typing import Any, ClassVar, Dict, List, Literal, Optional
 

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how devices compute: CPUs and GPUs, and IPUs. None changes what is learned."""
+"""The sections `engine` and `ipu`: how devices compute. Neither changes what is learned."""
 
 from typing import List, Literal, Optional
 

@@ -1,4 +1,4 @@
-"""The section of a recipe that says where images come from, and where they are, without opening any of them."""
+"""The section `data`: where images come from, without opening any of them."""
 
 import os
 from typing import Any, ClassVar, List, Literal, Optional, Tuple
@@ -204,7 +204,7 @@ def split_folder(data: Files, split: str) -> str:
     name = getattr(data, key)
     folder = below(data.root, name)
     if data.urls and "://" in data.root:
-        return folder  # whether it is there, its manifest tells
+        return folder  # its manifest shows whether it is there
     if not os.path.isdir(data.root):
         raise DataError(f"{data.root}: no such folder; correct data.root")
     if not os.path.isdir(folder):

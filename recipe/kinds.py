@@ -16,7 +16,7 @@ A section that has parts (`Log`) has the keys of every subclass at once: `class 
 
 The code that does what such a class describes registers itself for the class, in a file of its own::
 
-    OPTIMIZERS = Registry("optimizer")             # one for each room, beside what asks it
+    OPTIMIZERS = Registry("optimizer")             # one for each room, beside its users
 
     @OPTIMIZERS.implements(Adagrad)
     def build(section: Adagrad, ...): ...          # or a class, or any other object
@@ -114,7 +114,7 @@ class Kind(_Open):
 
     @classmethod
     def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
-        """Tell whether the layer `after` names another kind than `before`, of which only keys common to all stay."""
+        """Whether the layer `after` names another kind than `before`, of which only keys common to all stay."""
         old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
         return cls.resets and new is not None and cls.kinds.get(str(new)) is not cls.kinds.get(str(old))
 

@@ -1,4 +1,4 @@
-"""The section of a recipe that says which network is trained: a class for each family of models."""
+"""The section `model`: which network is trained; a class for each family of models."""
 
 from typing import Any, ClassVar, Dict, Literal, Optional, Tuple
 

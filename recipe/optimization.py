@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how weights change: number formats, optimizer, schedule, averages."""
+"""The sections that describe how weights change: `precision`, `optimizer`, `schedule` and `average`."""
 
 from typing import ClassVar, Dict, List, Literal, NamedTuple, Optional
 

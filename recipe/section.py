@@ -13,7 +13,7 @@ class Section(BaseModel):
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
-        """The keys in a file, with what the schema says of each."""
+        """The keys in a file, with their fields."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     def defaults(self) -> Dict[str, Any]:

@@ -82,7 +82,7 @@ def test_a_netrc_that_cannot_be_read_concerns_no_run(tmp_path):
 
 
 @pytest.mark.parametrize("url", [f"s3://AKIA:{SECRET}/x@bucket/y", f"http://user:{SECRET}#1@host/y"])
-def test_a_password_whose_end_cannot_be_told_is_refused_and_not_shown(url):
+def test_a_password_with_an_ambiguous_end_is_refused_and_not_shown(url):
     with pytest.raises(ConfigError, match=r"data\.root: .*write %2F") as caught:
         loading.load(QUICKSTART, [f"data.root={url}"])
     assert SECRET not in str(caught.value)

@@ -38,7 +38,7 @@ def refusal(*overrides):
     return line
 
 
-# What is refused; what the line says; the remedy that it names, which must be enough.
+# Overrides; a part of the reason; the remedy, which must be enough.
 RULES = [
     (("optimizer.trust=gradient",), "PopTorch has no LARS", "optimizer.trust=momentum"),
     (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
@@ -141,7 +141,7 @@ def test_dividing_a_batch_checks_the_rules_on_ipus_only():
         recipe("parallel.schedule=sharded")
 
 
-def test_poprun_without_its_flags_is_told_the_whole_line():
+def test_poprun_without_its_flags_gets_the_whole_command():
     """poprun's default is one IPU a replica, which a recipe of two stages cannot use."""
     two = load(POD256, ["optimizer.trust=momentum"])
     with pytest.raises(ConfigError) as caught:

@@ -56,7 +56,7 @@ def write(folder, **files):
     return folder / "child.yaml"
 
 
-def test_a_new_name_drops_what_the_old_ones_keys_said(tmp_path):
+def test_a_new_name_drops_the_keys_of_the_old_one(tmp_path):
     """A momentum of 0.5 was meant for LARS; the skip list and the peak are nobody's own and stay."""
     optimizer = "optimizer: {momentum: 0.5, trust: momentum, skip: [bias]}\n"
     base = "run: {epochs: 3}\nschedule: {peak: 1, power: 3}\n" + optimizer
@@ -75,7 +75,7 @@ def test_saying_the_same_name_again_drops_nothing(tmp_path, named):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "fault"),
     [
         ("optimizer.name=adam", "must be 'lars', 'sgd', 'rmsprop' or 'lamb'"),
         ("schedule.reference_batch=768", "reference_batch says nothing without a batch_rule"),
@@ -93,10 +93,10 @@ def test_saying_the_same_name_again_drops_nothing(tmp_path, named):
         ("average.step_decay=1", "must be less than 1"),
     ],
 )
-def test_impossible_combinations_are_one_line(override, said):
+def test_impossible_combinations_are_one_line(override, fault):
     with pytest.raises(ConfigError) as refusal:
         from_base(*override.split())
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert fault in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 class Shape(Kind):

@@ -81,7 +81,7 @@ def test_integers_arrays_and_tensors_draw_alike():
         assert bits32(draw, torch.tensor(counters)).tolist() == expected
 
 
-def test_words_of_a_name_are_told_apart():
+def test_words_of_a_name_are_separated():
     names = [
         (), ("",), ("", ""), ("ab",), ("a", "b"), ("ab", ""), ("", "ab"), ("a b",), ("b", "a"),
         (1,), ("1",), (1, 1), (11,), (-1,), ("-1",), (1, "1"), ("1", 1), (2**64,), (True,), ("é",), ("e\u0301",),

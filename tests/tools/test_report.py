@@ -69,7 +69,7 @@ def run(tmp_path_factory, _one_thread):
 
 
 def test_a_run_becomes_a_page_in_its_folder_that_needs_nothing_else(run, command):
-    """Every address in it lies in itself, and the browser is told to ask for no other."""
+    """Every address in it lies in itself, and the policy forbids every other."""
     code, lines, errors = command(run, "--images", "6", "--json")
     assert (code, errors) == (0, [])
     assert lines[0].startswith(f"{run}/report.html: a run, finished at step 8, ")
@@ -135,7 +135,7 @@ def test_whatever_there_is_of_a_run_makes_a_page(tmp_path, command, events):
     assert "No evaluation yet." in " ".join(seen(folder / "report.html").text) or events[0]["event"] == "eval"
 
 
-def test_files_that_are_missing_or_damaged_are_said(tmp_path, command):
+def test_files_that_are_missing_or_damaged_are_reported(tmp_path, command):
     folder = written(tmp_path / "run", FINISHED)
     (folder / "config.yaml").write_text("run: {name: <b>, epochs: 1}\n")
     (folder / "environment.json").unlink()
@@ -207,7 +207,7 @@ def test_many_lines_make_a_page_that_can_be_sent(tmp_path, command):
 def test_what_cannot_be_done_is_one_line(tmp_path, command, monkeypatch):
     folder = written(tmp_path / "run", FINISHED)
     (tmp_path / "file").write_text("")
-    for arguments, said in (
+    for arguments, fault in (
         ([tmp_path / "nowhere"], "nowhere: no such folder; name a run folder"),
         ([tmp_path / "file"], "file: no such folder; name a run folder"),
         ([folder, tmp_path], "neither config.yaml nor metrics.jsonl"),
@@ -218,7 +218,7 @@ def test_what_cannot_be_done_is_one_line(tmp_path, command, monkeypatch):
         ([folder, "--output", "/proc/report.html"], "cannot be written: "),
     ):
         code, lines, errors = command(*arguments)
-        assert (code, lines, len(errors)) == (2, [], 1) and said in errors[0], errors
+        assert (code, lines, len(errors)) == (2, [], 1) and fault in errors[0], errors
     for arguments in ([], [str(folder), "--images", "65"], [str(folder), "--images", "-1"], [str(folder), "--imags"]):
         with pytest.raises(SystemExit) as end:
             main(arguments)

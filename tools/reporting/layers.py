@@ -32,9 +32,10 @@ def draw(runs: Sequence[Run], names: Sequence[str], unit: float) -> List[Figure]
         ratios = [[train[layer][place] for layer in layers if math.isfinite(train[layer][place])] for place in drawn]
         x, epochs = abscissae(train, drawn, Clock(train, unit)), [train["epoch"][place] for place in drawn]
         median = (names[order], statistics.median, run_style(order)._replace(width=1.8, symbol=None))
-        for name, pick, style in _RANGE if len(runs) == 1 else (median,):
+        more = {} if len(runs) == 1 else {"legendgroup": str(order)}
+        for name, pick, style in (median,) if more else _RANGE:
             values = [pick(row) if row else math.nan for row in ratios]
-            data.append(trace(name, style, x, values))
+            data.append(trace(name, style, x, values, **more))
             summary.append(in_words(name, values, epochs))
     if not data:
         return []

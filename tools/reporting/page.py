@@ -9,7 +9,7 @@ import datetime
 import html
 import json
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Sequence
+from typing import Iterable, List, NamedTuple, Optional, Sequence
 
 from recipe.errors import UserError
 
@@ -130,16 +130,15 @@ def table(
         numbers: columns that hold numbers, from 0.
     """
 
-    def line(cells: Sequence[object], first: str, others: str, scopes: tuple) -> Html:
-        made = []
-        for column, cell in enumerate(cells):
-            kind, scope = (others, scopes[1]) if column else (first, scopes[0])
-            made.append(tag(kind, cell, scope=scope, class_="number" if column in numbers else None))
-        return tag("tr", *made)
+    def cell(kind: str, column: int, content: object, scope: Optional[str] = None) -> Html:
+        return tag(kind, content, scope=scope, class_="number" if column in numbers else None)
 
-    title = tag("caption", caption, class_="unseen")
-    body = tag("tbody", *(line(row, "th", "td", ("row", None)) for row in rows))
-    whole = tag("table", title, tag("thead", line(head, "th", "th", ("col", "col"))), body)
+    heads = tag("tr", *(cell("th", column, content, "col") for column, content in enumerate(head)))
+    lines = []
+    for first, *others in rows:
+        cells = [cell("td", column, content) for column, content in enumerate(others, start=1)]
+        lines.append(tag("tr", cell("th", 0, first, "row"), *cells))
+    whole = tag("table", tag("caption", caption, class_="unseen"), tag("thead", heads), tag("tbody", *lines))
     return tag("div", whole, class_="wide", tabindex="0", role="region", aria_label=caption)
 
 

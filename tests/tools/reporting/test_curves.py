@@ -42,7 +42,7 @@ def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
     assert training["x"] == {
         "epoch": [pytest.approx(n / 10) for n in range(1, 41)],
         "step": [6 * n for n in range(1, 41)],
-        "time": [pytest.approx(3 * n / 60, rel=1e-4) for n in range(1, 41)],  # 120 s are told in minutes
+        "time": [pytest.approx(3 * n / 60, rel=1e-4) for n in range(1, 41)],  # 120 s are shown in minutes
     }
     assert validation["x"]["step"] == [60, 120, 180, 240]
     assert found["top1"].data[1]["y"] == [0.1, 0.2, 0.3, 0.4]

@@ -44,11 +44,11 @@ def test_a_step_is_placed_at_the_newest_log_line_before_it():
 @pytest.mark.parametrize(
     ("seconds", "unit"), [(0, "seconds"), (119, "seconds"), (120, "minutes"), (7200, "hours"), (1e7, "days")]
 )
-def test_time_is_told_in_a_unit_of_its_size(seconds, unit):
+def test_time_has_a_unit_of_its_size(seconds, unit):
     assert unit_of(seconds)[0] == unit
 
 
-def test_a_line_is_told_in_words():
-    told = in_words("training", [2.0, math.nan, 0.5, 1.0], [1, 2, 3, 4])
-    assert told == "training: 2 at first, 1 at last, between 0.5 (epoch 3) and 2 (epoch 1)."
+def test_a_line_is_described_in_words():
+    words = in_words("training", [2.0, math.nan, 0.5, 1.0], [1, 2, 3, 4])
+    assert words == "training: 2 at first, 1 at last, between 0.5 (epoch 3) and 2 (epoch 1)."
     assert in_words("x", [math.nan], [1]) == "x: none finite."

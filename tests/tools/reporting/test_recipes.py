@@ -33,7 +33,7 @@ def test_the_defaults_are_those_of_the_name():
     assert isinstance(plain, Recipe) and plain.model.image_size == 224
 
 
-def test_only_the_keys_that_differ_are_told_and_what_follows_from_them():
+def test_only_the_keys_that_differ_are_listed():
     first, second, third = (
         loading.load(QUICKSTART, overrides)
         for overrides in (
@@ -49,7 +49,7 @@ def test_only_the_keys_that_differ_are_told_and_what_follows_from_them():
     ]
 
 
-def test_a_peak_that_follows_the_batch_is_told():
+def test_a_peak_that_follows_the_batch_is_listed():
     overrides = ["schedule.batch_rule=linear", "schedule.reference_batch=64"]
     small, large = (loading.load(QUICKSTART, [*overrides, f"batch.global={size}"]) for size in (64, 128))
     assert differences([small, large]) == [
@@ -59,8 +59,8 @@ def test_a_peak_that_follows_the_batch_is_told():
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [(None, "null"), (True, "true"), (36.0, "36"), (1e-5, "1e-05"), ([[0, 1.5]], "[[0, 1.5]]"), ("a", "a")],
 )
-def test_values_are_told_as_a_recipe_has_them(value, told):
-    assert text(value) == told
+def test_values_are_shown_as_a_recipe_has_them(value, expected):
+    assert text(value) == expected

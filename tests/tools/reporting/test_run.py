@@ -1,4 +1,4 @@
-"""The state of a run is told as its folder and its lock have it."""
+"""The state of a run follows from its folder and its lock."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
 from tools.reporting import run
 
-# Holds the lock of a run folder as training does, says so, and waits to be ended.
+# Holds the lock of a run folder as training does until its input ends.
 HOLDER = """
 import fcntl, sys
 stream = open(sys.argv[1], "a+")
@@ -73,7 +73,7 @@ def test_a_run_without_any_event_is_not_begun(tmp_path):
     assert state(folder).kind == "not begun"
 
 
-def test_the_batch_is_told_as_the_recipe_divides_it(tmp_path):
+def test_the_batch_is_that_of_the_recipe(tmp_path):
     alone = written(tmp_path / "a")
     assert run.division(run.read(alone)) == (
         "24 = 12 micro x 2 accumulation x 1 replica (1 device); with replicas: auto, as one replica divides it"
