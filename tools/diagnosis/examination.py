@@ -177,7 +177,7 @@ def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, sec
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:
     """The recipe as measured: at one image size; a process that computes all stages by itself is one device."""
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": None})})
+    recipe = steps.changed(recipe, "data", image_sizes=None)
     if stages == recipe.parallel.stages:
         return recipe
     parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)

@@ -57,8 +57,7 @@ class _Bench:
         self._count = self._update_count = 1
 
     def _loaded(self, source: Optional[Source]) -> List[MicroBatch]:
-        recipe = self._recipe.model_copy(update={"data": self._recipe.data.model_copy(update={"workers": 0})})
-        engine = self.engine
+        recipe, engine = changed(self._recipe, "data", workers=0), self.engine
         batches = feed.training_batches(source, recipe, self.batch, engine.topology, range(1), engine.device)
         with contextlib.closing(batches):
             return list(batches)
@@ -82,7 +81,7 @@ class _Bench:
         for _ in range(1 + self._recipe.exchange.delay):
             self.step()
         of_step = max(self.processes.gather(self.steps(1)))
-        of_update = max(self.processes.gather(self._updates(1)))
+        of_update = max(self.processes.gather(self.updates()))
         self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
         return of_step
 
@@ -94,18 +93,15 @@ class _Bench:
 
     def updates(self) -> float:
         """Seconds of the optimizer's update alone, from the gradient of the step before."""
-        return self._updates(self._update_count)
-
-    def _updates(self, count: int) -> float:
         one, weights = torch.ones((), device=self.engine.device), self.engine.weights
         self.processes.wait_for_all()
         start = time.perf_counter()
-        for _ in range(count):
+        for _ in range(self._update_count):
             finite = weights.prepare(one)
             self.processes.sum((~finite).double())
             weights.apply(self._step, _LEARNING_RATE, finite, False)
         synchronize(self.engine.device)
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / self._update_count
 
 
 def measure(
@@ -143,8 +139,7 @@ def measure(
     del bench
     shrunk = _shrunk(recipe, batch, accumulation)
     without = _silent(shrunk[0]) if exchanges else shrunk[0]
-    without = without.model_copy(update={"log": without.log.model_copy(update={"trace": traced})})
-    alone = _Bench(without, shrunk[1], processes, lengths, source)
+    alone = _Bench(changed(without, "log", trace=traced), shrunk[1], processes, lengths, source)
     alone.steps(1 if on_cpu else 1 + traced)
     whole = _Bench(*shrunk, processes, lengths, source) if exchanges else alone
     benches = [whole, alone] if exchanges else [whole]
@@ -166,17 +161,20 @@ def measure(
 
 def _settled(recipe: Recipe) -> Recipe:
     """The recipe as it trains after its first epochs: the full image size, the last density; at most one step late."""
-    exchange, settled = recipe.exchange, {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
-    exchange = exchange.model_copy(update={**settled, "delay": min(1, exchange.delay)})
-    data = recipe.data.model_copy(update={"image_sizes": None})
-    return recipe.model_copy(update={"exchange": exchange, "data": data})
+    settled = {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
+    recipe = changed(recipe, "exchange", delay=min(1, recipe.exchange.delay), **settled)
+    return changed(recipe, "data", image_sizes=None)
 
 
 def _shrunk(recipe: Recipe, batch: Batch, accumulation: int) -> Tuple[Recipe, Batch]:
     """The recipe with this number of micro batches a step, and its batch."""
-    section = recipe.batch.model_copy(update={"global_": batch.micro * accumulation * batch.replicas})
-    shrunk = recipe.model_copy(update={"batch": section})
+    shrunk = changed(recipe, "batch", global_=batch.micro * accumulation * batch.replicas)
     return shrunk, arithmetic.divide(shrunk, batch.replicas)
+
+
+def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
+    """The recipe with other values of some keys of a section."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
 
 
 def _silent(recipe: Recipe) -> Recipe:
