@@ -20,8 +20,9 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import argparse
+import contextlib
+import functools
 import json
-import math
 import signal
 import tempfile
 from pathlib import Path
@@ -33,25 +34,23 @@ from recipe.errors import DONE, STOPPED, ConfigError, UserError
 from recipe.files import writing
 from training.command import Parser, fail, naming, one_line
 
-_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
-
 
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         recipe = loading.load(options.config, options.overrides)
         naming(options.config, _check, recipe)
         if _is_main():
             _prepare(options.output)
-        naming(options.config, lambda recipe: _examine(recipe, options), recipe)
+        naming(options.config, functools.partial(_examine, options), recipe)
         return DONE
     except KeyboardInterrupt:
         pass
     finally:
-        # A rank that waits for another's complaint is ended by torchrun meanwhile: at once, and not by an exception.
+        # torchrun may end a rank that waits for another's complaint: at once, and not by an exception.
         signal.signal(signal.SIGTERM, before)
     return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
 
@@ -77,13 +76,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
 
 
 def _is_main() -> bool:
@@ -104,7 +100,7 @@ def _check(recipe: Recipe) -> None:
 
 def _prepare(output: Path) -> None:
     """Refuses, before anything is measured, a folder that cannot be written or holds a run. Raises UserError."""
-    run = next((name for name in _OF_RUNS if (output / name).exists()), None)
+    run = next((name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()), None)
     if run is not None:
         raise UserError(f"{output}: is the folder of a run, as it holds {run}; choose another --output")
     try:
@@ -114,7 +110,7 @@ def _prepare(output: Path) -> None:
         raise UserError(f"{output}: {error.strerror}; choose another --output") from None
 
 
-def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
+def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     # Imported late: a wrong command line is refused before torch is loaded.
     from tools.diagnosis import picture, rendering
     from tools.diagnosis.examination import examine
@@ -133,7 +129,3 @@ def _examine(recipe: Recipe, options: argparse.Namespace) -> None:
     print(f"files      {', '.join(map(str, files))}")
     if options.json:
         print(json.dumps({**rendering.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -3,9 +3,8 @@
     ./run_pod.sh [--stages K] [--replicas R] [--nnodes N --node-rank I --master HOST[:PORT]] [--max-restarts M]
                  [--instances I] [--poprun=FLAGS] [--dry-run] --config FILE [section.key=value ...]
 
-Exit codes are train.py's. How ranks are started and watched is in parallel/agent.py, how
-hosts find each other in parallel/hosts.py.
-This file runs on Python 3.8 and loads no torch by itself.
+Exit codes are train.py's. Ranks are started and watched by parallel/agent.py; hosts find each other by
+parallel/hosts.py. This file runs on Python 3.8 and loads no torch by itself.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import argparse
 import ctypes
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from parallel import hosts
+from parallel.hosts import Hosts
 from recipe import batch, ipu, loading
 from recipe.config import Recipe
 from recipe.credentials import masked
@@ -39,34 +38,30 @@ from training.run_folder import check_owner
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Processes to start: `replicas` x `recipe.parallel.stages` processes of `command` over `hosts`."""
+class Plan(NamedTuple):
+    """Ranks to start: each runs `program` (with its arguments), `local` of them on this host, `world` on all `hosts`.
+
+    shape: replicas and stages in words. command: does the same without this launcher. note: what the launcher decided.
+    """
 
     recipe: Recipe
-    hosts: hosts.Hosts
-    command: List[str]  # the program and its arguments
-    note: str  # what the launcher decided by itself
+    hosts: Hosts
+    world: int
+    local: int
+    shape: str
+    program: List[str]
+    command: List[str]
+    note: str
 
-    @property
-    def replicas(self) -> int:
-        """Copies of the model."""
-        return self.recipe.parallel.replicas
-
-    @property
-    def stages(self) -> int:
-        """Devices of each copy."""
-        return self.recipe.parallel.stages
-
-    @property
-    def world(self) -> int:
-        """Processes on all hosts."""
-        return self.replicas * self.stages
-
-    @property
-    def local(self) -> int:
-        """Processes on this host."""
-        return self.world // self.hosts.number
+    def describe(self) -> str:
+        """One line: what is started, and the command that does the same."""
+        if self.recipe.run.device == "ipu":
+            ranks = f"{count(self.world, 'IPU')} = {self.shape}"
+        else:
+            number, this = self.hosts.number, self.hosts.this
+            where = "this host" if number == 1 else f"{number} hosts, {self.local} here on host {this}"
+            ranks = f"{count(self.world, 'process', 'processes')} = {self.shape} on {where}"
+        return f"{ranks}{self.note}: {' '.join(shlex.quote(masked(part)) for part in self.command)}"
 
 
 @one_line()
@@ -74,18 +69,24 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     """Runs the command; returns its exit code, or becomes another program. Every rank runs `program`."""
     options = _parser().parse_intermixed_args(arguments)
     plan = _plan(options, program)
+    description = naming(options.config, batch.describe, plan.recipe)
     if options.dry_run:
-        print(f"{naming(options.config, batch.describe, plan.recipe)}\nlaunch     {_describe(plan, options)}")
+        print(f"{description}\nlaunch     {plan.describe()}")
         return DONE
-    naming(options.config, batch.describe, plan.recipe)
     if plan.recipe.run.device == "ipu":
-        return _become_poprun(plan, options)
+        poprun = shutil.which("poprun")
+        if poprun is None:
+            raise UserError(
+                "run.device=ipu needs poprun on the PATH; source the enable.sh of the Poplar SDK, or --dry-run"
+            )
+        print(plan.describe(), flush=True)
+        os.execv(poprun, [poprun, *plan.command[1:]])
     if plan.hosts.this == 0:
         check_owner(plan.recipe)
     _check_gpus(plan)
     if plan.world == 1 and not options.max_restarts:
-        os.execv(sys.executable, [sys.executable, *plan.command])
-    return _start(plan, options)
+        os.execv(sys.executable, plan.command)
+    return _start(plan, options.max_restarts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,62 +131,66 @@ def _whole(text: str) -> int:
 
 def _plan(options: argparse.Namespace, program: Path) -> Plan:
     """The plan of these options. Raises UserError."""
-    overrides = list(options.overrides)
-    if options.replicas:
-        overrides.append(f"parallel.replicas={options.replicas}")
-    recipe, overrides, note = _with_stages(options, overrides)
+    recipe, overrides, note = _with_stages(options)
     found = hosts.find(options.nnodes, options.node_rank, options.master)
-    if recipe.run.device == "ipu":
-        if found.number > 1:
-            raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
-        if options.max_restarts:
-            raise UserError(
-                "--max-restarts is for ranks of torchrun; after poprun has failed, the same command resumes"
-            )
-    elif options.instances or options.poprun:
+    on_ipus = recipe.run.device == "ipu"
+    if on_ipus and found.number > 1:
+        raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
+    if on_ipus and options.max_restarts:
+        raise UserError("--max-restarts is for ranks of torchrun; after poprun has failed, the same command resumes")
+    if not on_ipus and (options.instances or options.poprun):
         flag = "--instances" if options.instances else "--poprun"
         raise UserError(f"{flag} goes with run.device=ipu, but run.device is {recipe.run.device}")
     replicas = recipe.parallel.replicas or _automatic_replicas(recipe, found.number, options.dry_run)
     # Only checked and shown with this number: the ranks find it by counting themselves.
     recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
-    if recipe.run.device == "ipu":
-        _check_instances(recipe, options.instances or 1)
-    plan = Plan(recipe, found, [str(program), "--config", options.config, *overrides], note)
-    if plan.world % found.number:
+    stages = recipe.parallel.stages
+    world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
+    if on_ipus:
+        instances = options.instances or 1
+        if replicas % instances:
+            raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
+        ipu.check_served(replicas // instances, stages, replicas)
+    if world % found.number:
         raise UserError(
-            f"{plan.world} processes = {_shape(plan)} do not divide over {found.number} hosts; "
-            f"give --replicas so that replicas x {plan.stages} is a multiple of {found.number}"
+            f"{world} processes = {shape} do not divide over {found.number} hosts; "
+            f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
         )
-    return plan
+    local, arguments = world // found.number, [str(program), "--config", options.config, *overrides]
+    if on_ipus:
+        command = ["poprun", "--num-replicas", str(replicas), "--ipus-per-replica", str(stages)]
+        command += ["--num-instances", str(options.instances)] if options.instances else []
+        command += [*options.poprun, sys.executable, *arguments]
+    elif world == 1 and not options.max_restarts:
+        command = [sys.executable, *arguments]
+    else:
+        meeting = ["--standalone"]
+        if found.number > 1:
+            meeting = [f"--nnodes={found.number}", f"--node-rank={found.this}"]
+            meeting += [f"--master-addr={found.master}", f"--master-port={found.port}"]
+        command = ["torchrun", *meeting, f"--nproc-per-node={local}", *arguments]
+    return Plan(recipe, found, world, local, shape, arguments, command, note)
 
 
-def _check_instances(recipe: Recipe, instances: int) -> None:
-    """Refuse poprun processes without equal shares of the replicas, or of too many IPUs. Raises UserError."""
-    replicas = recipe.parallel.replicas
-    if replicas % instances:
-        raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
-    ipu.check_served(replicas // instances, recipe.parallel.stages, replicas)
-
-
-def _with_stages(options: argparse.Namespace, overrides: List[str]) -> tuple:
+def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
     """(recipe, overrides, note): a list of cuts that does not fit --stages gives way to automatic ones."""
-    if not options.stages:
-        return loading.load(options.config, overrides), overrides, ""
-    overrides = [*overrides, f"parallel.stages={options.stages}"]
+    overrides = list(options.overrides)
+    if options.replicas:
+        overrides.append(f"parallel.replicas={options.replicas}")
+    if options.stages:
+        overrides.append(f"parallel.stages={options.stages}")
     try:
         return loading.load(options.config, overrides), overrides, ""
-    except ConfigError:
-        if any(text.startswith("parallel.split=") for text in overrides):
+    except ConfigError as error:
+        if not options.stages or any(text.startswith("parallel.split=") for text in overrides):
             raise
-        automatic = [*overrides, "parallel.split=auto"]
+        overrides.append("parallel.split=auto")
         try:
-            recipe = loading.load(options.config, automatic)
+            recipe = loading.load(options.config, overrides)
         except ConfigError:
-            recipe = None
-        if recipe is None:
-            raise  # what is wrong is something else
-        note = f"--stages {options.stages} does not fit the recipe's parallel.split: parallel.split=auto instead"
-        return recipe, automatic, note
+            raise error from None  # what is wrong is something else
+        note = f" (--stages {options.stages} does not fit the recipe's parallel.split: parallel.split=auto instead)"
+        return recipe, overrides, note
 
 
 def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
@@ -209,7 +214,7 @@ def _gpus(recipe: Recipe) -> int:
         return 0
     import torch
 
-    return torch.cuda.devicecount() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _check_gpus(plan: Plan) -> None:
@@ -220,59 +225,20 @@ def _check_gpus(plan: Plan) -> None:
     gpus = _gpus(plan.recipe)
     if plan.local > gpus and (gpus or device == "cuda"):
         raise UserError(
-            f"{plan.local} processes on this host ({_shape(plan)} over {count(plan.hosts.number, 'host')}) need a "
+            f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')}) need a "
             f"GPU each, but there {'is' if gpus == 1 else 'are'} {gpus}; lower --replicas or --stages"
         )
 
 
-def _become_poprun(plan: Plan, options: argparse.Namespace) -> int:
-    poprun = shutil.which("poprun")
-    if poprun is None:
-        raise UserError("run.device=ipu needs poprun on the PATH; source the enable.sh of the Poplar SDK, or --dry-run")
-    print(_describe(plan, options), flush=True)
-    os.execv(poprun, [poprun, *_poprun_arguments(plan, options)])
-
-
-def _poprun_arguments(plan: Plan, options: argparse.Namespace) -> List[str]:
-    instances = ["--num-instances", str(options.instances)] if options.instances else []
-    shape = ["--num-replicas", str(plan.replicas), "--ipus-per-replica", str(plan.stages), *instances]
-    return [*shape, *options.poprun, sys.executable, *plan.command]
-
-
-def _start(plan: Plan, options: argparse.Namespace) -> int:
+def _start(plan: Plan, max_restarts: int) -> int:
     """Starts this host's ranks and stays until they are gone."""
     from parallel.signals import Signals
 
     signals = Signals()  # before torch is loaded, which takes seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(_describe(plan, options), flush=True)
+    print(plan.describe(), flush=True)
     from parallel import agent
 
-    silence = plan.recipe.parallel.silence
-    return agent.run(plan.hosts, plan.local, _shape(plan), plan.command, options.max_restarts, signals, silence)
-
-
-def _describe(plan: Plan, options: argparse.Namespace) -> str:
-    """One line: what is started, as a command that does the same."""
-    note = f" ({plan.note})" if plan.note else ""
-    if plan.recipe.run.device == "ipu":
-        command = ["poprun", *_poprun_arguments(plan, options)]
-        return f"{count(plan.world, 'IPU')} = {_shape(plan)}{note}: {_quoted(command)}"
-    where, shape = "this host", ["--standalone"]
-    if plan.hosts.number > 1:
-        number, this = plan.hosts.number, plan.hosts.this
-        where = f"{number} hosts, {plan.local} here on host {this}"
-        shape = [f"--nnodes={number}", f"--node-rank={this}", f"--master-addr={plan.hosts.master}"]
-        shape.append(f"--master-port={plan.hosts.port}")
-    command = ["torchrun", *shape, f"--nproc-per-node={plan.local}", *plan.command]
-    if plan.world == 1 and not options.max_restarts:
-        command = [sys.executable, *plan.command]
-    return f"{count(plan.world, 'process', 'processes')} = {_shape(plan)} on {where}{note}: {_quoted(command)}"
-
-
-def _quoted(command: Sequence[str]) -> str:
-    return " ".join(shlex.quote(masked(part)) for part in command)
-
-
-def _shape(plan: Plan) -> str:
-    return f"{count(plan.replicas, 'replica')} x {count(plan.stages, 'stage')}"
+    return agent.run(
+        plan.hosts, plan.local, plan.shape, plan.program, max_restarts, signals, plan.recipe.parallel.silence
+    )

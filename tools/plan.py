@@ -17,17 +17,14 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Optional, Sequence
 
-from recipe import batch, ipu_plan, loading
-from recipe.config import Recipe
+from recipe import batch, loading
 from recipe.errors import DONE
 from recipe.files import writing
 from tools.planning import machine, summary, text
-from tools.planning.summary import Summary
 from training.command import Parser, naming, one_line
 
 # Device of a recipe -> the machine it is planned for unless another is named; auto is taken for a CPU.
@@ -54,26 +51,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)
     print("\n".join(text.lines(plan)))
     if options.picture:
-        _draw(plan, Path(options.picture))
+        from tools.planning import picture  # loads matplotlib
+
+        with writing(Path(options.picture)):
+            picture.draw(plan, Path(options.picture))
+        print(f"picture    {options.picture}")
     if options.json:
-        print(json.dumps(as_data(plan), allow_nan=False))
+        print(json.dumps(text.as_data(plan), allow_nan=False))
     return DONE
-
-
-def as_data(plan: Summary) -> dict:
-    """The plan as JSON has it; other devices than IPUs have no options."""
-    recipe = plan.recipe
-    numbers = {key.rstrip("_"): value for key, value in dataclasses.asdict(plan.batch).items()}
-    return {"batch": numbers, **_options(recipe, plan), **text.as_data(plan)}
-
-
-def _options(recipe: Recipe, plan: Summary) -> dict:
-    return ipu_plan.as_data(recipe, plan.batch) if recipe.run.device == "ipu" else {"options": [], "optimizer": {}}
-
-
-def _draw(plan: Summary, path: Path) -> None:
-    from tools.planning import picture  # matplotlib takes its time
-
-    with writing(path):
-        picture.draw(plan, path)
-    print(f"picture    {path}")

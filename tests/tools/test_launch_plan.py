@@ -1,5 +1,6 @@
 """The launcher's decisions: refusals, number of replicas, hosts under SLURM, arguments of poprun."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from parallel import hosts
 from recipe.errors import UserError
@@ -62,43 +64,51 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ("run.device=cuda --replicas 2", "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU"),
     ],
 )
-def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start, capfd, monkeypatch):
+def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start, capsys, monkeypatch):
     monkeypatch.setattr(launch, "_gpus", lambda recipe: 1 if recipe.run.device == "cuda" else 0)
     try:
         code = launch.main(["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu", *arguments.split()])
     except SystemExit as end:
         code = end.code
-    lines = capfd.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()  # of this process's Python alone, whatever else writes to the terminal
     assert (code, len(lines)) == (WRONG_INPUT, 1) and lines[0].startswith(start), lines
 
 
-def test_replicas_follow_the_gpus(capfd, monkeypatch):
+def test_replicas_follow_the_gpus(capsys, monkeypatch):
     monkeypatch.setattr(launch, "_gpus", lambda recipe: 8)
     one = ("--config", str(QUICKSTART), "batch.global=768", "--dry-run", "--stages", "2")
     assert launch.main(one) == DONE
-    assert "8 processes = 4 replicas x 2 stages on this host: " in capfd.readouterr().out
+    assert "8 processes = 4 replicas x 2 stages on this host: " in capsys.readouterr().out
     assert launch.main([*one, "--nnodes", "3", "--node-rank", "1", "--master", "a"]) == DONE
-    said = capfd.readouterr().out
+    said = capsys.readouterr().out
     assert (
         "24 processes = 12 replicas x 2 stages on 3 hosts, 8 here on host 1: torchrun --nnodes=3 --node-rank=1 " in said
     )
     assert "parallel.replicas" not in said
 
 
-def test_cuts_that_do_not_fit_are_made_automatic(capfd):
+@pytest.mark.parametrize(("device", "available", "expected"), [("cuda", 3, 3), ("auto", 0, 0), ("cpu", 3, 0)])
+def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expected, tiny, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: available)
+    assert launch._gpus(tiny(f"run.device={device}")) == expected
+
+
+def test_cuts_that_do_not_fit_are_made_automatic(capsys):
     recipe = ROOT / "configs" / "pod16.yaml"
     assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "4", "--replicas", "4"]) == DONE
-    said = capfd.readouterr().out
+    said = capsys.readouterr().out
     assert "(--stages 4 does not fit the recipe's parallel.split: parallel.split=auto instead): poprun" in said
     assert said.endswith("parallel.replicas=4 parallel.stages=4 parallel.split=auto\n")
     assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "2", "--replicas", "8"]) == DONE
-    assert "split=auto" not in capfd.readouterr().out
+    assert "split=auto" not in capsys.readouterr().out
 
 
-def test_a_pods_recipe_says_how_many_replicas_there_are(capfd):
+def test_a_pods_recipe_says_how_many_replicas_there_are(capsys):
     recipe = ROOT / "configs" / "pod128.yaml"
     assert launch.main(["--config", str(recipe), "--dry-run", "--instances", "32"]) == DONE
-    assert "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 " in capfd.readouterr().out
+    assert "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 " in capsys.readouterr().out
 
 
 def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
@@ -124,12 +134,12 @@ def commands_in_the_docs():
 
 
 @pytest.mark.parametrize(("ipus", "command"), commands_in_the_docs())
-def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(ipus, command, capfd, monkeypatch):
+def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(ipus, command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = shlex.split(command)[1:]
     assert any(text.startswith("ipu.executable_cache=") for text in arguments)
     assert launch.main([*arguments, "--dry-run", "data.source=glyphs"]) == DONE
-    assert f" stages each: {ipus} devices)" in capfd.readouterr().out
+    assert f" stages each: {ipus} devices)" in capsys.readouterr().out
 
 
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "31234"}

@@ -7,13 +7,14 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from engines.choice import Candidate, pick
 from parallel import exchange
-from recipe.division import count
+from recipe.checks import bound_to_cut
+from recipe.config import Recipe
+from recipe.division import Batch, count
+from tools.diagnosis.splitting import Rank
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
 from training.timeline import ideal
 
-# The parts that something can be done about; of equal ones the first is named: its remedy costs least.
-_ORDER = ("input", "straggling", "exchange", "bubble", "imbalance", "update")
 _WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
 _UNEXPLAINED = 0.15
@@ -24,62 +25,36 @@ Remedy = Tuple[str, List[str]]  # text and overrides
 class Figures(NamedTuple):
     """Figures that the rules depend on.
 
-    parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda. cores: of a rank. threads: in which a rank
-    computes on a CPU. split: whether the recipe says itself where stages are cut. mixes: whether images of a micro
-    batch are mixed, so that it needs two. reading: share of an image's time that is reading its bytes, None where
-    images are no files. delay: of gradients, in steps. method: the exchange, as `methods` calls it; these are seconds
-    by themselves. reset: overrides without which another method is refused, by method. bandwidth:
-    bytes a second between replicas. slowest, lag, host: the rank farthest behind the others of its stage, by which
-    share, and where; None of one replica. mfu: share of the devices' peak.
+    recipe: without `auto` in exchange and engine. parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda.
+    cores: of a rank. threads: in which a rank computes on a CPU. reading: share of an image's time that is reading its
+    bytes, None where images are no files. bandwidth: bytes a second between replicas. methods: seconds of each exchange
+    by itself. slowest: the rank farthest behind the others of its stage. mfu: share of the devices' peak.
     """
 
+    recipe: Recipe
+    batch: Batch
     parts: Dict[str, float]
     device: str
     cores: int
     threads: int
-    replicas: int
-    stages: int
-    virtual: int
-    split: bool
-    mixes: bool
-    accumulation: int
-    micro: int
-    workers: int
     reading: Optional[float]
-    delay: int
-    compiled: bool
     bandwidth: Optional[float]
-    method: str
     methods: Dict[str, float]
-    reset: Dict[str, List[str]]
-    slowest: Optional[int]
-    lag: Optional[float]
-    host: str
+    slowest: Optional[Rank]
     mfu: float
-
-    @property
-    def step(self) -> float:
-        """Seconds."""
-        return math.fsum(self.parts.values())
-
-    @property
-    def batch(self) -> int:
-        """Images of a step."""
-        return self.micro * self.accumulation * self.replicas
 
     @property
     def larger(self) -> str:
         """Override that doubles the batch."""
-        return f"batch.global={2 * self.batch}"
+        return f"batch.global={2 * self.batch.global_}"
 
     def share(self, part: str) -> float:
         """Share of a step."""
-        return self.parts[part] / self.step
+        return self.parts[part] / math.fsum(self.parts.values())
 
 
 class Advice(NamedTuple):
-    """limit: the part to be mended first, or compute. text: sentences. overrides: what to try, as the command line
-    takes it; none where the remedy is no key."""
+    """limit: the part to be mended first, or compute. overrides: of the command line; none if the remedy is no key."""
 
     limit: str
     text: str
@@ -87,23 +62,24 @@ class Advice(NamedTuple):
 
 
 def advise(figures: Figures) -> Advice:
-    """The first thing to fix. A pure function of the figures."""
-    limit = max(_ORDER, key=figures.share)  # the first of equal ones
+    """The first thing to fix."""
+    limit = max(_RULES, key=figures.share)  # the first of equal ones
+    rule = _RULES[limit]
     if figures.share(limit) < _WORTH:
-        limit = "compute"
-    text, overrides = _RULES[limit](figures, percent(figures.share(limit)))
+        limit, rule = "compute", _compute
+    text, overrides = rule(figures, percent(figures.share(limit)))
     unexplained = figures.share("rest")
     if abs(unexplained) >= _UNEXPLAINED:
         fault = (
             f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
         )
-        workers = "workers that read take cores from computing, or " if figures.workers else ""
+        workers = "workers that read take cores from computing, or " if figures.recipe.data.workers else ""
         text += f" But {fault}: {workers}the machine is busy with something else; measure again when it is quiet."
     return Advice(limit, text, overrides)
 
 
 def _input(figures: Figures, share: str) -> Remedy:
-    needed = workers_needed(figures.workers, figures.share("input"))
+    needed = workers_needed(figures.recipe.data.workers, figures.share("input"))
     fault, more = f"Waiting for images takes {share} of a step", f"data.workers={needed}"
     if figures.reading is not None and figures.reading >= 0.5:
         text = (
@@ -127,8 +103,9 @@ def _input(figures: Figures, share: str) -> Remedy:
 
 def _straggling(figures: Figures, share: str) -> Remedy:
     fault = f"Waiting for the slowest replica takes {share} of a step"
-    if figures.lag is not None and figures.lag >= _LAG:
-        rank = f"rank {figures.slowest} on host {figures.host} computes {percent(figures.lag)} slower than the others"
+    slowest = figures.slowest
+    if slowest is not None and slowest.lag >= _LAG:
+        rank = f"rank {slowest.rank} on host {slowest.host} computes {percent(slowest.lag)} slower than the others"
         remedy = "Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it."
         return f"{fault}: {rank}. {remedy}", []
     text = (
@@ -142,17 +119,20 @@ def _exchange(figures: Figures, share: str) -> Remedy:
     link = f" over links of {scaled(8 * figures.bandwidth, 'bit/s')}" if figures.bandwidth else ""
     fault = f"The exchange takes {share} of a step{link}"
     larger = f"{figures.larger} makes it once in twice as many images"
-    faster = _faster_exchange(figures)
-    if faster is not None:
-        overrides = [*faster.method.overrides, *figures.reset[faster.method.section.method]]
-        text = (
-            f"{fault}: {' '.join(overrides)} takes {duration(faster.seconds)} by itself in place of "
-            f"{duration(figures.methods[figures.method])}, and changes what is learned (docs/exchange.md). "
-            f"Without that, {larger}."
-        )
-        return text, overrides
+    section = figures.recipe.exchange
+    own = figures.methods.get(section.variant)
+    if own is not None:  # the rule of exchange.method=auto
+        taken = pick([Candidate(exchange.named(name), time, 0.0) for name, time in figures.methods.items()])[0]
+        if taken.seconds < own and taken.name != section.variant:
+            reset = section.refused_by(taken.method.section.method)
+            overrides = [*taken.method.overrides, *(f"exchange.{key}={str(reset[key]).lower()}" for key in reset)]
+            text = (
+                f"{fault}: {' '.join(overrides)} takes {duration(taken.seconds)} by itself in place of "
+                f"{duration(own)}, and changes what is learned (docs/exchange.md). Without that, {larger}."
+            )
+            return text, overrides
     late = ""
-    if figures.device == "cpu" and not figures.delay:
+    if figures.device == "cpu" and not section.delay:
         late = (
             "; exchange.delay=1 lets it run beside the next step, with gradients that are one step late "
             "(docs/exchange.md)"
@@ -160,26 +140,14 @@ def _exchange(figures: Figures, share: str) -> Remedy:
     return f"{fault}, and no other method is worth a change: {larger}{late}.", [figures.larger]
 
 
-def _faster_exchange(figures: Figures) -> Optional[Candidate]:
-    """The exchange to change to, by the rule of exchange.method=auto; None where that is the recipe's own."""
-    candidates = [Candidate(exchange.named(name), seconds, 0.0) for name, seconds in figures.methods.items()]
-    if figures.method not in figures.methods:
-        return None
-    taken = pick(candidates)[0]
-    slower = taken.seconds >= figures.methods[figures.method]
-    return None if slower or taken.name == figures.method else taken
-
-
 def _bubble(figures: Figures, share: str) -> Remedy:
-    now, doubled = (
-        percent(1 - ideal(times * figures.accumulation, figures.stages, figures.virtual)) for times in (1, 2)
-    )
-    halved = figures.micro // 2
-    splits = figures.micro % 2 == 0 and halved >= (2 if figures.mixes else 1)
-    override = f"batch.micro={halved}" if splits else figures.larger
-    micro_batches = count(figures.accumulation, "micro batch", "micro batches")
+    batch, data, virtual = figures.batch, figures.recipe.data, figures.recipe.parallel.virtual_stages or 1
+    now, doubled = (percent(1 - ideal(times * batch.accumulation, batch.stages, virtual)) for times in (1, 2))
+    halved, least = batch.micro // 2, 2 if data.mixup or data.cutmix is not None else 1  # images of a pair are mixed
+    override = figures.larger if batch.micro % 2 or halved < least else f"batch.micro={halved}"
+    micro_batches = count(batch.accumulation, "micro batch", "micro batches")
     text = (
-        f"A pipeline's stages stand still for {share} of a step: {micro_batches} on {figures.stages} stages leave "
+        f"A pipeline's stages stand still for {share} of a step: {micro_batches} on {batch.stages} stages leave "
         f"{now} at best; {override} makes twice as many, and that {doubled}."
     )
     return text, [override]
@@ -187,21 +155,21 @@ def _bubble(figures: Figures, share: str) -> Remedy:
 
 def _imbalance(figures: Figures, share: str) -> Remedy:
     fault = f"The slowest stage takes {share} of a step longer than the mean of all"
-    if figures.split:
+    if figures.recipe.parallel.split is not None and not bound_to_cut(figures.recipe, figures.batch.replicas):
         return f"{fault}: parallel.split=auto cuts the model by what its blocks cost here.", ["parallel.split=auto"]
-    fewer = f"parallel.stages={max(1, figures.stages // 2)}"
+    fewer = f"parallel.stages={max(1, figures.batch.stages // 2)}"
     remedy = f"fewer stages and more replicas waste less: {fewer}."
     return f"{fault}, and the cut is as even as the recipe lets it be: {remedy}", [fewer]
 
 
 def _update(figures: Figures, share: str) -> Remedy:
-    compiled = figures.device == "cpu" and not figures.compiled
-    first = "engine.compile=true makes one program of it where there is a compiler; " if compiled else ""
+    compile_ = figures.device == "cpu" and not figures.recipe.engine.compile
+    first = "engine.compile=true makes one program of it where there is a compiler; " if compile_ else ""
     text = (
         f"The optimizer's update takes {share} of a step: {first}it is made once a step, so {figures.larger} makes it "
         "once in twice as many images."
     )
-    return text, ["engine.compile=true" if compiled else figures.larger]
+    return text, ["engine.compile=true" if compile_ else figures.larger]
 
 
 def _compute(figures: Figures, share: str) -> Remedy:
@@ -209,13 +177,14 @@ def _compute(figures: Figures, share: str) -> Remedy:
         f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {percent(figures.mfu)} of what "
         "large matrix products reach here (MFU)."
     )
-    if figures.accumulation % 2:
+    if figures.batch.accumulation % 2:
         return f"{fault} More replicas make it faster.", []
-    larger = f"batch.micro={2 * figures.micro}"
+    larger = f"batch.micro={2 * figures.batch.micro}"
     use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
     return f"{fault} {larger} {use}", [larger]
 
 
+# Of equal parts the first is named: its remedy costs least.
 _RULES = {
     "input": _input,
     "straggling": _straggling,
@@ -223,5 +192,4 @@ _RULES = {
     "bubble": _bubble,
     "imbalance": _imbalance,
     "update": _update,
-    "compute": _compute,
 }

@@ -6,17 +6,17 @@ import platform
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import torch
+
 from data.base import Source
 from data.sources import open_source
-from engines import choice, factory, tuning
+from engines import choice, tuning
 from engines.devices import device_of
 from parallel import topology
 from parallel.processes import Processes
-from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
-from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.distribution import Parallel
 from recipe.division import Batch, count
@@ -40,9 +40,9 @@ _PEAKS = 3
 class Findings(NamedTuple):
     """Everything that was measured, and what follows.
 
-    parts: seconds of a step of the recipe, by `splitting.PARTS`. complete: see `steps.Measured`. straggling: standard
+    hosts: by rank. parts: seconds of a step, by `splitting.PARTS`. complete: see `steps.Measured`. straggling: standard
     deviation of a replica's step, in units of its mean. peak: floating-point operations a second, of all devices.
-    machine, doubling: None where no link could be measured. seconds: that the examination took.
+    machine, doubling: None where no link could be measured. seconds: duration of the examination.
     """
 
     batch: Batch
@@ -68,7 +68,7 @@ class Findings(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of a step of the recipe."""
+        """Seconds."""
         return sum(self.parts.values())
 
     @property
@@ -78,24 +78,32 @@ class Findings(NamedTuple):
 
 
 def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optional[Findings]:
-    """Measures on this and all other ranks, each of which calls this; the main one gets the findings, others None.
+    """Measure on all ranks, each of which calls this; the main one gets the findings, the others None.
 
     Args:
-        seconds: that measuring may take; large steps take longer.
+        seconds: for measuring; large steps take longer.
         say: prints a line of progress; called on the main rank only.
 
     Raises:
         UserError: recipe or data cannot be used, or ranks cannot connect.
     """
     started = time.perf_counter()
-    place, processes = _connect(recipe)
-    _check_one_recipe(recipe, processes)
+    try:
+        place = topology.from_environment(recipe)
+        device = device_of(recipe, place)
+        processes = Processes(place, device, recipe.parallel.silence)
+    except ConfigError as error:  # which is worded for train.py, the one program that run_pod.sh starts
+        raise ConfigError(str(error).replace("./run_pod.sh", "torchrun (docs/doctor.md)")) from None
+    texts = processes.gather(loading.dump(recipe))
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        text = f"rank {other} has another recipe than rank 0; give all hosts the same files and overrides"
+        raise ConfigError(text if place.is_main else "")
     batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
     source, lengths, training_images = _opened(recipe, processes)
     notes: List[str] = []
     say = say if place.is_main else lambda line: None
     recipe = tuning.resolve(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
-    device = processes.together(lambda: device_of(recipe, place))
     say(f"measuring for about {seconds:.0f} s on {count(place.world, 'rank')}: images, links, steps, exchanges")
     reading = _reading(recipe, source, processes, _READING * seconds)
     copies = processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds))
@@ -106,8 +114,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     peak = spread([engine.peak_flops() for _ in range(_PEAKS)])
     methods: List[Method] = []
     if place.replicas > 1 and found_links is not None:
-        gradient = links.gradient_of(engine, recipe, processes)
-        methods = links.methods(engine, recipe, batch, processes, gradient, found_links.link, _METHODS * seconds)
+        methods = links.methods(engine, recipe, batch, processes, found_links.link, _METHODS * seconds)
     facts = processes.gather((platform.node(), machines.about(device)))
     engine.close()
     if not place.is_main:
@@ -118,7 +125,19 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     rows = splitting.ranks(times.passes, place.stages, hosts)
     flops = flops_per_image(recipe, recipe.model.image_size) * batch.global_
     mfu = flops / sum(parts.values()) / peak.median
-    figures = _figures(recipe, batch, place.stages, device.type, parts, reading, found_links, methods, rows, mfu)
+    figures = Figures(
+        recipe,
+        batch,
+        parts,
+        device=device.type,
+        cores=max(1, machines.cores() // hosts.count(hosts[0])),
+        threads=torch.get_num_threads(),
+        reading=reading.share_of_bytes,
+        bandwidth=found_links.bandwidth.median if found_links else None,
+        methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
+        slowest=splitting.slowest(rows),
+        mfu=mfu,
+    )
     machine = doubling = None
     if found_links is not None:
         planned = _planned(recipe, place.stages)
@@ -133,36 +152,10 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     )  # fmt: skip
 
 
-def _connect(recipe: Recipe) -> Tuple[Topology, Processes]:
-    """This rank's place, connected to all others. Raises ConfigError."""
-    try:
-        place = topology.from_environment(recipe)
-        processes = factory.connect(recipe, place)
-    except ConfigError as error:
-        # These are words for train.py, the one program that run_pod.sh starts.
-        raise ConfigError(str(error).replace("./run_pod.sh", "torchrun (docs/doctor.md)")) from None
-    assert isinstance(processes, Processes)
-    return place, processes
-
-
-def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
-    """Raises ConfigError where ranks were started with different recipes."""
-    texts = processes.gather(loading.dump(recipe))
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-    if other is not None:
-        text = f"rank {other} has another recipe than rank 0; give all hosts the same files and overrides"
-        raise ConfigError(text if processes.topology.is_main else "")
-
-
 def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:
     """The training images, on ranks where they enter, and their number. Raises DataError."""
-
-    def opened() -> Optional[Source]:
-        if not processes.topology.is_first:
-            return None
-        return open_source(recipe.data, recipe.model.classes, "train")
-
-    source = processes.together(opened)
+    enter = processes.topology.is_first
+    source = processes.together(lambda: open_source(recipe.data, recipe.model.classes, "train") if enter else None)
     counts = [each for each in processes.gather(None if source is None else len(source)) if each is not None]
     if len(set(counts)) > 1:
         text = f"ranks find {min(counts)} to {max(counts)} training images; give all hosts the same data.root"
@@ -183,60 +176,9 @@ def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, sec
 
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:
-    """The recipe as it was measured: at one image size; a process that computes all stages by itself is one device."""
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": None})})
+    """The recipe as measured: at one image size; a process that computes all stages by itself is one device."""
+    recipe = steps.changed(recipe, "data", image_sizes=None)
     if stages == recipe.parallel.stages:
         return recipe
     parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)
     return recipe.model_copy(update={"parallel": parallel})
-
-
-def _figures(
-    recipe: Recipe,
-    batch: Batch,
-    stages: int,
-    device: str,
-    parts: Dict[str, float],
-    reading: Reading,
-    found_links: Optional[Links],
-    methods: List[Method],
-    rows: List[Rank],
-    mfu: float,
-) -> Figures:
-    """Figures that the rules of advice depend on."""
-    exchange, slowest = recipe.exchange, splitting.slowest(rows)
-    ranks_here = sum(row.host == rows[0].host for row in rows)
-    reset = {
-        method: [f"exchange.{key}={_value(value)}" for key, value in exchange.refused_by(method).items()]
-        for method in exchange.kinds
-    }
-    return Figures(
-        parts=parts,
-        device=device,
-        cores=max(1, machines.cores() // ranks_here),
-        threads=machines.threads(),
-        replicas=batch.replicas,
-        stages=stages,
-        virtual=recipe.parallel.virtual_stages or 1,
-        split=recipe.parallel.split is not None and not bound_to_cut(recipe, batch.replicas),
-        mixes=bool(recipe.data.mixup or recipe.data.cutmix is not None),
-        accumulation=batch.accumulation,
-        micro=batch.micro,
-        workers=recipe.data.workers,
-        reading=reading.share_of_bytes,
-        delay=exchange.delay,
-        compiled=recipe.engine.compile,
-        bandwidth=found_links.bandwidth.median if found_links else None,
-        method=exchange.variant,
-        methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
-        reset=reset,
-        slowest=slowest and slowest.rank,
-        lag=slowest and slowest.lag,
-        host=slowest.host if slowest else rows[0].host,
-        mfu=mfu,
-    )
-
-
-def _value(default: object) -> str:
-    """Format as on the command line."""
-    return str(default).lower()

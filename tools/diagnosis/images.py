@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import time
-from typing import Callable, Iterator, NamedTuple, Optional
+from pathlib import Path
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -33,10 +33,10 @@ _COPIES = 0.02  # seconds of copies in a repetition
 class Reading(NamedTuple):
     """Rates of one core, by the torch reader in the process itself.
 
-    rate: images a second, files being in the page cache. tried: images that were read for it; unreadable: those of
-    them that could not be, and that training leaves out. Where images are files: image_bytes, of one on average;
-    cached: bytes a second out of the page cache; disk: bytes a second with the page cache empty, None where it cannot
-    be emptied; remote: whether they come over a network, so that there is no page cache and both are its rate.
+    rate: images a second, files being in the page cache. tried: images; unreadable: those of them that training leaves
+    out. Where images are files: image_bytes, of one on average; cached: bytes a second out of the page cache; disk:
+    bytes a second with the page cache empty, None where it cannot be emptied; remote: whether they come over a network,
+    whose rate `cached` then is.
     """
 
     rate: Spread
@@ -58,17 +58,18 @@ class Reading(NamedTuple):
 
 
 def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: float) -> Reading:
-    """Reads, decodes and augments images in the order of the run, each replica its own part of it.
+    """Read, decode and augment images in the order of the run, each replica its own part of it.
 
     Raises:
         UnreadableImage: under data.bad_images=error.
         DataError: no image can be read.
     """
     order = source.order(recipe.run.seed, 0)[replica::replicas].tolist()
-    with _one_thread():
-        reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         if not isinstance(source, EncodedSource):
-            return _through_reader(recipe, reader, itertools.cycle(order), seconds)
+            return _through_reader(recipe, source, order, seconds)
         remote = _file(source.name(order[0])) is None
 
         def forget(index: int) -> bool:
@@ -77,60 +78,54 @@ def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: f
         def fetch(index: int) -> bool:
             return remote or _length(source, index) >= 0
 
-        disk = _bytes_a_second(source, itertools.cycle(order), seconds / 3, forget)
+        disk = _bytes_a_second(source, order, seconds / 3, forget)
         # Those files again, which lie in the page cache now, and whatever the order brings after them.
-        cached = _bytes_a_second(source, itertools.cycle(order), seconds / 3, fetch)
-        found = _through_reader(recipe, reader, itertools.cycle(order), seconds / 3)
+        cached = _bytes_a_second(source, order, seconds / 3, fetch)
+        found = _through_reader(recipe, source, order, seconds / 3)
+    finally:
+        torch.set_num_threads(threads)
     if cached is None:  # all that were read are empty
         raise DataError(f"{source.name(order[0])}: empty, as all images after it; mend them, or correct data.root")
-    return found._replace(image_bytes=cached.image_bytes, cached=cached.rate, disk=disk and disk.rate, remote=remote)
+    rate, image_bytes = cached
+    return found._replace(image_bytes=image_bytes, cached=rate, disk=disk and disk[0], remote=remote)
 
 
 def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
-    """Bytes a second of micro batches that are copied to the device: from page-locked memory to a GPU, as training
-    does. A CPU has no such way; there it is a copy in memory."""
+    """Bytes a second of micro batches copied to the device: from page-locked memory to a GPU; on a CPU in memory."""
     shape = (recipe.batch.micro, 3, recipe.model.image_size, recipe.model.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8)
     if device.type == "cuda":
         images = images.pin_memory()
     there = torch.empty_like(images, device=device)
 
-    def copy(times: int) -> float:
-        start = time.perf_counter()
+    def copy(times: int) -> int:
         for _ in range(times):
             there.copy_(images, non_blocking=True)
         synchronize(device)
-        return time.perf_counter() - start
+        return times * images.numel()
 
     copy(1)
-    times = max(1, int(_COPIES / max(copy(1), 1e-7)))
-    return spread([times * images.numel() / max(copy(times), 1e-9) for _ in _repetitions(seconds)])
+    start = time.perf_counter()
+    copy(1)
+    times = max(1, int(_COPIES / max(time.perf_counter() - start, 1e-7)))
+    return spread(_rates(copy, itertools.repeat(times), seconds, _COPIES / 2))
 
 
-def _through_reader(recipe: Recipe, reader: Reader, indices: Iterator[int], seconds: float) -> Reading:
-    """Images a second through the whole reader; which cannot be read count neither as images nor by their time.
+def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], seconds: float) -> Reading:
+    """Images a second through the whole reader. Raises as `read` does."""
+    reader, size = Reader(source, 1, Training(recipe.data, recipe.run.seed)), recipe.model.image_size
+    tried, unreadable = set(), {}
 
-    Raises as `read` does.
-    """
-    size, rates, tried, unreadable = recipe.model.image_size, [], set(), {}
-    for _ in _repetitions(seconds, more=1):
-        count, spent, passed = 0, 0.0, 0.0
-        while passed < _REPETITION:
-            index = next(indices)
-            start = time.perf_counter()
-            loaded = reader[Request(0, 0, 0, size, [index])]
-            seconds_of_one = time.perf_counter() - start
-            passed += seconds_of_one
-            tried.add(index)
-            if not loaded.unreadable:
-                count += 1
-                spent += seconds_of_one
-                continue
-            if recipe.data.bad_images == "error":
-                raise NotLeftOut(loaded.unreadable[0])
+    def load(index: int) -> int:
+        tried.add(index)
+        loaded = reader[Request(0, 0, 0, size, [index])]
+        if loaded.unreadable and recipe.data.bad_images == "error":
+            raise NotLeftOut(loaded.unreadable[0])
+        if loaded.unreadable:
             unreadable[index] = loaded.unreadable[0]
-        if count:
-            rates.append(count / spent)
+        return 0 if loaded.unreadable else 1
+
+    rates = _rates(load, itertools.cycle(order), seconds, _REPETITION, more=1)
     if not rates:
         raise DataError(
             f"{next(iter(unreadable.values()))}; of {len(tried)} images that were tried none can be read; "
@@ -139,38 +134,56 @@ def _through_reader(recipe: Recipe, reader: Reader, indices: Iterator[int], seco
     return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))  # the first also loads decoders
 
 
-class _Read(NamedTuple):
-    """Bytes a second, and bytes of an image on average."""
-
-    rate: Spread
-    image_bytes: float
-
-
 def _bytes_a_second(
-    source: EncodedSource, indices: Iterator[int], seconds: float, prepare: Callable[[int], bool]
-) -> Optional[_Read]:
-    """Rate of reading files that `prepare` has prepared, empty ones aside; None where that fails for most of them."""
-    rates, lengths, vain = [], [], 0
-    for _ in _repetitions(seconds):
-        length, spent, passed = 0, 0.0, 0.0
-        while passed < _REPETITION / 4:
-            index = next(indices)
-            if not prepare(index):  # such as a part of a shard that the system is about to read ahead
-                vain += 1
-                if vain > _PATIENCE + len(lengths):
-                    return None
+    source: EncodedSource, order: Sequence[int], seconds: float, prepare: Callable[[int], bool]
+) -> Optional[Tuple[Spread, float]]:
+    """Rate of reading files that `prepare` has prepared, and their mean length; None if that fails for most of them."""
+    lengths = []
+
+    def prepared() -> Iterator[int]:
+        vain = 0
+        for index in itertools.cycle(order):
+            if prepare(index):
+                yield index
                 continue
-            start = time.perf_counter()
-            found = _length(source, index)
-            seconds_of_one = time.perf_counter() - start
-            passed += seconds_of_one
-            if found:
-                lengths.append(found)
-                length += found
-                spent += seconds_of_one
+            vain += 1  # such as a part of a shard that the system is about to read ahead
+            if vain > _PATIENCE + len(lengths):
+                return
+
+    def fetch(index: int) -> int:
+        length = _length(source, index)
         if length:
-            rates.append(length / spent)
-    return _Read(spread(rates), sum(lengths) / len(lengths)) if rates else None
+            lengths.append(length)
+        return length
+
+    try:
+        rates = _rates(fetch, prepared(), seconds, _REPETITION / 4)
+    except StopIteration:
+        return None
+    return (spread(rates), sum(lengths) / len(lengths)) if rates else None
+
+
+def _rates(
+    work: Callable[[int], int], arguments: Iterator[int], seconds: float, repetition: float, more: int = 0
+) -> List[float]:
+    """What `work` yields a second, by repetition. A call that returns 0 counts neither as work nor by its time."""
+    rates = []
+    begin = time.perf_counter()
+    for number in range(_MOST + more):
+        if number >= _FEWEST + more and time.perf_counter() - begin > seconds:
+            break
+        done, spent, passed = 0, 0.0, 0.0
+        while passed < repetition:
+            argument = next(arguments)
+            start = time.perf_counter()
+            found = work(argument)
+            took = time.perf_counter() - start
+            passed += took
+            done += found
+            spent += took if found else 0.0
+        if done:
+            rates.append(done / spent)
+    return rates
 
 
 def _length(source: EncodedSource, index: int) -> int:
@@ -183,12 +196,8 @@ def _length(source: EncodedSource, index: int) -> int:
 
 def _file(name: str) -> Optional[str]:
     """The file that holds an image of that name: itself, or the shard; None where it is not on this machine."""
-    while name and not os.path.isfile(name):
-        shorter = os.path.dirname(name)
-        if shorter == name:
-            return None
-        name = shorter
-    return name or None
+    path = Path(name)
+    return next((str(place) for place in (path, *path.parents) if place.is_file()), None)
 
 
 def _forgotten(path: Optional[str]) -> bool:
@@ -217,21 +226,3 @@ def _resident(file: int) -> float:
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return sum(page & 1 for page in resident) / pages
-
-
-def _repetitions(seconds: float, more: int = 0) -> Iterator[None]:
-    start = time.perf_counter()
-    for number in range(_MOST + more):
-        if number >= _FEWEST + more and time.perf_counter() - start > seconds:
-            return
-        yield
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Sequence
+import time
+from typing import List, NamedTuple, Optional
 
 import torch
 
@@ -18,9 +19,10 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from tools.diagnosis import loopback
 from tools.diagnosis.splitting import Spread, spread
-from tools.diagnosis.steps import timed
+from tools.diagnosis.steps import rounds, slowest
 
 _REPETITIONS = 5
+_WARM_UP = 2  # exchanges that do not count
 _LARGEST = 262144  # bytes; the largest message of parallel.probe
 
 
@@ -41,8 +43,8 @@ class Links(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An exchange by itself, nothing beside it. predicted: seconds on the network; measured: seconds, processors'
-    included, None where it would take too long."""
+    """An exchange by itself. predicted: seconds on the network; measured: seconds, with the processors' work; None
+    where it would take too long."""
 
     name: str
     predicted: float
@@ -65,42 +67,30 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
     return Links(spread([link.latency for link in found]), spread(bandwidth), processes.topology.replicas == 1)
 
 
-def gradient_of(engine: TorchEngine, recipe: Recipe, processes: Processes) -> Gradient:
-    """Gradient of the largest stage, the same on all ranks."""
-    sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
-    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
-    return max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
-
-
 def methods(
-    engine: TorchEngine,
-    recipe: Recipe,
-    batch: Batch,
-    processes: Processes,
-    gradient: Gradient,
-    link: Link,
-    seconds: float,
+    engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, link: Link, seconds: float
 ) -> List[Method]:
-    """Every exchange that there is, of this model's gradient. Every rank calls this; the gradient is lost.
+    """Time every exchange of the gradient of the largest stage. Every rank calls this; the gradient is lost.
 
     Args:
         seconds: for all of them; one that is predicted to take longer by itself is only predicted.
     """
+    sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
+    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
+    gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
     predicted = choice.predict(recipe.exchange, batch.replicas, gradient, link, 0.0, 0.0)
     found = []
     for candidate in predicted:
         measured = None
         if candidate.network < seconds:
             tried = recipe.model_copy(update={"exchange": candidate.method.section})
-            measured = spread(_seconds(engine, tried, batch, processes, seconds / len(predicted)))
+            measured = _seconds(engine, tried, batch, processes, seconds / len(predicted))
         found.append(Method(candidate.name, candidate.network, measured))
     return found
 
 
-def _seconds(
-    engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, seconds: float
-) -> Sequence[float]:
-    """Seconds of an exchange on the slowest rank, by repetition."""
+def _seconds(engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, seconds: float) -> Spread:
+    """Seconds of an exchange on the slowest rank."""
     weights = engine.weights
     run = GradientExchange(weights, recipe, batch, processes, 1)
     for view in weights.gradients.views:
@@ -108,10 +98,18 @@ def _seconds(
     buffer, scale = weights.gradients.flat, torch.ones((), device=engine.device)
     gradient = buffer.clone()
 
-    def once(number: int) -> None:
-        run(number, scale)
+    def repetition(step: int) -> float:
+        buffer.copy_(gradient)
+        processes.wait_for_all()
+        start = time.perf_counter()
+        run(step, scale)
+        synchronize(engine.device)
+        return time.perf_counter() - start
 
     try:
-        return timed(once, processes, lambda: synchronize(engine.device), seconds, lambda: buffer.copy_(gradient))
+        for step in range(_WARM_UP):
+            repetition(step)
+        own = [repetition(_WARM_UP + number) for number in rounds(processes, seconds)]
     finally:
         run.close()
+    return spread(slowest(processes.gather(own)))

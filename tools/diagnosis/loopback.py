@@ -1,76 +1,58 @@
-"""The link between two processes of this host, of a single process: python -m tools.diagnosis.loopback FILE RANK
-
-Both connect through FILE and measure by gloo as the replicas of a run would; rank 0 prints the links as JSON.
-"""
+"""The link between two processes of this host, for a run of one process."""
 
 from __future__ import annotations
 
 import datetime
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import List, Optional
 
 from parallel.costs import Link
-from parallel.parent_death import bound_to_parent
+from parallel.parent_death import die_with_parent
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _REPETITIONS = 5
 _PATIENCE = 60.0  # seconds, in which two processes also load torch
 
 
 def measure() -> Optional[List[Link]]:
     """Cost of a message between two processes of this host, several times; None where they cannot connect."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": _loopback()}
-        processes = [
-            subprocess.Popen(
-                bound_to_parent(
-                    [sys.executable, "-m", "tools.diagnosis.loopback", os.path.join(folder, "store"), str(rank)]
-                ),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            for rank in range(2)
-        ]
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver, tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        processes = [context.Process(target=_process, args=(store, rank, sender), daemon=True) for rank in range(2)]
         try:
-            printed = [process.communicate(timeout=_PATIENCE)[0] for process in processes]
-        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.start()
+            sender.close()
+            return receiver.recv() if receiver.poll(_PATIENCE) else None
+        except EOFError:  # both have ended
             return None
         finally:
             for process in processes:
-                process.kill()
-                process.wait()
-        if any(process.returncode for process in processes):
-            return None
-        return [Link(*link) for link in json.loads(printed[0])]
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
 
 
-def _loopback() -> str:
-    return "lo" if sys.platform == "linux" else "lo0"
-
-
-def main(file: str, rank: int) -> None:
-    """One of the two processes."""
+def _process(store: str, rank: int, sender: Connection) -> None:
+    """Measure by gloo, as the replicas of a run would."""
+    die_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # if they cannot connect, the caller says so
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     import torch
     from torch import distributed
 
     from parallel import probe
 
     torch.set_num_threads(1)
-    store = distributed.FileStore(file, 2)
     limit = datetime.timedelta(seconds=_PATIENCE)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    group = distributed.FileStore(store, 2)
+    distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=limit)
     found = [probe.measure(None, torch.device("cpu")) for _ in range(_REPETITIONS)]
-    distributed.destroy_process_group()
     if rank == 0:
-        print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+        sender.send(found)
+    distributed.destroy_process_group()

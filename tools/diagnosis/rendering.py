@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import textwrap
-from typing import Callable, Dict, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, NamedTuple, Optional
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +24,7 @@ _MOST_RANKS = 16  # rows of the table of ranks
 
 
 def render(found: Findings, config: str) -> None:
-    """Prints everything."""
+    """Print everything."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
     def line(name: str, text: str, style: str = "") -> None:
@@ -32,19 +32,27 @@ def render(found: Findings, config: str) -> None:
         for place, part in enumerate(textwrap.wrap(text, console.width - _INDENT)):
             console.print(Text(f"{name:<{_INDENT}}" if place == 0 else indent).append(part, style=style))
 
-    about = found.about
-    ranks, hosts = len(found.hosts), len(set(found.hosts))
+    about, on_cpu = found.about, found.about["device"] == "cpu"
+    ranks, hosts = count(len(found.hosts), "rank"), count(len(set(found.hosts)), "host")
+    kind = about["cpu"] if on_cpu else f"{about['device']}, {about['cpu']}"
+    sizes = f"{count(about['cores'], 'core')}, {count(about['threads'], 'thread')}"
     line("recipe", f"{config}: {found.batch.describe()}")
-    line("machine", f"{count(ranks, 'rank')} on {count(hosts, 'host')}; {_described(about)}")
+    line("machine", f"{ranks} on {hosts}; {kind}, {sizes}, torch {about['torch']}")
     for note in found.notes:
         line("note", note)
     console.print()
     _print_step(console, line, found)
     line("images", _images(found))
-    line("to device", _to_device(found))
+    note = ", a copy in memory: there is no other device" if on_cpu else ""
+    line("to device", f"{scaled(found.to_device.median, 'B/s')}{note}")
     line("links", _links(found))
     if found.methods:
-        _print_methods(console, found)
+        table = _table("exchange by itself", "measured", "fastest to slowest", "predicted, network")
+        for each in found.methods:
+            own = each.measured
+            cells = (duration(own.median), _range(own)) if own else ("not, too long", "")
+            table.add_row(each.name, *cells, duration(each.predicted))
+        _print_table(console, table)
     _print_ranks(console, found)
     line("straggling", f"{percent(found.straggling, 1)}: deviation of a replica's passes, over replicas and steps")
     line("next", _doubling(found))
@@ -55,7 +63,10 @@ def render(found: Findings, config: str) -> None:
 def as_data(found: Findings, config: str) -> dict:
     """One object with all figures; spreads have median, low, high and repetitions."""
     reading, links, batch, times = found.reading, found.links, found.batch, found.times
-    steps = ("as_trained", "waited", "from_memory", "without_exchange", "update")
+    steps = {}
+    for name in ("as_trained", "waited", "from_memory", "without_exchange", "update"):
+        values = getattr(times, name)
+        steps[name] = splitting.spread(values)._asdict() if values else None
     return {
         "config": config,
         "machine": found.about,
@@ -76,7 +87,7 @@ def as_data(found: Findings, config: str) -> dict:
         "measured": {
             "accumulation": times.shape.accumulation,
             "waiting_is_complete": found.complete,
-            "seconds": {name: _or_none(_spread(getattr(times, name))) for name in steps},
+            "seconds": steps,
             "parts": splitting.parts(times),
         },
         "step_seconds": found.step,
@@ -100,41 +111,33 @@ def as_data(found: Findings, config: str) -> dict:
     }
 
 
-def _spread(values: Sequence[float]) -> Optional[Spread]:
-    return splitting.spread(values) if values else None
-
-
 def _or_none(found: Optional[NamedTuple]) -> Optional[dict]:
-    return found._asdict() if found else None
+    return found and found._asdict()
 
 
 def _print_step(console: Console, line: Callable[..., None], found: Findings) -> None:
     """A step as a bar, and a line for each of its parts."""
     times, step = found.times, found.step
     own = splitting.spread(times.as_trained)
-    measured = times.shape.accumulation
-    if measured == found.batch.accumulation:
-        spread = f" ({_range(own)}, {own.repetitions} times)"
-    else:
-        micro_batches = count(measured, "micro batch", "micro batches")
+    spread = f" ({_range(own)}, {own.repetitions} times)"
+    if times.shape.accumulation != found.batch.accumulation:
+        micro_batches = count(times.shape.accumulation, "micro batch", "micro batches")
         spread = f", from steps of {micro_batches}: {duration(own.median)} ({_range(own)})"
     line("a step", f"{duration(step)}{spread}")
     rate = f"{number(found.images_per_second)} images/s"
     line("", f"{rate}, MFU {percent(found.mfu)} of {scaled(found.peak.median, 'FLOP/s')}")
     console.print(_bar(found.parts, console.width))
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for side in ("left", "left", "right", "right"):
-        table.add_column(justify=side)
+    for justify in ("left", "left", "right", "right"):
+        table.add_column(justify=justify)
     for name, look in LOOKS.items():
         seconds = found.parts[name]
         if seconds:
             table.add_row(Text(look.letter, style=look.style), look.words, duration(seconds), percent(seconds / step))
     _print_table(console, table)
     if not found.complete:
-        line(
-            "",
-            "too few micro batches for all that was loaded ahead: waiting for images may be more; try more --seconds",
-        )
+        fault = "too few micro batches for all that was loaded ahead: waiting for images may be more"
+        line("", f"{fault}; try more --seconds")
     console.print()
 
 
@@ -160,15 +163,8 @@ def _images(found: Findings) -> str:
     text += f", from files of {scaled(reading.image_bytes, 'B')}"
     if reading.remote:
         return f"{text}, over the network at {scaled(reading.cached.median, 'B/s')}"
-    disk = (
-        f"{scaled(reading.disk.median, 'B/s')} from the disk" if reading.disk else "the disk alone was not measurable"
-    )
+    disk = f"{scaled(reading.disk.median, 'B/s')} from the disk" if reading.disk else "the disk was not measurable"
     return f"{text}: {scaled(reading.cached.median, 'B/s')} out of the page cache, {disk}"
-
-
-def _to_device(found: Findings) -> str:
-    note = "" if found.about["device"] != "cpu" else ", a copy in memory: there is no other device"
-    return f"{scaled(found.to_device.median, 'B/s')}{note}"
 
 
 def _links(found: Findings) -> str:
@@ -178,15 +174,6 @@ def _links(found: Findings) -> str:
     where = "between two processes of this host" if links.loopback else "between replicas"
     latency = f"latency {duration(links.latency.median)} ({_range(links.latency)})"
     return f"{latency}, {scaled(8 * links.bandwidth.median, 'bit/s')} {where}"
-
-
-def _print_methods(console: Console, found: Findings) -> None:
-    table = _table("exchange by itself", "measured", "fastest to slowest", "predicted, network")
-    for each in found.methods:
-        own = each.measured
-        cells = (duration(own.median), _range(own)) if own else ("not, too long", "")
-        table.add_row(each.name, *cells, duration(each.predicted))
-    _print_table(console, table)
 
 
 def _print_ranks(console: Console, found: Findings) -> None:
@@ -231,9 +218,3 @@ def _print_table(console: Console, table: Table) -> None:
         console.print(table)
     for row in captured.get().splitlines():
         console.file.write(f"{row.rstrip()}\n")
-
-
-def _described(about: dict) -> str:
-    device = "" if about["device"] == "cpu" else f"{about['device']}, "
-    threads = count(about["threads"], "thread")
-    return f"{device}{about['cpu']}, {count(about['cores'], 'core')}, {threads}, torch {about['torch']}"

@@ -29,7 +29,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Shape(NamedTuple):
-    """Shape of a replica's step: micro batches, ranks that share the replica, and cuts of the model on each of them."""
+    """A replica's step: micro batches, ranks that share the replica, and parts of the model on each of them."""
 
     accumulation: int
     stages: int
@@ -37,11 +37,8 @@ class Shape(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Forward and backward passes, by step.
-
-    own: rank -> seconds that it computed. lengths: replica -> seconds from the start of its first pass to the end of
-    its last one.
-    """
+    """Forward and backward passes, by step. own: rank -> seconds of computing. lengths: replica -> seconds from the
+    start of its first pass to the end of its last one."""
 
     own: Dict[int, List[float]]
     lengths: Dict[int, List[float]]
@@ -50,10 +47,9 @@ class Passes(NamedTuple):
 class Times(NamedTuple):
     """Seconds of steps of `shape`.
 
-    as_trained: with images from the loader. waited: those of them in which a device stood still for want of images.
-    from_memory: of steps whose images lie in memory; without_exchange: the same with exchange.method none, turn by
-    turn, or nothing where nothing is exchanged anyway. update: the optimizer's update alone. passes: of steps without
-    exchange.
+    as_trained: with images from the loader. waited: those of them in which a device waited for images. from_memory:
+    with images in memory; without_exchange: the same with exchange.method none, in turns, or empty where nothing is
+    exchanged anyway. update: the optimizer's update alone. passes: of steps without exchange.
     """
 
     shape: Shape
@@ -85,17 +81,18 @@ def passes(spans: Sequence[Span], stages: int) -> Passes:
 
 
 def parts(times: Times) -> Dict[str, float]:
-    """Seconds of each part of the step that was measured. They add up to the median of `as_trained`, by `rest`.
+    """Seconds of each part of the measured step. With `rest` they add up to the median of `as_trained`.
 
-    compute: forward and backward passes, the mean over replicas and, of a pipeline, over its stages. imbalance: what
-    its slowest stage takes longer than that. bubble: what that stage waits from its replica's first pass to the last.
-    straggling: how much longer the slowest replica took than the mean. exchange: what a step takes longer than without
-    one, so without what overlaps.
+    compute: forward and backward passes, the mean over replicas and stages. imbalance: what the slowest stage takes
+    longer than that. bubble: what that stage waits from its replica's first pass to the last. straggling: how much
+    longer the slowest replica takes than the mean. exchange: what a step takes longer than without one.
     """
     stages = times.shape.stages
     lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
     length = statistics.median(map(statistics.mean, lengths))
-    busy = _by_stage(times.passes, stages)
+    medians = {rank: statistics.median(values) for rank, values in times.passes.own.items()}
+    by_stage = [[value for rank, value in medians.items() if rank % stages == stage] for stage in range(stages)]
+    busy = list(map(statistics.mean, by_stage))
     exchanged = [whole - without for whole, without in zip(times.from_memory, times.without_exchange)]
     found = {
         # One rank's passes follow each other: what lies between them belongs to them.
@@ -113,12 +110,11 @@ def parts(times: Times) -> Dict[str, float]:
 def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[str, float]:
     """The parts of a step of `accumulation` micro batches, where fewer were measured.
 
-    Computing and waiting for images are so many times as long; update and exchange come once a step. So does filling
-    and emptying a pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage; what its
-    ranks wait beyond that comes with every micro batch. Of straggling the part that a replica owes to its device grows
-    with the micro batches, chance with their square root. Of the rest grows what steps take longer as trained than from
-    memory, since workers take time from each micro batch; what else it is, such as errors of update and exchange, does
-    not.
+    Computing and waiting for images grow with the micro batches; update and exchange come once a step. So does filling
+    and emptying a pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage; other
+    waits come with every micro batch. Lasting differences between replicas grow with the micro batches, chance with
+    their square root. Of the rest, what steps take longer as trained than from memory grows: workers take time from
+    each micro batch.
     """
     before, stages, virtual = times.shape
     factor = accumulation / before
@@ -135,17 +131,9 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
     return found
 
 
-def _by_stage(found: Passes, stages: int) -> List[float]:
-    """Seconds that each stage computes in a step, the mean over replicas of medians over steps."""
-    medians = {rank: statistics.median(values) for rank, values in found.own.items()}
-    by_stage = [[value for rank, value in medians.items() if rank % stages == stage] for stage in range(stages)]
-    return list(map(statistics.mean, by_stage))
-
-
 def straggling(times: Times, accumulation: int) -> float:
     """Standard deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, in
-    units of their mean: what differs from step to step averages out over the micro batches, what differs from replica
-    to replica does not."""
+    units of their mean. Differences between steps average out over the micro batches, those between replicas do not."""
     lengths = list(times.passes.lengths.values())
     means = [statistics.mean(values) for values in lengths]
     between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))
@@ -167,7 +155,7 @@ class Rank(NamedTuple):
 
 
 def ranks(found: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
-    """A row for each rank. Args: hosts: by rank."""
+    """A row for each rank."""
     means = {rank: statistics.mean(values) for rank, values in found.own.items()}
     rows = []
     for rank, values in found.own.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -22,15 +23,13 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
 from tools.diagnosis import splitting
-from tools.diagnosis.splitting import Passes, Shape, Times
+from tools.diagnosis.splitting import Shape, Times
 
 _FEWEST, _MOST = 3, 40  # repetitions of each measurement
-# Steps whose timeline is recorded. On a GPU each span of it waits for the device, so these are not timed as a whole; on
-# a CPU all are recorded, and passes and whole steps are those of the same moments.
+# Steps with a timeline. On a GPU each span waits for the device, so these are not timed as a whole; on a CPU all are.
 _TRACED, _TRACED_ON_CPU = 8, 1000
 _TURN = 0.05  # seconds: a turn has as many steps as that takes, since a few milliseconds are no measurement
-# Likewise, seconds of steps as trained, which come in bursts of as many micro batches as there are workers.
-_WINDOW = 0.2
+_WINDOW = 0.2  # the same for steps as trained, which come in bursts of as many micro batches as there are workers
 _MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange and update to be small beside them
 _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
 
@@ -38,7 +37,7 @@ _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as
 class Measured(NamedTuple):
     """Times of steps, and the engine of the recipe, on which more can be measured.
 
-    complete: whether enough images were used up that those which were loaded ahead of the first step do not count.
+    complete: whether enough images were used that those loaded ahead of the first step do not count.
     """
 
     times: Times
@@ -47,7 +46,7 @@ class Measured(NamedTuple):
 
 
 class _Bench:
-    """An engine, and the micro batches of a step for it, in memory; the same ones in each step."""
+    """An engine with the micro batches of a step in memory, the same ones in each step."""
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, lengths: Lengths, source: Optional[Source]):
         self.processes, self.batch, self._recipe = processes, batch, recipe
@@ -58,13 +57,10 @@ class _Bench:
         self._count = self._update_count = 1
 
     def _loaded(self, source: Optional[Source]) -> List[MicroBatch]:
-        without_workers = self._recipe.model_copy(update={"data": self._recipe.data.model_copy(update={"workers": 0})})
-        arguments = (source, without_workers, self.batch, self.engine.topology, range(1), self.engine.device)
-        batches = feed.training_batches(*arguments)
-        try:
+        recipe, engine = changed(self._recipe, "data", workers=0), self.engine
+        batches = feed.training_batches(source, recipe, self.batch, engine.topology, range(1), engine.device)
+        with contextlib.closing(batches):
             return list(batches)
-        finally:
-            batches.close()
 
     def step(self, batches: Optional[Iterator[MicroBatch]] = None) -> float:
         """Seconds of one step, with the images in memory or those of a loader."""
@@ -81,38 +77,31 @@ class _Bench:
         return math.fsum(self.step(batches) for _ in range(count)) / count
 
     def until_steady(self) -> float:
-        """Steps that do not count: the first finds nothing ready, and a late gradient's makes no update. Seconds of
-        one after them, the slowest rank's."""
+        """Do the steps that find nothing ready or make no update. Seconds of one after them, the slowest rank's."""
         for _ in range(1 + self._recipe.exchange.delay):
             self.step()
         of_step = max(self.processes.gather(self.steps(1)))
-        of_update = max(self.processes.gather(self._updates(1)))
+        of_update = max(self.processes.gather(self.updates()))
         self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
         return of_step
 
     def turn(self) -> float:
-        """Seconds of a step with the images in memory.
-
-        Where steps are short a first one does not count: it finds memory and caches as others left them.
-        """
+        """Seconds of a step with the images in memory. Of several short ones the first only fills caches."""
         if self._count > 1:
             self.step()
         return self.steps(self._count)
 
     def updates(self) -> float:
         """Seconds of the optimizer's update alone, from the gradient of the step before."""
-        return self._updates(self._update_count)
-
-    def _updates(self, count: int) -> float:
         one, weights = torch.ones((), device=self.engine.device), self.engine.weights
         self.processes.wait_for_all()
         start = time.perf_counter()
-        for _ in range(count):
+        for _ in range(self._update_count):
             finite = weights.prepare(one)
             self.processes.sum((~finite).double())
             weights.apply(self._step, _LEARNING_RATE, finite, False)
         synchronize(self.engine.device)
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / self._update_count
 
 
 def measure(
@@ -124,12 +113,12 @@ def measure(
     seconds: float,
     say: Callable[[str], None],
 ) -> Measured:
-    """Every rank calls this; all get the same times.
+    """Measure on all ranks, each of which calls this; all get the same times.
 
     Args:
         recipe: without `auto` in exchange and engine.
         source: None where images do not enter.
-        seconds: that this may take; with large steps it takes longer, since each is repeated `_FEWEST` times.
+        seconds: longer with large steps, each of which is repeated `_FEWEST` times.
         say: prints how long, then.
     """
     recipe, method = _settled(recipe), exchange.of(recipe.exchange)
@@ -150,7 +139,7 @@ def measure(
     del bench
     shrunk = _shrunk(recipe, batch, accumulation)
     without = _silent(shrunk[0]) if exchanges else shrunk[0]
-    alone = _Bench(_traced(without, traced), shrunk[1], processes, lengths, source)
+    alone = _Bench(changed(without, "log", trace=traced), shrunk[1], processes, lengths, source)
     alone.steps(1 if on_cpu else 1 + traced)
     whole = _Bench(*shrunk, processes, lengths, source) if exchanges else alone
     benches = [whole, alone] if exchanges else [whole]
@@ -162,7 +151,8 @@ def measure(
     as_trained, waited, complete = _as_trained(whole, source, recipe.data.workers, before[0], 0.4 * seconds)
     after = _turns(sides, processes, 0.25 * seconds)
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
-    passes = _passes(alone)
+    spans = alone.engine.recorder.collect()  # from the second step on
+    passes = processes.from_main(lambda: splitting.passes(spans, processes.topology.stages))
     virtual = recipe.parallel.virtual_stages or 1
     shape = Shape(accumulation, processes.topology.stages, virtual)
     times = Times(shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
@@ -170,19 +160,21 @@ def measure(
 
 
 def _settled(recipe: Recipe) -> Recipe:
-    """The recipe as it trains when its first epochs are over: the full image size, the last density. Late gradients
-    take the same time however late they are."""
-    exchange, settled = recipe.exchange, {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
-    exchange = exchange.model_copy(update={**settled, "delay": min(1, exchange.delay)})
-    data = recipe.data.model_copy(update={"image_sizes": None})
-    return recipe.model_copy(update={"exchange": exchange, "data": data})
+    """The recipe as it trains after its first epochs: the full image size, the last density; at most one step late."""
+    settled = {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
+    recipe = changed(recipe, "exchange", delay=min(1, recipe.exchange.delay), **settled)
+    return changed(recipe, "data", image_sizes=None)
 
 
 def _shrunk(recipe: Recipe, batch: Batch, accumulation: int) -> Tuple[Recipe, Batch]:
-    """The recipe with so many micro batches a step, and its batch."""
-    section = recipe.batch.model_copy(update={"global_": batch.micro * accumulation * batch.replicas})
-    shrunk = recipe.model_copy(update={"batch": section})
+    """The recipe with this number of micro batches a step, and its batch."""
+    shrunk = changed(recipe, "batch", global_=batch.micro * accumulation * batch.replicas)
     return shrunk, arithmetic.divide(shrunk, batch.replicas)
+
+
+def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
+    """The recipe with other values of some keys of a section."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
 
 
 def _silent(recipe: Recipe) -> Recipe:
@@ -190,66 +182,21 @@ def _silent(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"exchange": Exchange(method="none")})
 
 
-def _traced(recipe: Recipe, steps: int) -> Recipe:
-    """With the timeline of so many steps."""
-    return recipe.model_copy(update={"log": recipe.log.model_copy(update={"trace": steps})})
-
-
-def _passes(bench: _Bench) -> Passes:
-    """Passes of the steps that the engine has recorded, which begin with its second."""
-    spans = bench.engine.recorder.collect()
-    return bench.processes.from_main(lambda: splitting.passes(spans, bench.engine.topology.stages))
-
-
 def _turns(sides: Sequence[Callable[[], float]], processes: Processes, seconds: float) -> List[List[float]]:
-    """The seconds that each side gives, turn by turn, the slowest rank's. The order turns round from turn to turn."""
+    """Seconds of each side by turn, the slowest rank's. The order of the sides alternates."""
     own: List[List[float]] = [[] for _ in sides]
-    for number in _rounds(processes, seconds):
+    for number in rounds(processes, seconds):
         for which in range(len(sides))[:: -1 if number % 2 else 1]:
             own[which].append(sides[which]())
-    return [_slowest(found) for found in zip(*processes.gather(own))]
-
-
-def timed(
-    work: Callable[[int], None],
-    processes: Processes,
-    synchronize: Callable[[], None],
-    seconds: float,
-    prepare: Optional[Callable[[], None]] = None,
-) -> List[float]:
-    """Seconds of one call of `work`, which is given the number of the call; the slowest rank's, of each repetition.
-
-    Every rank calls this; all begin each repetition together. The first call does not count.
-
-    Args:
-        prepare: called before each call of `work`, and not timed.
-    """
-
-    def repetition(calls: int, number: int) -> float:
-        if prepare is not None:
-            prepare()
-        processes.wait_for_all()
-        start = time.perf_counter()
-        for call in range(calls):
-            work(number + call)
-        synchronize()
-        return (time.perf_counter() - start) / calls
-
-    repetition(1, 0)
-    once = max(processes.gather(repetition(1, 1)))
-    calls = 1 if prepare else max(1, math.ceil(_TURN / max(once, 1e-9)))
-    own = [repetition(calls, 2 + number * calls) for number in _rounds(processes, seconds)]
-    return _slowest(processes.gather(own))
+    return [slowest(found) for found in zip(*processes.gather(own))]
 
 
 def _as_trained(
     bench: _Bench, source: Optional[Source], workers: int, from_memory: Sequence[float], seconds: float
 ) -> Tuple[List[float], List[float], bool]:
-    """Seconds of steps that take their images from the loader, and of waiting in them; whether they are all that is
-    asked for.
+    """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough of them.
 
-    Workers begin together and hand over their first micro batches together, so what counts comes after these, in
-    windows that are as long or longer.
+    Workers hand over their first micro batches together, so these do not count, and windows are as long or longer.
     """
     processes = bench.processes
     burst = max(1, math.ceil(workers / bench.batch.accumulation))
@@ -257,33 +204,27 @@ def _as_trained(
     complete = processes.from_main(lambda: burst <= affordable)
     window = burst if complete else 1
     window *= max(1, math.ceil(_WINDOW / (window * min(from_memory))))
-    batches = bench.engine.training_batches(source, range(10**9))
     as_trained, waited = [], []
-    try:
+    with contextlib.closing(bench.engine.training_batches(source, range(10**9))) as batches:
         bench.steps(burst if complete else 1, batches)
         before = max(processes.gather(bench.engine.data_wait()))
-        for _ in _rounds(processes, seconds):
+        for _ in rounds(processes, seconds):
             as_trained.append(bench.steps(window, batches))
             so_far = max(processes.gather(bench.engine.data_wait()))
             waited.append((so_far - before) / window)
             before = so_far
-    finally:
-        batches.close()
-    return _slowest(processes.gather(as_trained)), waited, complete
+    return slowest(processes.gather(as_trained)), waited, complete
 
 
-def _rounds(processes: Processes, seconds: float) -> Iterator[int]:
+def rounds(processes: Processes, seconds: float) -> Iterator[int]:
     """Numbers of repetitions, as many on every rank, until the main one has spent `seconds`."""
-    start, number = time.perf_counter(), 0
-
-    def goes_on() -> bool:
-        return time.perf_counter() - start < seconds
-
-    while number < _FEWEST or (number < _MOST and processes.from_main(goes_on)):
+    start = time.perf_counter()
+    for number in range(_MOST):
+        if number >= _FEWEST and not processes.from_main(lambda: time.perf_counter() - start < seconds):
+            return
         yield number
-        number += 1
 
 
-def _slowest(by_rank: Sequence[Sequence[float]]) -> List[float]:
+def slowest(by_rank: Sequence[Sequence[float]]) -> List[float]:
     """Repetition by repetition, the rank that took longest."""
     return [max(values) for values in zip(*by_rank)]

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "machines"
 
 
 class Figure(Section):
-    """A number and where it comes from: a publication, or the measurement that gave it."""
+    """A number and where it comes from: a publication or a measurement."""
 
     value: float = Field(ge=0)
     source: str = Field(min_length=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, FrozenSet, List, NamedTuple, Optional
+from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from models import shapes
 from models.shapes import BlockShape
@@ -54,16 +54,12 @@ def by_stage(
         again: the blocks that are recomputed, if not the recipe's.
     """
     again = work.recomputed if again is None else again
-    entering = _inputs(work.shapes)
     held = in_flight(recipe, device, batch, len(work.stages))
-    each = workload.compute_bytes(recipe, device) * batch.micro
-    per_parameter = workload.state_bytes(recipe, device)
+    each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
     found = []
     for stage, count in zip(work.stages, held):
-        part = _Part(work.shapes, entering, again, device)
-        for name in stage.names:
-            part.add(name)
-        found.append(StageBytes(per_parameter * stage.parameters, each * part.activations(count)))
+        *_, (parameters, kept, once) = elements(stage.names, work.shapes, again, device)
+        found.append(StageBytes(state * parameters, each * (count * kept + once)))
     return found
 
 
@@ -88,7 +84,7 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
     """
     limit = available(recipe, machine, batch)
 
-    def need(step: int) -> tuple:
+    def need(step: int) -> Tuple[int, int]:
         model = recipe.model.model_copy(update={"width": step * _GRID})
         return _smallest(recipe, machine.device, batch, model, stages)
 
@@ -102,59 +98,49 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
     return Widest(stages, low * _GRID, parameters, size)
 
 
-def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> tuple:
+def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> Tuple[int, int]:
     """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
     found = shapes.blocks(model, max(training_image_sizes(recipe)))
     names = list(found)
-    again, entering = workload.recomputed(recipe, names), _inputs(found)
+    again = workload.recomputed(recipe, names)
     held = in_flight(recipe, device, batch, stages)
-    each = workload.compute_bytes(recipe, device) * batch.micro
-    per_parameter = workload.state_bytes(recipe, device)
+    each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
+    parts = {}
+    for start in range(len(names)):
+        for end, part in enumerate(elements(names[start:], found, again, device), start + 1):
+            parts[start, end] = part
     # Dynamic programming over the blocks: the least possible maximum of the first stages up to each block.
     best = {0: 0}
-    for stage in range(stages):
+    for stage, count in enumerate(held):
         reached: Dict[int, int] = {}
         last = len(names) - (stages - stage - 1)
         for start, before in best.items():
-            part = _Part(found, entering, again, device)
-            for end in range(start + 1, last + 1):
-                part.add(names[end - 1])
-                if stage < stages - 1 or end == len(names):
-                    size = per_parameter * part.parameters + each * part.activations(held[stage])
-                    reached[end] = min(max(before, size), reached.get(end, max(before, size)))
+            for end in range(start + 1 if stage < stages - 1 else len(names), last + 1):
+                parameters, kept, once = parts[start, end]
+                size = max(before, state * parameters + each * (count * kept + once))
+                reached[end] = min(size, reached.get(end, size))
         best = reached
-    return best[len(names)], sum(shape.parameters for shape in found.values())
+    return best[len(names)], parts[0, len(names)][0]
 
 
-class _Part:
-    """Consecutive blocks on one device, and the elements that it keeps for each image of a micro batch.
+def elements(
+    names: Sequence[str], found: Dict[str, BlockShape], again: Container[str], device: str
+) -> Iterator[Tuple[int, int, int]]:
+    """After each of consecutive blocks: parameters, and elements an image kept of each micro batch in flight and once.
 
     Of recomputed blocks only inputs are kept in flight: on IPUs that of the stage, which is computed again as a
-    whole; elsewhere that of each block, one of which is computed again at a time.
+    whole; elsewhere that of each block, one of which is computed again at a time. Images do not count as an input.
     """
-
-    def __init__(self, found: Dict[str, BlockShape], entering: Dict[str, int], again: FrozenSet[str], device: str):
-        self._found, self._entering, self._again, self._whole = found, entering, again, device == "ipu"
-        self.parameters = self._kept = self._transient = 0
-        self._recomputes = False
-
-    def add(self, name: str) -> None:
-        """One more block behind the others."""
-        shape = self._found[name]
-        self.parameters += shape.parameters
-        if name not in self._again:
-            self._kept += shape.saved
-            return
-        if not (self._whole and self._recomputes):
-            self._kept += self._entering[name]
-        self._transient = self._transient + shape.saved if self._whole else max(self._transient, shape.saved)
-        self._recomputes = True
-
-    def activations(self, held: int) -> int:
-        """Elements, of `held` micro batches in flight."""
-        return held * self._kept + self._transient
-
-
-def _inputs(found: Dict[str, BlockShape]) -> Dict[str, int]:
-    """Block's name -> elements of its input; the first one's, images, do not count."""
-    return dict(zip(found, [0, *(shape.output for shape in found.values())]))
+    inputs = dict(zip(found, [0, *(shape.output for shape in found.values())]))
+    whole, recomputes = device == "ipu", False
+    parameters = kept = once = 0
+    for name in names:
+        shape = found[name]
+        parameters += shape.parameters
+        if name not in again:
+            kept += shape.saved
+        else:
+            kept += 0 if whole and recomputes else inputs[name]
+            once = once + shape.saved if whole else max(once, shape.saved)
+            recomputes = True
+        yield parameters, kept, once

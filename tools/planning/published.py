@@ -6,11 +6,12 @@ The figures are those of Graphcore's performance page and of NVIDIA's DeepLearni
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Iterator, List, NamedTuple, Tuple
+from typing import List, NamedTuple, Tuple
 
 from recipe import loading
 from recipe.config import Recipe
-from tools.planning import machine, scaling, workload
+from tools.planning import machine as machines
+from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.workload import Workload
 
@@ -58,38 +59,22 @@ A100 = (
 
 def compare(series: Series) -> List[Comparison]:
     """Predictions for every size of a series but those that calibrated the model."""
-    (first, rate), *others = series.rates
-    calibrated = _calibrated(series, first, rate)
-    return [
-        Comparison(series.name, replicas, published, _predict(series, calibrated, replicas))
-        for replicas, published in others
-        if replicas not in series.used
-    ]
+    machine = calibrated(series)
+    found = []
+    for replicas, rate in series.rates[1:]:
+        if replicas not in series.used:
+            recipe, work = _setting(series, replicas)
+            predicted = scaling.predict(recipe, machine, replicas, work).images_per_second
+            found.append(Comparison(series.name, replicas, rate, predicted))
+    return found
 
 
-def everything() -> Iterator[Comparison]:
-    """All comparisons."""
-    for series in (*PODS, *A100):
-        yield from compare(series)
-
-
-def straggling(series: Series, replicas: int) -> float:
-    """Spread of a replica's step that explains a rate of `series` beside its first, if nothing else does."""
-    rates = dict(series.rates)
-    first, rate = series.rates[0]
-    lost = rate / first * replicas / rates[replicas] - 1
-    return lost / scaling.slowest_of(replicas)
-
-
-def _calibrated(series: Series, replicas: int, rate: float) -> Machine:
-    known, (recipe, work) = machine.load(series.machine), _setting(series, replicas)
-    found = scaling.rate_from(known, recipe, replicas, work, rate)
-    return known.model_copy(update={"rate": known.rate.model_copy(update={"value": found})})
-
-
-def _predict(series: Series, calibrated: Machine, replicas: int) -> float:
-    recipe, work = _setting(series, replicas)
-    return scaling.predict(recipe, calibrated, replicas, work).images_per_second
+def calibrated(series: Series) -> Machine:
+    """The machine of a series, with the rate that gives the first of its figures."""
+    replicas, images_per_second = series.rates[0]
+    known, (recipe, work) = machines.load(series.machine), _setting(series, replicas)
+    rate = scaling.rate_from(known, recipe, replicas, work, images_per_second)
+    return known.model_copy(update={"rate": known.rate.model_copy(update={"value": rate})})
 
 
 def _setting(series: Series, replicas: int) -> Tuple[Recipe, Workload]:

@@ -19,7 +19,7 @@ FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,
 
 
 class Memory(NamedTuple):
-    """Bytes of each stage's device as the recipe has it, without and with recomputation of all blocks; `available`."""
+    """Bytes of each stage's device: as in the recipe, without and with recomputation of all blocks; `available`."""
 
     recipe: List[StageBytes]
     plain: List[StageBytes]
@@ -67,18 +67,35 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     batch = planned(recipe)
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
     work = by_size[max(by_size)]
-    rows = scaling.table(recipe, machine, work)
+    rows = [scaling.predict(recipe, machine, replicas, work) for replicas in scaling.REPLICAS]
     own = scaling.predict(recipe, machine, batch.replicas, work)
+    memories = [
+        memory.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
+        for wanted in (None, False, True)
+    ]
+    widest = [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
+    widest_1f1b = []
+    if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
+        parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
+        other = recipe.model_copy(update={"parallel": parallel})
+        widest_1f1b = [memory.widest(other, machine, batch, stages) for stages in STAGES]
+    rate, files = own.images_per_second, recipe.data.files
     return Summary(
         recipe,
         machine,
         batch,
         work,
-        _memory(recipe, machine, batch, work),
-        _widest(recipe, machine, batch),
-        _widest_1f1b(recipe, machine, batch),
+        Memory(*memories, memory.available(recipe, machine, batch)),
+        widest,
+        widest_1f1b,
         scaling.methods(recipe, machine, batch.replicas, work),
-        _input(recipe, machine, own, work),
+        Input(
+            rate,
+            file_bytes_per_second=rate * FILE_BYTES if files else None,
+            device_bytes_per_second=rate * 3 * work.image_size**2,
+            cores=rate / machine.decode.value if files else None,
+            cores_there=machine.cores * own.devices,
+        ),
         own,
         rows,
         [_hours(recipe, machine, row, by_size) for row in rows],
@@ -86,42 +103,8 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     )
 
 
-def _widest(recipe: Recipe, machine: Machine, batch: Batch) -> List[Widest]:
-    return [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
-
-
-def _widest_1f1b(recipe: Recipe, machine: Machine, batch: Batch) -> List[Widest]:
-    if machine.device == "ipu" or recipe.parallel.schedule != "gpipe":
-        return []
-    parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
-    return _widest(recipe.model_copy(update={"parallel": parallel}), machine, batch)
-
-
-def _memory(recipe: Recipe, machine: Machine, batch: Batch, work: Workload) -> Memory:
-    def with_(wanted: Optional[bool]) -> List[StageBytes]:
-        again = workload.recomputed(recipe, list(work.shapes), wanted)
-        return memory.by_stage(recipe, machine.device, batch, work, again)
-
-    return Memory(with_(None), with_(False), with_(True), memory.available(recipe, machine, batch))
-
-
-def _input(recipe: Recipe, machine: Machine, own: Row, work: Workload) -> Input:
-    rate, files = own.images_per_second, recipe.data.files
-    return Input(
-        rate,
-        rate * FILE_BYTES if files else None,
-        rate * 3 * work.image_size**2,
-        rate / machine.decode.value if files else None,
-        machine.cores * own.devices,
-    )
-
-
 def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Workload]) -> Optional[float]:
-    """Hours of training; None where the number of images is not known, or so large a batch cannot be trained with.
-
-    Epochs with other image sizes take other times, those of images whose size changes in the midst of an epoch are
-    counted in whole steps.
-    """
+    """Hours of training; None where the number of images is not known, or so large a batch cannot be trained with."""
     images = recipe.data.images("train")
     if images is None:
         return None

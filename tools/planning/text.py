@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Iterator, List, Sequence, Tuple
 
+from recipe import ipu_plan
 from recipe.division import count
 from tools.formats import duration, number, scaled
 from tools.planning.machine import names
 from tools.planning.memory import Widest
-from tools.planning.scaling import Row
 from tools.planning.summary import Summary
 
 
@@ -23,16 +24,30 @@ def lines(plan: Summary) -> Iterator[str]:
         f"stages: {work.cut}"
     )
     yield from _stages(plan)
-    yield from _widest(plan)
+    yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {_widths(plan.widest)}"
+    if plan.widest_1f1b:
+        micro_batches = f"{plan.batch.accumulation:,} micro batches of a step"
+        yield f"           gpipe keeps all {micro_batches}; 1f1b: {_widths(plan.widest_1f1b)}"
     yield from _step(plan)
-    yield from _exchange(plan)
-    yield from _input(plan)
+    if plan.own.replicas > 1:
+        yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.methods.items())
+    need = plan.input
+    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
+    if need.cores is not None:
+        line += (
+            f", {need.file_bytes_per_second / 1e6:,.0f} MB/s of files as large as ImageNet's, "
+            f"{need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
+        )
+    yield line
     yield from _scaling(plan)
 
 
 def as_data(plan: Summary) -> dict:
-    """The same as JSON has it: seconds, bytes, images a second."""
+    """The plan as JSON has it: seconds, bytes, images a second; options on IPUs only."""
     memory, work = plan.memory, plan.workload
+    options = {"options": [], "optimizer": {}}
+    if plan.recipe.run.device == "ipu":
+        options = ipu_plan.as_data(plan.recipe, plan.batch)
     stages = [
         {
             "blocks": stage.names,
@@ -46,10 +61,12 @@ def as_data(plan: Summary) -> dict:
         for stage, own, plain, recomputed in zip(work.stages, memory.recipe, memory.plain, memory.recomputed)
     ]
     return {
+        "batch": {key.rstrip("_"): value for key, value in dataclasses.asdict(plan.batch).items()},
+        **options,
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
         "model": {key: getattr(work, key) for key in ("parameters", "multiply_adds", "cut", "imbalance")},
         "stages": stages,
-        "memory": {"available": plan.memory.available, "fits": plan.memory.fits},
+        "memory": {"available": memory.available, "fits": memory.fits},
         "widest": [each._asdict() for each in plan.widest],
         "widest_1f1b": [each._asdict() for each in plan.widest_1f1b],
         "exchange": plan.methods,
@@ -76,16 +93,6 @@ def _stages(plan: Summary) -> Iterator[str]:
     yield "           activations of the micro batches in flight; program code and libraries' own memory not counted"
 
 
-def _widest(plan: Summary) -> Iterator[str]:
-    now = f"now {plan.recipe.model.width:g}"
-    yield f"widest     width multiplier that fits ({now}): {_widths(plan.widest)}"
-    if plan.widest_1f1b:
-        yield (
-            f"           gpipe keeps all {plan.batch.accumulation:,} micro batches of a step; "
-            f"1f1b: {_widths(plan.widest_1f1b)}"
-        )
-
-
 def _widths(found: Sequence[Widest]) -> str:
     shown = []
     for each in found:
@@ -96,33 +103,14 @@ def _widths(found: Sequence[Widest]) -> str:
 
 def _step(plan: Summary) -> Iterator[str]:
     row = plan.own
-    parts = ", ".join(
-        f"{name} {part / row.seconds:.1%}" for name, part in row.parts.items() if part >= 0.0005 * row.seconds
-    )
+    shares = {name: part / row.seconds for name, part in row.parts.items()}
     hours = f", {_training_time(plan.own_hours)} of training" if plan.own_hours is not None else ""
     pixels = f" at {plan.workload.image_size} px" if plan.recipe.data.image_sizes else ""
     yield (
         f"step       on {count(row.replicas, 'replica')}{pixels}: {duration(row.seconds)}, "
         f"{number(row.images_per_second)} images/s{hours}"
     )
-    yield f"           {parts}"
-
-
-def _exchange(plan: Summary) -> Iterator[str]:
-    if plan.own.replicas == 1:
-        return
-    yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.methods.items())
-
-
-def _input(plan: Summary) -> Iterator[str]:
-    need = plan.input
-    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
-    if need.cores is not None:
-        line += (
-            f", {need.file_bytes_per_second / 1e6:,.0f} MB/s of files as large as ImageNet's, "
-            f"{need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
-        )
-    yield line
+    yield f"           {', '.join(f'{name} {share:.1%}' for name, share in shares.items() if share >= 0.0005)}"
 
 
 def _scaling(plan: Summary) -> Iterator[str]:
@@ -140,7 +128,7 @@ def _scaling(plan: Summary) -> Iterator[str]:
                 number(row.images_per_second),
                 f"{row.efficiency:.0%}",
                 _training_time(hours) if hours is not None else "",
-                _share(row),
+                "compute" if row.limit == "compute" else f"{row.limit} {row.parts[row.limit] / row.seconds:.0%}",
             )
         )
     yield from _table(rows)
@@ -155,12 +143,8 @@ def _scaling(plan: Summary) -> Iterator[str]:
         yield "           no time: so large a batch cannot be trained with for so long, on so many images"
 
 
-def _share(row: Row) -> str:
-    return row.limit if row.limit == "compute" else f"{row.limit} {row.parts[row.limit] / row.seconds:.0%}"
-
-
 def _table(rows: Sequence[Tuple[str, ...]]) -> Iterator[str]:
-    """Rows of texts, the first of them the head, in columns: what begins with a letter to the left, the rest right."""
+    """Rows in columns, the first of them the head. Columns whose last cell begins with a letter are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     left = [rows[-1][number][:1].isalpha() for number in range(len(widths))]
     for row in rows:

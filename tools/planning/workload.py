@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Dict, FrozenSet, List, NamedTuple, Optional
 
 from models import balance, shapes
-from models.balance import BlockCost
 from models.shapes import BlockShape
 from recipe import ipu
 from recipe.batch import divide, training_image_sizes
@@ -19,10 +18,7 @@ _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 
 
 class StageWork(NamedTuple):
-    """The blocks that one device computes, for one image.
-
-    multiply_adds: forward, backward and what is computed a second time, of all blocks.
-    """
+    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed."""
 
     names: List[str]
     multiply_adds: int
@@ -32,8 +28,8 @@ class StageWork(NamedTuple):
 class Workload(NamedTuple):
     """A recipe's model on the devices of one replica.
 
-    shapes: of the blocks, at `image_size`. stages: one for each device. cut: how it came about, for people.
-    recomputed: blocks computed a second time in the backward pass. gradient_bytes: of one value, as it is exchanged.
+    shapes: of the blocks, at `image_size`. cut: its origin in words. recomputed: blocks computed a second time in the
+    backward pass. gradient_bytes: of one value, as exchanged.
     """
 
     image_size: int
@@ -71,29 +67,22 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     """
     size = image_size or max(training_image_sizes(recipe))
     found = shapes.blocks(recipe.model, size)
-    names = [name for name in found if found[name].parameters]
-    parallel = recipe.parallel
-    if parallel.parts > len(names):
-        raise ConfigError(
-            f"parallel.stages: {parallel.parts} parts are more than the {len(names)} blocks that have parameters"
-        )
+    parallel, able = recipe.parallel, sum(shape.parameters > 0 for shape in found.values())
+    if parallel.parts > able:
+        raise ConfigError(f"parallel.stages: {parallel.parts} parts are more than the {able} blocks with parameters")
     again = recomputed(recipe, list(found))
-    cuts, origin = _cuts(recipe, found)
+    cuts, origin = _cuts(recipe, size)
     try:
         divided = balance.split_names(list(found), cuts)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
-    # A device has every `stages`-th part, where there are more parts than devices.
-    devices = [
-        [name for part in divided[stage :: parallel.stages] for name in part] for stage in range(parallel.stages)
-    ]
-    return Workload(size, found, [stage_work(names, found, again) for names in devices], origin, again)
-
-
-def stage_work(names: List[str], found: Dict[str, BlockShape], again: FrozenSet[str]) -> StageWork:
-    """One device's work on one image."""
-    passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
-    return StageWork(names, passes, sum(found[name].parameters for name in names))
+    stages = []
+    for stage in range(parallel.stages):
+        # A device has every `stages`-th part, where there are more parts than devices.
+        names = [name for part in divided[stage :: parallel.stages] for name in part]
+        passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
+        stages.append(StageWork(names, passes, sum(found[name].parameters for name in names)))
+    return Workload(size, found, stages, origin, again)
 
 
 def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) -> FrozenSet[str]:
@@ -105,55 +94,44 @@ def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) 
     return frozenset(name for name in names if name not in kept) if chosen else frozenset()
 
 
-def compute_type(recipe: Recipe, device: str) -> str:
+def _compute_type(recipe: Recipe, device: str) -> str:
     """Type of activations on a device of that kind."""
-    if recipe.precision.compute == "auto" and device == "cpu":
-        return "float32"
-    return ipu.compute_dtype(recipe)
+    return "float32" if recipe.precision.compute == "auto" and device == "cpu" else ipu.compute_dtype(recipe)
 
 
 def compute_bytes(recipe: Recipe, device: str) -> int:
     """Bytes of an activation on a device of that kind."""
-    return _SIZES[compute_type(recipe, device)]
+    return _SIZES[_compute_type(recipe, device)]
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
     """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy and averages.
 
-    As `optim/half_weights.py` has them: the working copy is there where weights persist in another type than they
-    are computed in; most optimizers step in float32 scratch (`optim/optimizer_update.py`).
+    There is a working copy where weights persist in another type than they are computed in (`optim/half_weights.py`);
+    most optimizers step in float32 scratch (`optim/optimizer_update.py`).
     """
     weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
     slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
-    copied = compute_type(recipe, device) != recipe.precision.weights
+    copied = _compute_type(recipe, device) != recipe.precision.weights
+    in_place = device == "cpu" and not copied and compute == 4
+    scratch = 0
+    if recipe.optimizer.scratch and not in_place:
+        scratch = 4 * (len(slots) + (not (copied and compute == 4)))  # a float32 working copy serves for the weights
     averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
-    return total + compute * copied + _scratch(recipe, device, copied and compute == 4, len(slots)) + averages
+    return total + compute * copied + scratch + averages
 
 
-def _scratch(recipe: Recipe, device: str, masters: bool, slots: int) -> int:
-    """Bytes of a parameter in the step's scratch memory; `masters`: the working copy serves for the weights."""
-    in_place = device == "cpu" and recipe.precision.weights == compute_type(recipe, device) == "float32"
-    if in_place or not recipe.optimizer.scratch:
-        return 0
-    return 4 * (slots + (not masters))
-
-
-def _cuts(recipe: Recipe, found: Dict[str, BlockShape]) -> tuple:
+def _cuts(recipe: Recipe, size: int) -> tuple:
     """Names of the blocks that open parts after the first, and where they come from."""
     parallel = recipe.parallel
     if parallel.parts == 1:
         return [], "one stage"
     if isinstance(parallel.split, list):
         return parallel.split, "as the recipe says"
-    costs = {
-        name: BlockCost(
-            shape.multiply_adds, _BACKWARD * shape.multiply_adds, shape.saved, shape.output, shape.parameters
-        )
-        for name, shape in found.items()
-    }
+    costs = shapes.costs(recipe.model, size, micro=1, itemsize=1)
     batch = divide(recipe)
     cuts = balance.balance(costs, parallel.parts, in_flight=[batch.accumulation] * parallel.parts).cuts
     counted = parallel.split == "counted" or recipe.run.device == "ipu" or bound_to_cut(recipe, batch.replicas)

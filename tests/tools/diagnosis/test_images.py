@@ -18,7 +18,12 @@ from recipe.errors import DataError
 from tests.conftest import QUICKSTART
 from tools.diagnosis import images
 
-SECONDS = 0.3
+SECONDS = 0.1
+
+
+@pytest.fixture(autouse=True)
+def _short_repetitions(monkeypatch):
+    monkeypatch.setattr(images, "_REPETITION", 0.03)
 
 
 @pytest.fixture
@@ -71,17 +76,16 @@ def test_files_have_the_bytes_that_they_have(photos):
     assert 0 < found.share_of_bytes < 1
 
 
-def test_a_slow_disk_is_no_slow_decoding(photos, monkeypatch):
-    """10 ms to read a file: a rate of less than 100 images a second, more than half of it reading."""
-    encoded = FolderSource.encoded
-    monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
-    reading = read(recipe(photos))
-    assert reading.rate.high < 100 and reading.share_of_bytes > 0.5
-
-
-def test_slow_decoding_is_no_slow_disk(photos, slow_decoding):
-    decoding = read(recipe(photos))
-    assert decoding.rate.high < 100 and decoding.share_of_bytes < 0.5
+@pytest.mark.parametrize("slow", ["disk", "decoding"])
+def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, request, slow):
+    """10 ms for each image: less than 100 images a second, more than half of it reading or less."""
+    if slow == "disk":
+        encoded = FolderSource.encoded
+        monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
+    else:
+        request.getfixturevalue("slow_decoding")
+    found = read(recipe(photos))
+    assert found.rate.high < 100 and (found.share_of_bytes > 0.5) == (slow == "disk")
 
 
 def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):
@@ -98,14 +102,10 @@ def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):
     os.close(file)
 
 
-def test_a_file_that_cannot_be_dropped_is_no_measure_of_the_disk(photos, monkeypatch):
+def test_files_that_cannot_or_may_not_be_dropped_are_no_measure_of_the_disk(photos, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
     assert read(recipe(photos)).disk is None
-
-
-def test_other_peoples_files_are_left_alone(photos, monkeypatch):
-    """Their cache is not ours to empty: then the disk alone is not known."""
-    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    monkeypatch.setattr(os, "geteuid", lambda: -1)  # the files are another's, and so is their cache
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("dropped"))
     found = read(recipe(photos))
     assert found.disk is None and found.cached.low > 0

@@ -23,7 +23,7 @@ BY_ITSELF = 0.010  # seconds of the exchange
 MICRO_BATCH = 0.150  # seconds on the slowest stage
 
 
-def planned_exchange(exposed, *overrides, measured=True):
+def planned_exchange(exposed, *overrides, measured=True, by_itself=BY_ITSELF):
     """Machine that was measured with an exchange that adds `exposed` seconds to a step; its plan's seconds of that."""
     recipe = loading.load(QUICKSTART, ["parallel.replicas=2", "exchange.method=dense", *overrides])
     stages, work = recipe.parallel.stages, workload.of(recipe)
@@ -36,9 +36,9 @@ def planned_exchange(exposed, *overrides, measured=True):
     step = whole + exposed + 0.01
     times = Times(Shape(batch.accumulation, stages), [step], [0.0], [step], [whole + 0.01], [0.01], passes)
     # A ring of two: each sends half of the gradient twice.
-    bandwidth = work.gradient_bytes * parameters / BY_ITSELF
+    bandwidth = work.gradient_bytes * parameters / by_itself
     links = Links(spread([0.0]), spread([bandwidth]), False)
-    method = Method("dense", BY_ITSELF, spread([BY_ITSELF]) if measured else None)
+    method = Method("dense", by_itself, spread([by_itself]) if measured else None)
     reading, to_device = Reading(spread([1e9]), 10, 0), spread([1e12])
     hosts = [platform.node()] * 2 * stages
     found = machine.described(recipe, batch, torch.device("cpu"), hosts, times, work, reading, to_device, links, method)
@@ -62,7 +62,8 @@ def test_overlap_is_a_share_of_the_backward_pass():
     assert planned_exchange(0.02)[0].overlap == 0.0
     assert planned_exchange(0.005, measured=False)[0].overlap == 0.0
     assert planned_exchange(0.0, "exchange.delay=1")[0].overlap == 0.0
-    assert machine._overlap(0.0, Method("dense", 1.0, spread([1.0])), 0.1) == 1.0
+    # All of an exchange that takes longer than the pass.
+    assert planned_exchange(0.0, by_itself=1.0)[0].overlap == 1.0
 
 
 HALF = ("exchange.method=half", "exchange.wire=bfloat16")

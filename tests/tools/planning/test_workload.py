@@ -75,7 +75,7 @@ def test_interleaved_devices_have_every_other_part():
     ("overrides", "fault"),
     [
         (["parallel.stages=2", "parallel.split=[blocks.9.9]"], "parallel.split: blocks.9.9 is not a block; the blocks"),
-        (["parallel.stages=30"], "parallel.stages: 30 parts are more than the 12 blocks that have parameters"),
+        (["parallel.stages=30"], "parallel.stages: 30 parts are more than the 12 blocks with parameters"),
     ],
 )
 def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
