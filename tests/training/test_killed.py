@@ -1,4 +1,4 @@
-"""Runs with residuals and late gradients that are killed again and again end with the bits of the undisturbed run.
+"""Runs with residuals and late gradients that are stopped or killed end with the bits of the undisturbed run.
 
 Both change their topology at the same steps: what a sparse exchange learns depends on the replicas.
 """
@@ -28,7 +28,8 @@ GTOPK = (
     "exchange.momentum_correction=true", "exchange.factor_masking=true",
 )  # fmt: skip
 # A checkpoint at each step, so that every session can be killed within the writing of one.
-RECIPE = (*GTOPK, "exchange.delay=1", "checkpoint.every_epochs=0.2")
+RECIPE = (*ranks.SMALL, *GTOPK, "exchange.delay=1", "checkpoint.every_epochs=0.2")
+LATE = ("exchange.order=fast", "exchange.delay=2")
 WRITES = 9  # calls that bring a checkpoint to the disk: three for each of its files, of which there are at least three
 
 
@@ -133,11 +134,6 @@ def assert_killed_ends_as_undisturbed(tmp_path, stretches, seed):
     assert any(tensor.any() for tensor in flat(found).values())
 
 
-@pytest.mark.slow  # test_resume.py kills one process, test_sparse_runs.py resumes residuals
-def test_two_kills_leave_no_trace_in_residuals_and_late_gradients(tmp_path):
-    assert_killed_ends_as_undisturbed(tmp_path, [Stretch(2, 1, end=10, saving=1, running=1)], seed=0)
-
-
 @pytest.mark.slow
 def test_eighteen_kills_leave_no_trace_over_changing_topologies(tmp_path, monkeypatch):
     """On one to four processes, eight of them within the writing of a checkpoint."""
@@ -149,3 +145,36 @@ def test_eighteen_kills_leave_no_trace_over_changing_topologies(tmp_path, monkey
         Stretch(2, 2, end=80, saving=2, running=3),
     ]
     assert_killed_ends_as_undisturbed(tmp_path, stretches, seed=0)
+
+
+@pytest.mark.slow  # test_replicas_may_come_and_go resumes residuals
+@pytest.mark.parametrize(
+    ("size", "overrides", "files"),
+    [
+        pytest.param(4, (*TWO_STAGES, *GTOPK), 2, id="gtopk over two stages"),
+        pytest.param(2, (*GTOPK, "exchange.delay=1", "exchange.pattern=butterfly"), 2, id="gtopk one step late"),
+        pytest.param(2, LATE, 0, id="dense two steps late"),
+    ],
+)
+def test_a_stopped_run_ends_bit_for_bit_as_an_undisturbed_one(tmp_path, size, overrides, files):
+    whole, stopped, overrides = tmp_path / "whole", tmp_path / "stopped", (*ranks.SMALL, *overrides)
+    train_to_the_end(size, *overrides, f"run.output={whole}")
+    saved = train_until(3, size - 1, size, *overrides, f"run.output={stopped}")
+    lines = train_to_the_end(size, *overrides, f"run.output={stopped}")
+    assert f"resuming at step {saved} of 10" in lines
+    assert_same_outcome(stopped, whole)
+    found, expected = replica_files(stopped), replica_files(whole)
+    assert len(found) == files
+    assert all(state.keys() == {"residual", "velocity"} for state in found.values())
+    assert_bitwise_equal(found, expected)
+    assert not files or any(tensor.any() for tensor in flat(found).values())
+
+
+def test_replicas_may_come_and_go(tmp_path):
+    """Two, then four, then one: each goes on with its share of what the others had kept."""
+    place = (*ranks.SMALL, f"run.output={tmp_path / 'run'}")
+    first = train_until(2, 0, 2, *GTOPK, *place)
+    second = train_until(first + 2, 3, 4, *GTOPK, *place)
+    lines = train_to_the_end(1, *GTOPK, *place)
+    assert f"resuming at step {second} of 10" in lines
+    assert list(replica_files(tmp_path / "run")) == ["step-00000010.replica-0000.pt"]

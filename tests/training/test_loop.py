@@ -334,9 +334,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
         monkeypatch.setattr(torch.Tensor, method, noted)
     step = Trainer._step
 
-    def counted(trainer, micro_batches, number, window):
+    def counted(trainer, micro_batches, number):
         waits.seen.clear()
-        step(trainer, micro_batches, number, window)
+        step(trainer, micro_batches, number)
         by_step[number + 1] = list(waits.seen)
 
     monkeypatch.setattr(Trainer, "_step", counted)

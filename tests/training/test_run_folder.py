@@ -111,7 +111,7 @@ def test_a_recipe_that_failed_before_it_trained_may_be_mended_in_place(opened):
 
 def test_a_checkpoint_makes_the_folder_its_recipes(opened):
     folder = opened()
-    folder.checkpoints.mkdir()
+    (folder.path / "checkpoints").mkdir()
     folder.close()
     with pytest.raises(CheckpointError, match="another recipe"):
         opened("run.seed=1")
