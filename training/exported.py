@@ -18,7 +18,6 @@ from training.weights import TRAINED, names_in_json
 ONNX, PROGRAM = ".onnx", ".pt2"
 INPUT, OUTPUT = "images", "logits"  # names in an .onnx file
 _INSIDE = ("image_size", "classes", "mean", "std")  # keys of the section `model` that a program was made for
-_REQUIRED = ("recipe", "weights")
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # uint8 [N, 3, H, W] -> float32 [N, classes]
 
@@ -52,10 +51,9 @@ class ExportedModel:
         except Exception as error:  # of whatever it is that a damaged program computes
             raise CheckpointError(f"{self.path}: its program fails: {first_line(error)}") from None
         shape = [len(batch.images), self._model.classes]
-        if list(logits.shape) != shape or logits.dtype != torch.float32:
-            raise CheckpointError(
-                f"{self.path}: its program gives {logits.dtype} {list(logits.shape)}, not float32 {shape} of its recipe"
-            )
+        found = list(logits.shape)
+        if found != shape or logits.dtype != torch.float32:
+            raise CheckpointError(f"{self.path}: its program gives {logits.dtype} {found}, not float32 {shape}")
         return logits[: batch.valid]
 
     def check(self, recipe: Recipe) -> None:
@@ -152,7 +150,7 @@ def _names_files(message: Any) -> bool:
 
 def _ours(metadata: Dict[str, str]) -> Dict[str, str]:
     """Raises ValueError for metadata that tools.export does not write."""
-    for name in _REQUIRED:
+    for name in ("recipe", "weights"):
         if name not in metadata:
             raise ValueError(f"its metadata has no {name}")
     return metadata

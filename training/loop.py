@@ -105,14 +105,11 @@ class Trainer:
         self._last_unreadable = ""
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """Trains to the end.
-
-        Args:
-            micro_batches: of this replica, from the current step on.
+        """Trains to the end. Args: micro_batches: of this replica, from the current step on.
 
         Raises:
             Stopped: after SIGTERM or SIGINT, once the step is done and saved.
-            TrainingError: too many steps in a row without finite gradients, or weights that are lost.
+            TrainingError: too many steps in a row without finite gradients, lost weights, or a loss beyond reason.
             DataError: none of the images since the last log line could be read.
         """
         with StopSignals(self._note_signal):
@@ -301,11 +298,12 @@ class Trainer:
         seconds = self._clock.seconds()
         waited = self._clock.waited / max(seconds - self._clock.paused, 1e-9)
         workers = workers_needed(self.recipe.data.workers, waited) if waited > _INPUT_BOUND else None
+        averages = {name: scores[name] for name in AVERAGES if name in scores}
         values = {
             "top1": scores["top1"],
             "top5": scores["top5"],
             "best_top1": progression.best_top1,
-            **{name: scores[name] for name in AVERAGES if name in scores},
+            **averages,
             "images": images,
             "images_per_second": images / seconds,
             "seconds": seconds,
@@ -315,7 +313,7 @@ class Trainer:
         }
         text = (
             f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
-            + "".join(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}  " for name in AVERAGES if name in scores)
+            + "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
             + f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         if workers is not None:
@@ -329,8 +327,7 @@ class Trainer:
         return step / self.lengths.steps_per_epoch
 
     def _interval(self, epochs: float) -> int:
-        steps = in_steps(epochs, None, None, self.lengths.steps_per_epoch, self.recipe.batch.global_)
-        return max(1, steps)
+        return max(1, in_steps(epochs, None, None, self.lengths.steps_per_epoch, self.recipe.batch.global_))
 
     def _note_signal(self, number: int, frame: object) -> None:
         if self._signal is None:
@@ -345,11 +342,9 @@ def _where(engine: Engine) -> str:
     """Which parameters' gradients are not finite. Going backwards, they spoil all those before them."""
     found = {name for own in engine.processes.gather(engine.not_finite()) for name in own}
     names = [name for name in engine.shapes if name in found]
-    if not names:
-        return ""
-    return (
-        f" (that of {names[-1]} and of {len(names) - 1} parameters before it)" if len(names) > 1 else f" ({names[0]})"
-    )
+    if len(names) > 1:
+        return f" (that of {names[-1]} and of {len(names) - 1} parameters before it)"
+    return f" ({names[0]})" if names else ""
 
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:

@@ -105,39 +105,31 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
         return
     first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
     difference = first_difference(first, second) or first_difference(first, second, free={})
-
-    def complain() -> None:
-        raise ConfigError(
-            f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}; "
-            "give all hosts the same files and overrides"
-        )
-
-    processes.from_main(complain)
+    text = f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}"
+    text = f"{text}; give all hosts the same files and overrides"
+    raise ConfigError(text if processes.topology.is_main else "")  # all ranks find it, one prints it
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
     """The sources, on ranks where images enter; their sizes everywhere.
 
-    Raises:
-        DataError: a source cannot be opened, or is not the same on all of these ranks.
+    Raises DataError where a source cannot be opened, or is not the same on all of these ranks.
     """
     splits = ("train", "validation") if processes.topology.is_first else ()
     sources = processes.together(lambda: [open_source(recipe.data, recipe.model.classes, each) for each in splits])
     digest = "-".join(source.digest for source in sources)
     facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if sources else None
     everywhere = processes.gather(facts)
-
-    def compare() -> None:
-        for rank, found in enumerate(everywhere):
-            if found is not None and found != everywhere[0]:
-                raise DataError(
-                    f"rank {rank} finds {found[0]} training and {found[1]} validation images of {len(found[2])} "
-                    f"classes, rank 0 {everywhere[0][0]} and {everywhere[0][1]} of {len(everywhere[0][2])} (or others "
-                    "of the same number); give all hosts the same data.root"
-                )
-
-    processes.from_main(compare)
-    return _Images(*(sources or (None, None)), *everywhere[0])
+    first = everywhere[0]
+    for rank, found in enumerate(everywhere):
+        if found is not None and found != first:
+            text = (
+                f"rank {rank} finds {found[0]} training and {found[1]} validation images of {len(found[2])} classes, "
+                f"rank 0 {first[0]} and {first[1]} of {len(first[2])} (or others of the same number); give all hosts "
+                "the same data.root"
+            )
+            raise DataError(text if processes.topology.is_main else "")
+    return _Images(*(sources or (None, None)), *first)
 
 
 def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder]) -> None:

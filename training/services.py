@@ -58,13 +58,9 @@ class WandbLogger(Logger):
     def __init__(self, session: Session):
         import wandb
 
-        about = {
-            "name": session.name,
-            "dir": str(session.folder),
-            "config": session.recipe,
-            "id": session.earlier.run if session.earlier else None,
-            "resume": "allow" if session.earlier else None,
-        }
+        run = session.earlier.run if session.earlier else None
+        about = {"name": session.name, "dir": str(session.folder), "config": session.recipe}
+        about.update(id=run, resume="allow" if session.earlier else None)
         try:
             self._run = wandb.init(**about)
         except wandb.Error as error:

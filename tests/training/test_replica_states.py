@@ -94,19 +94,6 @@ def test_a_resumed_run_goes_on_with_what_each_replica_had(session, tmp_path, cap
         assert checkpoints.replica_state(10, replica)["residual"][0] == value
 
 
-def test_a_run_whose_newest_checkpoint_lacks_a_file_goes_on_from_the_one_before(session, tmp_path, capsys):
-    with pytest.raises(_Killed):
-        session(_Fed(kill_at(7), replicas=REPLICAS))
-    missing = tmp_path / "run" / "checkpoints" / "step-00000006.replica-0001.pt"
-    missing.unlink()
-    last = _Fed(replicas=REPLICAS)
-    session(last)
-    said = capsys.readouterr().out
-    assert f"{missing}: cannot be read: No such file or directory; trying the one before" in said
-    assert "resuming at step 4 of 12" in said
-    assert [residual[0] for residual in last.residuals] == residuals_after(12)
-
-
 def test_an_engine_without_such_states_refuses_them(session):
     """It would lose what the replicas have not yet sent."""
     with pytest.raises(_Killed):
