@@ -90,9 +90,9 @@ def one_line(again=AGAIN):
 
 
 def fail(message, code):
-    """Prints why on stderr; returns `code`. With an empty message another rank prints it, and this one waits:
+    """Prints why on stderr; returns `code`. An empty message means that another rank prints it.
 
-    a rank that ends takes all others with it, and they may still be closing files.
+    Then this one waits: a rank that ends takes all others with it, and they may still be closing files.
     """
     if str(message):
         print(message, file=sys.stderr, flush=True)

@@ -140,10 +140,11 @@ def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
     """Raises CheckpointError also where something is missing: a file by itself has no checksum."""
     try:
         state = content["engine"]
-        averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
-        if which not in (TRAINED, *averages):
-            raise CheckpointError(f"{path}: has no {which}; it has {', '.join([TRAINED, *averages])}")
-        state = averages.get(which, state)
+        if which != TRAINED:
+            averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
+            if which not in averages:
+                raise CheckpointError(f"{path}: has no {which}; it has {', '.join([TRAINED, *averages])}")
+            state = averages[which]
         tensors = {**state["weights"], **state.get("buffers", {})}
         return StoredWeights(path, tensors, content["recipe"], content.get("classes"), which)
     except (KeyError, TypeError, AttributeError) as error:
