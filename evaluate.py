@@ -26,34 +26,24 @@ _WORST = 10  # classes that the terminal shows; the file has all
 @one_line()
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    # argparse gives all that stands behind --images to it.
-    given = options.images or []
-    options.images = [text for text in given if not _is_override(text)]
-    options.overrides = [*options.overrides, *(text for text in given if _is_override(text))]
-    return _classify(options) if options.images else _score(options)
-
-
-def _parser():
     parser = Parser(prog="evaluate.py", description="Score trained weights on validation images, or classify images.")
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="PATH", help="run folder, checkpoint, weights, .onnx, .pt2"
-    )
+    kinds = "run folder, checkpoint, weights, .onnx, .pt2"
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
-    parser.add_argument(
-        "--weights",
-        default="trained",
-        choices=("trained", "step_average", "epoch_average"),
-        help="which weights of a run (default: %(default)s)",
-    )
+    averages, which = ("step_average", "epoch_average"), "which weights of a run (default: %(default)s)"
+    parser.add_argument("--weights", default="trained", choices=("trained", *averages), help=which)
     parser.add_argument("--images", nargs="+", metavar="FILE", help="classify these instead of scoring")
     parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: in the run)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    given = options.images or []  # argparse puts all that stands behind --images here
+    options.images = [text for text in given if not _is_override(text)]
+    options.overrides += [text for text in given if _is_override(text)]
+    return _classify(options) if options.images else _score(options)
 
 
 def _opened(options):
-    """The file's model as it is described there, its recipe, and what predicts with it: an engine, or itself."""
+    """The file's model, its recipe, and what predicts with it: an engine, or itself."""
     # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
     from training import exported, scoring, weights
 
@@ -70,19 +60,14 @@ def _opened(options):
 def _score(options) -> int:
     from data.loader import EvaluationBatches
     from data.sources import open_source
-    from training import scoring
+    from training import scoring, weights
 
     stored, recipe, engine = _opened(options)
     source = open_source(recipe.data, recipe.model.classes, "validation")
     for note in source.notes:
         print(note)
-    batches = EvaluationBatches(
-        source,
-        data=recipe.data,
-        image_size=recipe.model.image_size,
-        batch=recipe.batch.evaluation,
-        device=engine.device,
-    )
+    size, batch = recipe.model.image_size, recipe.batch.evaluation
+    batches = EvaluationBatches(source, data=recipe.data, image_size=size, batch=batch, device=engine.device)
     try:
         report = scoring.score(engine, batches, recipe.model.classes)
     finally:
@@ -92,7 +77,10 @@ def _score(options) -> int:
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
     about = f"{printable(str(stored.path))}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
-    folder = Path(options.output or _place(stored.path))
+    run_folder = weights.run_folder_of(stored.path)
+    # Of each file in the run's export/ a folder of its own.
+    name = f"evaluation-{stored.path.name}" if run_folder and stored.path.parent.name == "export" else "evaluation"
+    folder = Path(options.output or (run_folder or Path()) / name)
     summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
     summary = {"weights": stored.which, "file": str(stored.path), **summary}
     with writing(folder):
@@ -106,16 +94,6 @@ def _score(options) -> int:
     return DONE
 
 
-def _place(path) -> Path:
-    """evaluation/ in the run; of each file in the run's export/ a folder of its own; else here."""
-    from training.weights import run_folder_of
-
-    run = run_folder_of(path)
-    if run is None:
-        return Path("evaluation")
-    return run / (f"evaluation-{path.name}" if path.parent.name == "export" else "evaluation")
-
-
 def _print_classes(rows) -> None:
     """The worst classes as a table."""
     missed = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]
@@ -125,9 +103,8 @@ def _print_classes(rows) -> None:
     width = max(len("class"), *(len(row["class"]) for row in missed))
     print(f"{'class':{width}}  images    top1  most often taken for")
     for row in missed:
-        print(
-            f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {row['taken_for']} ({row['times']} times)"
-        )
+        taken_for = f"{row['taken_for']} ({row['times']} times)"
+        print(f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {taken_for}")
 
 
 def _classify(options) -> int:

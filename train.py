@@ -33,12 +33,9 @@ _RUNTIME_ERRORS = {
 @one_line()
 def main(arguments=None) -> int:
     """Runs the command; returns its exit code."""
-    parser = Parser(
-        prog="train.py", description="Train a recipe; a run that was cut off resumes from its last checkpoint."
-    )
-    parser.add_argument(
-        "--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (default: %(default)s)"
-    )
+    description = "Train a recipe; a run that was cut off resumes from its last checkpoint."
+    parser, default = Parser(prog="train.py", description=description), "configs/quickstart.yaml"
+    parser.add_argument("--config", default=default, metavar="FILE", help="recipe (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan, do not train")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)

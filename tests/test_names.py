@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import subprocess
 import sys
@@ -66,17 +65,23 @@ def test_sources_give_names_that_can_be_printed(images, tmp_path):
     assert ShardsSource(str(tmp_path), 1).classes == PRINTED
 
 
-def test_scores_table_and_picture_are_made(run, capsys):
+def test_scores_table_picture_report_and_export_are_made(run, capsys):
     """capsys, too, takes UTF-8 only."""
     assert evaluate.main(["--checkpoint", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b" not in said and any(name in said for name in PRINTED)
+    lines = capsys.readouterr().out
+    assert "\x1b" not in lines and any(name in lines for name in PRINTED)
     with open(run / "evaluation" / "classes.csv", newline="", encoding="utf-8") as stream:
         names = {row["class"] for row in csv.DictReader(stream)}
     assert names == {"$x^{$", "'=cmd\\x1b[31m", "caf\\xe9"}
     with Image.open(run / "evaluation" / "confusion.png") as picture:
         assert picture.width > 300
-    json.loads((run / "evaluation" / "scores.json").read_text())
+    assert report.main([str(run), "--json"]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "caf\\xe9" in page and "\x1b" not in page
+    assert export.main([str(run), "--format", "safetensors", "--json"]) == 0
+    (file,) = (run / "export").glob("*.safetensors")
+    assert evaluate.main(["--checkpoint", str(file)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_images_of_such_names_are_classified(run, images, capsys):
@@ -85,19 +90,6 @@ def test_images_of_such_names_are_classified(run, images, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"{images}/val/caf\\xe9/0\\xff.png: ")
     assert "\x1b" not in said and all(name in said for name in PRINTED)
-
-
-def test_the_report_is_made(run):
-    assert report.main([str(run), "--json"]) == 0
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert "caf\\xe9" in page and "\x1b" not in page
-
-
-def test_weights_are_exported(run, capsys):
-    assert export.main([str(run), "--format", "safetensors", "--json"]) == 0
-    (file,) = (run / "export").glob("*.safetensors")
-    assert evaluate.main(["--checkpoint", str(file)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_command_that_meets_a_name_elsewhere_prints_it_all_the_same(images):

@@ -1,28 +1,36 @@
-"""Resolves `auto` in a recipe: measured or counted once, and the same in every session of a run."""
+"""Resolves `auto` in a recipe: measured or counted once, and the same in every session of a run.
+
+What `auto` came to when the run began is in its config.yaml. What holds for a kind of device or a topology is in
+decisions.json, so that later sessions do not measure again.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Mapping
 
 from engines import factory
 from engines.base import Engine
 from parallel.agreement import Agreement
 from recipe.batch import output_folder
+from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch, count
-from training import decisions
-from training.run_folder import begun_recipe
+from recipe.errors import CheckpointError
+from recipe.files import write_text
+from training.run_folder import DECISIONS, begun_recipe
 
 _ENGINE = {"memory_format", "kernels"}
 _TOPOLOGY = {"stages", "virtual_stages", "schedule", "recompute"}
+_KEYS = {"subject", "place", "taken"}  # of an entry of decisions.json
 Say = Callable[[str], None]
 
 
 def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Recipe:
-    """`recipe` with what its `auto` comes to here, or came to when the run in its folder began.
+    """`recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved. Every process calls.
 
-    That of exchange.method, of engine.memory_format and of engine.kernels. Every process calls.
+    To what it comes here, or came to when the run in its folder began.
     """
     links = recipe.exchange.method == "auto"
     device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
@@ -37,8 +45,11 @@ def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Rec
         from engines import tuning  # where there are IPUs, torch is too old for it
 
         section = begun.engine if begun else None
-        found = _find(recipe, processes, "engine", _device(recipe, processes), _is_choice) if begun else None
-        recipe = tuning.resolve(recipe, batch, processes, say, section.model_copy(update=found) if found else section)
+        if begun:
+            place, folder = _device(recipe, processes), Path(output_folder(recipe))
+            found = processes.from_main(lambda: find(folder, "engine", place, _is_choice))
+            section = section.model_copy(update=found) if found else section
+        recipe = tuning.resolve(recipe, batch, processes, say, section)
     return recipe
 
 
@@ -49,25 +60,68 @@ def create_engine(
 
     Where processes have a stage each and the recipe leaves open where to cut, the run keeps its cut in a topology.
     """
-    place, parallel = processes.topology, recipe.parallel
+    topology, parallel, folder = processes.topology, recipe.parallel, Path(output_folder(recipe))
     if recipe.engine != asked.engine:
-        chosen = recipe.engine.model_dump(include=_ENGINE)
-        _keep(recipe, processes, "engine", _device(recipe, processes), chosen)
-    if parallel.split is not None or place.stages == 1:
+        place, chosen = _device(recipe, processes), recipe.engine.model_dump(include=_ENGINE)
+        processes.from_main(lambda: keep(folder, "engine", place, chosen))
+    if parallel.split is not None or topology.stages == 1:
         return processes.together(lambda: factory.create(recipe, batch, processes, steps_per_epoch))
     where = {
         **_device(recipe, processes),
         **parallel.model_dump(mode="json", include=_TOPOLOGY),
-        "replicas": place.replicas,
+        "replicas": topology.replicas,
     }
-    cut = _find(recipe, processes, "split", where, lambda value: _is_cut(value, parallel.parts - 1))
+    cut = processes.from_main(lambda: find(folder, "split", where, lambda value: _is_cut(value, parallel.parts - 1)))
     if cut:
-        replicas = count(place.replicas, "replica")
-        say(f"split [{', '.join(cut)}], as this run has had it with {replicas} of {place.stages} stages")
+        replicas = count(topology.replicas, "replica")
+        say(f"split [{', '.join(cut)}], as this run has had it with {replicas} of {topology.stages} stages")
         recipe = recipe.model_copy(update={"parallel": parallel.model_copy(update={"split": cut})})
     engine = processes.together(lambda: factory.create(recipe, batch, processes, steps_per_epoch))
-    _keep(recipe, processes, "split", where, list(engine.cut))
+    processes.from_main(lambda: keep(folder, "split", where, list(engine.cut)))
     return engine
+
+
+def find(folder: Path, subject: str, place: Mapping[str, Any], fits: Callable[[Any], bool]) -> Any:
+    """The decision on a subject in a place by the run in `folder`, or None.
+
+    Args:
+        place: all that the decision holds for, as JSON has it.
+        fits: whether a value can be such a decision.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    for entry in _read(folder):
+        if (entry["subject"], entry["place"]) == (subject, place):
+            if not fits(entry["taken"]):
+                raise _damaged(folder)
+            return entry["taken"]
+    return None
+
+
+def keep(folder: Path, subject: str, place: Mapping[str, Any], taken: Any) -> None:
+    """Has `find` return `taken` from now on. Raises CheckpointError where the file is damaged."""
+    before = _read(folder)
+    decision = {"subject": subject, "place": place, "taken": taken}
+    if decision not in before:
+        others = [entry for entry in before if (entry["subject"], entry["place"]) != (subject, place)]
+        write_text(folder / DECISIONS, json.dumps([*others, decision], indent=1) + "\n")
+
+
+def _read(folder: Path) -> List[dict]:
+    try:
+        found = read_json(folder / DECISIONS)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        raise _damaged(folder) from None
+    if not (isinstance(found, list) and all(isinstance(entry, dict) and entry.keys() == _KEYS for entry in found)):
+        raise _damaged(folder)
+    return found
+
+
+def _damaged(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder / DECISIONS}: damaged or not readable; restore it, or delete it to measure anew")
 
 
 def _device(recipe: Recipe, processes: Agreement) -> dict:
@@ -75,16 +129,6 @@ def _device(recipe: Recipe, processes: Agreement) -> dict:
     from engines.devices import device_of, name_of
 
     return processes.from_main(lambda: {"device": name_of(device_of(recipe, processes.topology))})
-
-
-def _find(
-    recipe: Recipe, processes: Agreement, subject: str, place: dict, fits: Callable[[Any], bool]
-) -> Optional[Any]:
-    return processes.from_main(lambda: decisions.find(Path(output_folder(recipe)), subject, place, fits))
-
-
-def _keep(recipe: Recipe, processes: Agreement, subject: str, place: dict, taken: object) -> None:
-    processes.from_main(lambda: decisions.keep(Path(output_folder(recipe)), subject, place, taken))
 
 
 def _is_choice(value: object) -> bool:

@@ -25,14 +25,14 @@ _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error is said."""
+    """Prints what is wrong in one line, as every other error is printed."""
 
     def error(self, message):
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 
 
 def naming(config, function, recipe):
-    """Calls function(recipe); puts the recipe's file before the complaint about what it says."""
+    """Returns function(recipe); puts the recipe's file before its ConfigError."""
     try:
         return function(recipe)
     except ConfigError as error:
@@ -40,10 +40,9 @@ def naming(config, function, recipe):
 
 
 def run(file):
-    """Ends the process with the exit code of main() in the command `file`, which is imported first.
+    """Ends the process with the exit code of main() in the command `file`, which is imported here.
 
-    So Ctrl-C while it is imported ends in one line, too. A stream whose reader has left, or that was closed from the
-    start, is written to no more; the command goes on.
+    So Ctrl-C while it is imported ends in one line, too. Output whose reader has left is dropped.
     """
     _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
@@ -66,9 +65,6 @@ def one_line(again=AGAIN):
     Args: again: what to do once the fault is mended; or a function that returns it.
     """
 
-    def then():
-        return again() if callable(again) else again
-
     def decorate(main):
         @functools.wraps(main)
         def guarded(*arguments, **keywords):
@@ -76,28 +72,25 @@ def one_line(again=AGAIN):
                 return main(*arguments, **keywords)
             except (Exception, KeyboardInterrupt) as error:
                 # A library may make something else of a KeyboardInterrupt.
-                if isinstance(error, KeyboardInterrupt) or _interrupted is not None:
-                    return fail(f"interrupted; {then()}", FAILED)
-                if isinstance(error, UserError):
+                interrupted = isinstance(error, KeyboardInterrupt) or _interrupted is not None
+                if not interrupted and isinstance(error, UserError):
                     return fail(error, WRONG_INPUT)
-                if isinstance(error, OSError):
-                    return fail(_describe(error, then()), FAILED)
-                raise
+                if not interrupted and not isinstance(error, OSError):
+                    raise
+                then = again() if callable(again) else again
+                if interrupted:
+                    return fail(f"interrupted; {then}", FAILED)
+                place = "" if error.filename is None else f"{error.filename}: "
+                fault = " ".join((error.strerror or str(error) or type(error).__name__).splitlines())
+                return fail(f"{place}{fault}; {_REMEDIES.get(error.errno, 'fix this')}, then {then}", FAILED)
 
         return guarded
 
     return decorate
 
 
-def _describe(error, again):
-    """An OSError in one line: its place if it names one, the fault, the remedy."""
-    place = "" if error.filename is None else f"{error.filename}: "
-    fault = " ".join((error.strerror or str(error) or type(error).__name__).splitlines())
-    return f"{place}{fault}; {_REMEDIES.get(error.errno, 'fix this')}, then {again}"
-
-
 def fail(message, code):
-    """Prints why, on stderr; returns `code`. An empty message means that another rank prints it.
+    """Prints why on stderr; returns `code`. An empty message means that another rank prints it.
 
     Then this one waits: a rank that ends takes all others with it, and they may still be closing files.
     """
@@ -114,8 +107,8 @@ def fail(message, code):
 def finish(main):
     """Calls main() and ends the process with the exit code that it returns; None is 0.
 
-    One of several ranks that are still connected leaves at once: to take leave of ranks that may be gone would wait
-    for them. If it is only another that failed, it lets that one speak first.
+    One of several ranks that are still connected exits at once, as others may be gone. If it is only another that
+    failed, it lets that one print first.
     """
     try:
         code = main() or DONE
@@ -130,19 +123,13 @@ def finish(main):
             time.sleep(1.0)
             processes.leave(f"{processes.name()}: lost another rank; leaving", code)
         traceback.print_exc()
-    not_written = _flush()
-    code = code or not_written
+    not_written = one_line()(sys.stdout.flush)()
+    code = code or not_written or DONE
     if _connected() is not None:
         os._exit(code)
     if signal.getsignal(signal.SIGINT) is _interrupt:  # Ctrl-C while Python shuts down
         signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     sys.exit(code)
-
-
-@one_line()
-def _flush():
-    sys.stdout.flush()
-    return DONE
 
 
 def _interrupt(number, frame):
@@ -156,7 +143,7 @@ def _interrupt(number, frame):
 
 
 class _Stream(io.FileIO):
-    """stdout or stderr: after a failed write what follows goes nowhere. Only a reader that has left is no failure."""
+    """stdout or stderr: after a failed write the rest is dropped. A reader that has left is no failure."""
 
     def write(self, data):
         try:
@@ -170,7 +157,7 @@ class _Stream(io.FileIO):
 
 
 def _open_streams():
-    """Makes stdout and stderr such streams. Those that were closed would be taken by the next file that is opened."""
+    """Makes stdout and stderr such streams; opens those that were closed, or the next file would take their number."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -181,10 +168,10 @@ def _open_streams():
         keywords = {"encoding": "utf-8", "errors": "backslashreplace"}
         if before is not None:
             before.flush()
-            names = ("encoding", "errors", "line_buffering", "write_through")
-            keywords = {each: getattr(before, each) for each in names}
-            if before.errors == "strict":  # a name that others wrote must not end a command
-                keywords["errors"] = "backslashreplace"
+            copied = ("encoding", "line_buffering", "write_through")
+            keywords.update({each: getattr(before, each) for each in copied})
+            if before.errors != "strict":  # else a name that others wrote would end a command
+                keywords["errors"] = before.errors
         raw = _Stream(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **keywords))
 

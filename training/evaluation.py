@@ -23,8 +23,7 @@ class Scores(NamedTuple):
 def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
     """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
 
-    Args:
-        batches: of this replica; where images do not enter, as many times None.
+    Args: batches: of this replica; where images do not enter, as many times None.
     """
     counts = []
     unreadable: List[str] = []
@@ -35,11 +34,6 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
     total, messages = base.total(counts, unreadable, engine.processes, engine.device)
     if not total.images:
         first = f"no validation image can be read; the first: {messages[0]}"
-        raise DataError(first if engine.topology.is_main else "")  # all ranks find it, one says it
-    return Scores(
-        top1=total.top1.item() / total.images,
-        top5=total.top5.item() / total.images,
-        loss=total.loss.item() / total.images,
-        images=total.images,
-        unreadable=len(messages),
-    )
+        raise DataError(first if engine.topology.is_main else "")  # all ranks find it, one prints it
+    top1, top5, loss = (each.item() / total.images for each in (total.top1, total.top5, total.loss))
+    return Scores(top1, top5, loss, total.images, len(messages))

@@ -18,13 +18,12 @@ from training.weights import TRAINED, names_in_json
 ONNX, PROGRAM = ".onnx", ".pt2"
 INPUT, OUTPUT = "images", "logits"  # names in an .onnx file
 _INSIDE = ("image_size", "classes", "mean", "std")  # keys of the section `model` that a program was made for
-_REQUIRED = ("recipe", "weights")
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # uint8 [N, 3, H, W] -> float32 [N, classes]
 
 
 class Program(NamedTuple):
-    """What an exported file holds. metadata: texts by name, see docs/export.md. logits: runs it."""
+    """An exported file. metadata: texts by name, see docs/export.md. logits: runs the program."""
 
     metadata: Dict[str, str]
     logits: Logits
@@ -33,8 +32,7 @@ class Program(NamedTuple):
 class ExportedModel:
     """An exported program that predicts as an engine does.
 
-    path: of the file. recipe: YAML text of the run it comes from. which: the weights of the run that it has. classes:
-    their names, None where the file does not say. device: where it wants images.
+    recipe: YAML text of its run. which: the weights of the run that it has. classes: names, None where there are none.
     """
 
     device = torch.device("cpu")
@@ -53,19 +51,18 @@ class ExportedModel:
         except Exception as error:  # of whatever it is that a damaged program computes
             raise CheckpointError(f"{self.path}: its program fails: {first_line(error)}") from None
         shape = [len(batch.images), self._model.classes]
-        if list(logits.shape) != shape or logits.dtype != torch.float32:
-            raise CheckpointError(
-                f"{self.path}: its program gives {logits.dtype} {list(logits.shape)}, not float32 {shape} of its recipe"
-            )
+        found = list(logits.shape)
+        if found != shape or logits.dtype != torch.float32:
+            raise CheckpointError(f"{self.path}: its program gives {logits.dtype} {found}, not float32 {shape}")
         return logits[: batch.valid]
 
     def check(self, recipe: Recipe) -> None:
         """Raises CheckpointError for a recipe whose images or classes are not those that the program was made for."""
         for key in _INSIDE:
-            made_for, asked = getattr(self._model, key), getattr(recipe.model, key)
-            if made_for != asked:
+            has, wanted = getattr(self._model, key), getattr(recipe.model, key)
+            if has != wanted:
                 raise CheckpointError(
-                    f"{self.path}: was exported with model.{key} {made_for}, not {asked}; export it again with that"
+                    f"{self.path}: was exported with model.{key} {has}, not {wanted}; export it again with that"
                 )
 
     def close(self) -> None:
@@ -78,14 +75,10 @@ def is_exported(path: str) -> bool:
 
 
 def read(path: str, which: str = TRAINED) -> ExportedModel:
-    """The program in a file.
+    """The program in a file. Args: which: `trained` for any weights, else the average that it must have.
 
-    Args:
-        which: `trained` for those that the file has, else the average that it must have.
-
-    Raises:
-        CheckpointError: nothing there, not readable, not written by tools.export, of other weights, or the package
-            that runs it is missing.
+    Raises CheckpointError where there is none that tools.export wrote, its weights are others, or the package that runs
+    it is missing.
     """
     place = Path(path)
     try:
@@ -109,11 +102,18 @@ def read(path: str, which: str = TRAINED) -> ExportedModel:
 def opened(suffix: str, content: bytes) -> Program:
     """The program in a file's content, ready to run.
 
-    Raises:
-        ImportError: the package that runs it is missing; the message says what to install.
-        Exception: of any kind: it is no such program.
+    Raises ImportError where the package that runs it is missing, and exceptions of any kind where it is no program.
     """
-    return _opened_onnx(content) if suffix == ONNX else _opened_program(content)
+    if suffix == ONNX:
+        return _opened_onnx(content)
+    archive = Archive(content)
+    metadata, run = _ours(archive.texts()), function_of(archive)
+
+    def logits(images: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return run(images)
+
+    return Program(metadata, logits)
 
 
 def _opened_onnx(content: bytes) -> Program:
@@ -148,21 +148,9 @@ def _names_files(message: Any) -> bool:
     return any(_names_files(each) for value in fields for each in (value if hasattr(value, "add") else (value,)))
 
 
-def _opened_program(content: bytes) -> Program:
-    archive = Archive(content)
-    metadata = _ours(archive.texts())
-    run = function_of(archive)
-
-    def logits(images: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return run(images)
-
-    return Program(metadata, logits)
-
-
 def _ours(metadata: Dict[str, str]) -> Dict[str, str]:
     """Raises ValueError for metadata that tools.export does not write."""
-    for name in _REQUIRED:
+    for name in ("recipe", "weights"):
         if name not in metadata:
             raise ValueError(f"its metadata has no {name}")
     return metadata

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go besides metrics.jsonl: the registry of loggers, and what each session makes of it.
+"""The registry of loggers, which take the numbers of a run besides metrics.jsonl, and those that a session starts.
 
-A logger is a schema class that adds its key to the section `log` (recipe/config.py), and one class here or in a file of
-its own that registers for it::
+A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class that registers for it,
+in services.py or a file of its own::
 
     class Csv(Log):
         csv: bool = Field(False, description="also write the numbers to numbers.csv")
@@ -11,8 +11,8 @@ its own that registers for it::
         key = "csv"
         ...
 
-Each takes the same events. What belongs to the services rather than to the run, such as the project, is set by their
-own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...).
+What belongs to a service rather than to the run, such as the project, is set by the service's own environment variables
+(WANDB_PROJECT, MLFLOW_TRACKING_URI ...).
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ FILE = "loggers.json"  # in the run folder: the services' names for the run, and
 
 
 class ServiceState(NamedTuple):
-    """What a service knows from earlier sessions.
+    """A service's name for the run, the last step it has by kind of event, and the recipe it first received.
 
-    run: its name for the run. steps: the last one by kind of event. recipe: its sections as the service first received
-    them; None in files of older versions.
+    recipe: None in files of older versions.
     """
 
     run: str
@@ -49,11 +48,7 @@ class ServiceState(NamedTuple):
 
 
 class Session(NamedTuple):
-    """What a logger needs to know as it starts.
-
-    name: of the run. recipe: its sections. folder: of the run. step: updates done so far. earlier: None in a run's
-    first session. say: prints a line.
-    """
+    """What a logger starts from. step: updates done so far. earlier: None in a run's first session."""
 
     name: str
     recipe: Dict[str, dict]
@@ -66,9 +61,9 @@ class Session(NamedTuple):
 class Logger(ABC):
     """Takes the events of one session of a run, on its main rank; made from a `Session`.
 
-    key: of the section `log` that asks for it. package: what to install by pip where it is a service with a package of
-    its own, called as the key; such a logger never ends a run: if it fails, it is left out from then on. settings:
-    the service's environment variables where the user has chosen none. run: the service's name for the run.
+    key: of the section `log`. package: what to install by pip for a service, which is imported by the key; such a
+    logger never ends a run: once it fails, it is left out. settings: defaults of the service's environment variables.
+    run: the service's name for the run.
     """
 
     key: str
@@ -136,10 +131,9 @@ def _wanted(log: Log) -> List[Type[Logger]]:
 def check(log: Log) -> None:
     """Raises ConfigError for a service whose package is not installed."""
     for logger in _wanted(log):
-        if logger.package is None:
-            continue
-        found = importlib.util.find_spec(logger.key)
-        if found is None or found.origin is None:  # without a place: a folder that happens to have this name
+        found = importlib.util.find_spec(logger.key) if logger.package else None
+        # A module without an origin is a folder that happens to have this name.
+        if logger.package and (found is None or found.origin is None):
             raise ConfigError(
                 f"log.{logger.key}: the package {logger.key} is not installed; pip install {logger.package}, or "
                 f"log.{logger.key}=false"
@@ -147,7 +141,7 @@ def check(log: Log) -> None:
 
 
 def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
-    """What each service knows of the run; call it before metrics.jsonl is cut back to the checkpoint.
+    """The state of each service; call it before metrics.jsonl is cut back to the checkpoint.
 
     Between the checkpoint and the end of metrics.jsonl are events that will come a second time.
     """
@@ -157,24 +151,19 @@ def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
     steps = metrics.last_steps(folder / metrics.NAME)
     try:
         states = {name: ServiceState(**entry) for name, entry in read_json(folder / FILE).items()}
-        return {
-            name: each._replace(steps=_later(each.steps, steps)) if name in wanted else each
-            for name, each in states.items()
-        }
+        for name in wanted & states.keys():
+            have = states[name].steps
+            later = {kind: max(have.get(kind, 0), steps.get(kind, 0)) for kind in {**have, **steps}}
+            states[name] = states[name]._replace(steps=later)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+    return states
 
 
 def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Callable[[str], None]) -> List[Logger]:
-    """The loggers that the recipe asks for.
+    """The loggers that the recipe selects. Args: states: of `service_states`; say: prints a line.
 
-    Args:
-        step: updates done so far.
-        states: what `service_states` found.
-        say: prints a line: that a service cannot be reached.
-
-    Raises:
-        OSError: the run folder cannot be written.
+    Raises OSError where the run folder cannot be written.
     """
     folder, sections = Path(arithmetic.output_folder(recipe)), recipe.model_dump(mode="json", by_alias=True)
     known = {name: each for name, each in states.items() if _same_run(each, recipe)}
@@ -192,15 +181,10 @@ def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Calla
 
 
 def _same_run(state: ServiceState, recipe: Recipe) -> bool:
-    """Whether a service knows this recipe: before anything is trained, another may take its place."""
+    """Whether a service has this recipe: before anything is trained, another may take its place."""
     if state.recipe is None:
         return True
     try:
         return not first_difference(Recipe.model_validate_json(json.dumps(state.recipe)), recipe)
     except ValueError:
         return False
-
-
-def _later(one: Dict[str, int], other: Dict[str, int]) -> Dict[str, int]:
-    """The later step of each kind."""
-    return {kind: max(one.get(kind, 0), other.get(kind, 0)) for kind in {**one, **other}}

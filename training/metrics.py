@@ -1,7 +1,7 @@
-"""metrics.jsonl: what a run tells of itself, one JSON object a line. Written and read here only; loads no torch.
+"""metrics.jsonl: the events of a run, one JSON object a line. Written and read here only; loads no torch.
 
-An event has `event` (train, eval, checkpoint or end) and `step` (updates done). `lines` is for those who pass over
-what is damaged, `read_events` for those who refuse it; `last` and `last_steps` read no more than they need.
+An event has `event` (train, eval, checkpoint or end) and `step` (updates done). `lines` is for readers that skip
+damaged lines, `read_events` for those that refuse them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "imag
 
 
 class Line(NamedTuple):
-    """A line of the file, counted from 1; event: None where it is no event."""
+    """A line of the file, counted from 1, and its event, if it is one."""
 
     number: int
     event: Optional[dict]
@@ -36,8 +36,7 @@ class Line(NamedTuple):
 def lines(path: Path) -> Iterator[Line]:
     """The lines of a metrics file, which may still be written: a last one that was cut off is left out.
 
-    Raises:
-        OSError: the file is missing or cannot be read.
+    Raises OSError where the file cannot be read.
     """
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -47,11 +46,7 @@ def lines(path: Path) -> Iterator[Line]:
 
 
 def read_events(folder: Path) -> Dict[str, List[dict]]:
-    """The events of the run in a folder by kind, in their order.
-
-    Raises:
-        UserError: the folder holds no run, or a line of its metrics is damaged.
-    """
+    """The events of the run in a folder by kind. Raises UserError where there is none, or a line is damaged."""
     path = folder / NAME
     found: Dict[str, List[dict]] = {}
     try:
@@ -75,7 +70,7 @@ def last(path: Path) -> Optional[dict]:
 
 
 def last_steps(path: Path) -> Dict[str, int]:
-    """The last step of each kind of event; damaged lines are passed over, no file is no events."""
+    """The last step of each kind of event; damaged lines are skipped, without a file there are none."""
     try:
         return {line.event["event"]: line.event["step"] for line in lines(path) if line.event}
     except OSError:
@@ -83,16 +78,19 @@ def last_steps(path: Path) -> Dict[str, int]:
 
 
 def event_in(line: Union[bytes, str]) -> Optional[dict]:
-    """The event in a line, each of `_NUMBERS` a finite number or None; None for what is no event of a run."""
+    """The event in a line, each of `_NUMBERS` a finite number or None; None for anything else."""
     try:
         event = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    if type(event.get("step")) is not int or not 0 <= event["step"] < MOST_STEPS:
-        return None
-    return event if all(is_number(event.get(name)) for name in _NUMBERS) else None
+    whole = (
+        isinstance(event, dict)
+        and isinstance(event.get("event"), str)
+        and type(event.get("step")) is int
+        and 0 <= event["step"] < MOST_STEPS
+        and all(is_number(event.get(name)) for name in _NUMBERS)
+    )
+    return event if whole else None
 
 
 def is_number(value: object) -> bool:
@@ -104,12 +102,9 @@ class Metrics:
     """The file as a run writes it: appended, and cut back to the checkpoint when the run resumes."""
 
     def __init__(self, path: Path, keep_bytes: int, check_folder: Callable[[], None] = lambda: None):
-        """Opens the file, keeping its first `keep_bytes` bytes.
+        """Opens the file, keeping its first `keep_bytes` bytes: the rest will be written again.
 
-        What lies behind the newest checkpoint will be written again, equal but for the timing fields.
-
-        Args:
-            check_folder: raises OSError once the folder is no longer the one that was opened.
+        Args: check_folder: raises OSError once the folder is no longer the one that was opened.
         """
         self._path, self._check_folder = path, check_folder
         check_folder()
@@ -142,7 +137,7 @@ class Metrics:
 
 
 class NoMetrics:
-    """The metrics of ranks other than the main one, which alone writes files."""
+    """Stands for `Metrics` on all ranks but the main one."""
 
     def check(self) -> None: ...
 

@@ -22,7 +22,7 @@ class Monitor:
         self._loggers = loggers
 
     def event(self, kind: str, step: int, values: dict, text: str) -> None:
-        """One event: its line in metrics.jsonl, its numbers to each logger, `text` for people."""
+        """Sends one event: a line to metrics.jsonl, its numbers to each logger, `text` to the terminal."""
         self.metrics.write({"event": kind, "step": step, **values})
         for logger in self._loggers:
             logger.event(kind, step, values)
@@ -83,56 +83,44 @@ class BarProgress(Progress):
 
 
 class Clock:
-    """Seconds of training over all sessions of a run, and what was done since the last log line."""
+    """Seconds of training over all sessions of a run, and what was done since the last log line.
 
-    def __init__(self, seconds_before: float, paused_before: float):
-        """Args: paused_before: seconds of those that were not spent training."""
-        self._before = seconds_before
+    paused: seconds not spent training. waited: seconds, up to the last lap, that devices waited for images.
+    """
+
+    def __init__(self, seconds: float = 0.0, paused: float = 0.0, waited: float = 0.0):
+        """Args: those of earlier sessions."""
+        self.paused, self.waited = paused, waited
+        self._before, self._waited_before = seconds, waited
         self._start = self._mark = time.monotonic()
-        self._images, self._work = 0, 0.0
-        self._paused, self._paused_at_mark = paused_before, paused_before
+        self._images, self._work, self._paused_at_mark = 0, 0.0, paused
 
     def count(self, images: int, work: float) -> None:
-        """Images that were trained on, and the floating-point operations that took."""
+        """Adds images that were trained on, and the floating-point operations that took."""
         self._images += images
         self._work += work
 
     def pause(self, seconds: float) -> None:
         """Takes time that was not spent training (evaluation, saving) out of the rate."""
-        self._paused += seconds
+        self.paused += seconds
 
-    def lap(self) -> Tuple[float, float, float]:
-        """Seconds of training since the last lap; images, and floating-point operations, a second in it."""
+    def lap(self, waited: float) -> Tuple[float, float, float]:
+        """Images and floating-point operations a second of training, and the share of it that was waiting; of this lap.
+
+        Args:
+            waited: seconds of this session that devices waited for images.
+        """
         now = time.monotonic()
-        seconds = max(now - self._mark - (self._paused - self._paused_at_mark), 1e-9)
-        lap = seconds, self._images / seconds, self._work / seconds
-        self._mark, self._images, self._work, self._paused_at_mark = now, 0, 0.0, self._paused
+        seconds = max(now - self._mark - (self.paused - self._paused_at_mark), 1e-9)
+        share = min((self._waited_before + waited - self.waited) / seconds, 1.0)
+        lap = self._images / seconds, self._work / seconds, share
+        self._mark, self._images, self._work, self._paused_at_mark = now, 0, 0.0, self.paused
+        self.waited = self._waited_before + waited
         return lap
 
     def seconds(self) -> float:
         """Of all sessions."""
         return self._before + time.monotonic() - self._start
-
-    def paused(self) -> float:
-        """Those of `seconds` that were not spent training."""
-        return self._paused
-
-
-class DataWait:
-    """For what share of the training time devices stood still for want of images."""
-
-    def __init__(self, before: float):
-        """Args: before: seconds, in earlier sessions of the run."""
-        self._before, self._seconds = before, 0.0
-
-    def lap(self, seconds: float, length: float) -> float:
-        """The share since the last lap. Args: seconds: waited in this session. length: of the lap, in seconds."""
-        waited, self._seconds = seconds - self._seconds, seconds
-        return min(waited / length, 1.0)
-
-    def seconds(self) -> float:
-        """Waited in all sessions, as far as the last lap."""
-        return self._before + self._seconds
 
 
 def workers_needed(workers: int, share: float) -> int:

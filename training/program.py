@@ -37,7 +37,7 @@ class _Value(str):
 
 
 class _Call(NamedTuple):
-    """One operator. result: name of what it returns. done: what no later one needs."""
+    """One operator. result: the name of its value. done: names that no later call needs."""
 
     operator: Callable
     arguments: List[Any]
@@ -50,7 +50,7 @@ class Archive:
     """The members of a .pt2 file, by their names within its one folder."""
 
     def __init__(self, content: bytes):
-        """Raises ValueError, and errors of zipfile, for what torch.export.save does not write."""
+        """Raises ValueError, and errors of zipfile, for files that torch.export.save does not write."""
         self._archive = zipfile.ZipFile(io.BytesIO(content))
         if not stored_plainly(self._archive, len(content)):
             raise ValueError("its members are compressed, which torch's never are")

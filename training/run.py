@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,7 +22,7 @@ from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.division import count
 from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
-from training import choices, loggers, services, tensorboard, weights  # noqa: F401  loggers register themselves
+from training import choices, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.metrics import NAME, Metrics, NoMetrics, last_steps
@@ -33,18 +33,14 @@ _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
 
 class _Images(NamedTuple):
-    """What a rank knows of the images. Only those where images enter have the sources themselves."""
+    """The images; ranks where none enter have no sources. digest: of both sources, with a hyphen between."""
 
     train: Optional[Source]
     validation: Optional[Source]
     training_images: int
     validation_images: int
     classes: Sequence[str]
-    digest: str  # those of both sources, with a hyphen between
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return [note for source in (self.train, self.validation) if source is not None for note in source.notes]
+    digest: str
 
 
 def run(recipe: Recipe) -> None:
@@ -65,8 +61,9 @@ def run(recipe: Recipe) -> None:
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     say = print if place.is_main else _nothing
-    for note in images.notes:
-        say(note)
+    for source in (images.train, images.validation):
+        for note in source.notes if source is not None else ():
+            say(note)
     asked, recipe = recipe, choices.resolve(recipe, batch, processes, say)
     folder: Optional[RunFolder] = None
 
@@ -90,14 +87,14 @@ def run(recipe: Recipe) -> None:
         engine = choices.create_engine(recipe, asked, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
-        _train(recipe, lengths, engine, processes, images, folder)
+        _train(recipe, lengths, engine, images, folder)
     finally:
         if folder is not None:
             folder.close()
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """What ranks other than the main one say."""
+def _nothing(*_: object) -> None:
+    """Stands for `print` on all ranks but the main one."""
 
 
 def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
@@ -108,69 +105,53 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
         return
     first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
     difference = first_difference(first, second) or first_difference(first, second, free={})
-
-    def complain() -> None:
-        raise ConfigError(
-            f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}; "
-            "give all hosts the same files and overrides"
-        )
-
-    processes.from_main(complain)
+    text = f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}"
+    text = f"{text}; give all hosts the same files and overrides"
+    raise ConfigError(text if processes.topology.is_main else "")  # all ranks find it, one prints it
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
     """The sources, on ranks where images enter; their sizes everywhere.
 
-    Raises:
-        DataError: a source cannot be opened, or is not the same on all of these ranks.
+    Raises DataError where a source cannot be opened, or is not the same on all of these ranks.
     """
-    first = processes.topology.is_first
-
-    def opened() -> list:
-        splits = ("train", "validation") if first else ()
-        return [open_source(recipe.data, recipe.model.classes, split) for split in splits]
-
-    sources = processes.together(opened)
+    splits = ("train", "validation") if processes.topology.is_first else ()
+    sources = processes.together(lambda: [open_source(recipe.data, recipe.model.classes, each) for each in splits])
     digest = "-".join(source.digest for source in sources)
-    facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if first else None
+    facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if sources else None
     everywhere = processes.gather(facts)
-
-    def compared() -> None:
-        for rank, found in enumerate(everywhere):
-            if found is not None and found != everywhere[0]:
-                raise DataError(
-                    f"rank {rank} finds {found[0]} training and {found[1]} validation images of {len(found[2])} "
-                    f"classes, rank 0 {everywhere[0][0]} and {everywhere[0][1]} of {len(everywhere[0][2])} (or others "
-                    "of the same number); give all hosts the same data.root"
-                )
-
-    processes.from_main(compared)
-    train, validation = sources if first else (None, None)
-    return _Images(train, validation, *everywhere[0])
+    first = everywhere[0]
+    for rank, found in enumerate(everywhere):
+        if found is not None and found != first:
+            text = (
+                f"rank {rank} finds {found[0]} training and {found[1]} validation images of {len(found[2])} classes, "
+                f"rank 0 {first[0]} and {first[1]} of {len(first[2])} (or others of the same number); give all hosts "
+                "the same data.root"
+            )
+            raise DataError(text if processes.topology.is_main else "")
+    return _Images(*(sources or (None, None)), *first)
 
 
-def _train(
-    recipe: Recipe, lengths: Lengths, engine: Engine, processes: Agreement, images: _Images, opened: Optional[RunFolder]
-) -> None:
-    """Args: opened: on the main rank."""
-    folder = Path(arithmetic.output_folder(recipe))
-    say = print if opened is not None else _nothing
-    checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-    progression = _resume(engine, checkpoints, recipe, images.digest, processes)
+def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder]) -> None:
+    """Args: folder: on the main rank."""
+    path = Path(arithmetic.output_folder(recipe))
+    say = print if folder is not None else _nothing
+    checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
+    progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
-    if opened is not None:
-        opened.check()
-        note_session(folder, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
+    if folder is not None:
+        folder.check()
+        note_session(path, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
-        for line in _changes(progression, images, engine, opened):
+        for line in _changes(progression, images, engine, folder):
             say(line)
     elif recipe.model.init_from:
-        _start_from(engine, recipe.model, processes, say)
+        _start_from(engine, recipe.model, say)
     progression.images_digest = images.digest
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
-    monitor = _monitor(recipe, opened, lengths, progression) if opened is not None else _silent_monitor(lengths)
+    monitor = _monitor(recipe, folder, lengths, progression)
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
@@ -186,7 +167,7 @@ def _train(
             progression,
             flops_per_image=lambda epoch: flops[arithmetic.training_image_size(recipe, epoch)],
             classes=images.classes,
-            trace_folder=folder / "trace",
+            trace_folder=path / "trace",
         )
         try:
             trainer.run(micro_batches)
@@ -197,17 +178,14 @@ def _train(
     finally:
         micro_batches.close()
         evaluation.close()
-        monitor.close(_exit_code(sys.exc_info()[1]))
+        error = sys.exc_info()[1]
+        monitor.close(DONE if error is None else STOPPED if isinstance(error, Stopped) else FAILED)
 
 
-def _exit_code(error: Optional[BaseException]) -> int:
-    """What train.py makes of what ends the run."""
-    if error is None:
-        return DONE
-    return STOPPED if isinstance(error, Stopped) else FAILED
-
-
-def _monitor(recipe: Recipe, folder: RunFolder, lengths: Lengths, progression: Progression) -> Monitor:
+def _monitor(recipe: Recipe, folder: Optional[RunFolder], lengths: Lengths, progression: Progression) -> Monitor:
+    """That of the main rank, which has the folder; that of others does nothing."""
+    if folder is None:
+        return Monitor(NoMetrics(), Progress(lengths.total, _nothing), ())
     path, step = folder.metrics, progression.step
     if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
         print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
@@ -217,30 +195,26 @@ def _monitor(recipe: Recipe, folder: RunFolder, lengths: Lengths, progression: P
     return Monitor(metrics, progress, loggers.start(recipe, step, states, progress.say))
 
 
-def _silent_monitor(lengths: Lengths) -> Monitor:
-    return Monitor(NoMetrics(), Progress(lengths.total, _nothing), ())
-
-
 def flops_per_image(recipe: Recipe, image_size: int) -> float:
     """Floating-point operations of training on one image: forward once, backward twice, two to a multiply-add."""
     return 3 * 2 * sum(shape.multiply_adds for shape in shapes.blocks(recipe.model, image_size).values())
 
 
-def _start_from(engine: Engine, model: Model, processes: Agreement, say: Callable[[str], None]) -> None:
-    """The weights of another run or file as the first ones of this run."""
-    stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
-    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, new_classifier=True))
+def _start_from(engine: Engine, model: Model, say: Callable[[str], None]) -> None:
+    """Loads the weights of another run or file as the first ones of this run."""
+    stored = engine.processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
+    tensors, fresh = engine.processes.together(lambda: weights.fitted(stored, engine.shapes, new_classifier=True))
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
     say(f"starting from {stored.path}{new}")
 
 
-def _changes(progression: Progression, images: _Images, engine: Engine, opened: Optional[RunFolder]) -> Sequence[str]:
-    """Lines on what is not as it was in the run that is resumed, and is allowed to be."""
+def _changes(progression: Progression, images: _Images, engine: Engine, folder: Optional[RunFolder]) -> List[str]:
+    """Lines on allowed differences from the run that is resumed."""
     lines = []
     if progression.images_digest not in ("", images.digest):
         lines.append("going on with other images than before (data.changed_images=accept)")
-    before, now = opened and opened.first_threads(), torch.get_num_threads()
+    before, now = folder and folder.first_threads(), torch.get_num_threads()
     if engine.device.type == "cpu" and before not in (None, now):
         lines.append(
             f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last bits; "
@@ -249,14 +223,12 @@ def _changes(progression: Progression, images: _Images, engine: Engine, opened: 
     return lines
 
 
-def _resume(
-    engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str, processes: Agreement
-) -> Progression:
+def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Progression:
     """Loads the newest whole checkpoint into the engine, and returns where the run is.
 
     The main rank reads it and sends it to the others: hosts need not share a file system.
     """
-    content, replicas = processes.from_main(lambda: _newest(checkpoints, recipe, digest))
+    content, replicas = engine.processes.from_main(lambda: _newest(checkpoints, recipe, digest))
     if content is None:
         return Progression()
     step = content["progression"]["step"]
@@ -267,10 +239,10 @@ def _resume(
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoints.path(step)}: of {kind}: {error}; {_ELSEWHERE}") from None
 
-    processes.together(lambda: load("another model", lambda: engine.load_state_dict(content["engine"])))
+    together, read = engine.processes.together, functools.partial(checkpoints.replica_state, step)
+    together(lambda: load("another model", lambda: engine.load_state_dict(content["engine"])))
     # Apart, since here ranks wait for each other: none may be missing because the model did not fit there.
-    read = functools.partial(checkpoints.replica_state, step)
-    processes.together(lambda: load("other replicas", lambda: engine.load_replica_states(replicas, read)))
+    together(lambda: load("other replicas", lambda: engine.load_replica_states(replicas, read)))
     return Progression(**content["progression"])
 
 

@@ -20,7 +20,7 @@ from recipe.config import Log, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
-from training import decisions, metrics
+from training import metrics
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
 _FREE = {
@@ -34,11 +34,11 @@ _FREE = {
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
 
-_LOCK, _CONFIG, _ENVIRONMENT = "lock", "config.yaml", "environment.json"
+_LOCK, _CONFIG, _ENVIRONMENT, DECISIONS = "lock", "config.yaml", "environment.json", "decisions.json"
 
 
 class RunFolder:
-    """An opened run folder: `config.yaml`, `environment.json`, `metrics.jsonl`, `checkpoints/`, `tensorboard/`."""
+    """An opened run folder, which is described in docs/runs.md."""
 
     def __init__(self, recipe: Recipe):
         """Opens or makes the folder and locks it for this process, unless run.lock is false.
@@ -48,6 +48,7 @@ class RunFolder:
                 to be resumed.
         """
         self.path = Path(output_folder(recipe))
+        self.metrics = self.path / metrics.NAME
         check_owner(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,22 +56,11 @@ class RunFolder:
             raise ConfigError(f"{self.path}: a file is in the way; choose a folder by run.output=FOLDER") from None
         self._lock = self._acquire(recipe.run.lock)
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        if not self._begun():
-            decisions.forget(self.path)
-            write_text(self._config, loading.dump(recipe))
-        self._note_environment()
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / metrics.NAME
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        if not _has_begun(self.path):
+            # A start after which nothing was trained may have had another recipe.
+            (self.path / DECISIONS).unlink(missing_ok=True)
+            write_text(self.path / _CONFIG, loading.dump(recipe))
+        _write_starts(self.path, [*starts(self.path), describe_environment()])
 
     def finished(self) -> Optional[dict]:
         """The `end` event of a run that is complete, else None."""
@@ -94,13 +84,6 @@ class RunFolder:
             self._lock.close()
             os.close(self._opened)
 
-    @property
-    def _config(self) -> Path:
-        return self.path / _CONFIG
-
-    def _begun(self) -> bool:
-        return _has_begun(self.path)
-
     def _acquire(self, lock: bool) -> IO[str]:
         stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
         try:
@@ -119,14 +102,11 @@ class RunFolder:
             raise ConfigError(f"{self.path} {problem}") from None
         return stream
 
-    def _note_environment(self) -> None:
-        _write_starts(self.path, [*starts(self.path), describe_environment()])
-
 
 def check_owner(recipe: Recipe) -> None:
     """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
 
-    Loads no torch. What `exchange.method: auto` came to as the run began is what it is here, too.
+    Loads no torch. `exchange.method: auto` is what it came to as the run began.
     """
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
@@ -136,17 +116,15 @@ def check_owner(recipe: Recipe) -> None:
     if recipe.run.resume == "never":
         raise ConfigError(f"{path} already holds a run and run.resume is never; {remedy}")
     begun = begun_recipe(recipe)
-    if begun is None:
-        return
-    if recipe.exchange.method == "auto":
+    if begun and recipe.exchange.method == "auto":
         recipe = recipe.model_copy(update={"exchange": begun.exchange})
-    difference = first_difference(begun, recipe)
+    difference = begun and first_difference(begun, recipe)
     if difference:
         raise CheckpointError(f"{path} belongs to another recipe: {difference}; {remedy}")
 
 
 def note_session(folder: Path, **facts: int) -> None:
-    """Adds `facts` to the newest start in a folder's `environment.json`: what is known only once training can begin."""
+    """Adds `facts`, which are known only once training can begin, to the newest start in `environment.json`."""
     found = starts(folder)
     found[-1:] = [{**each, **facts} for each in found[-1:]]
     _write_starts(folder, found)
@@ -213,8 +191,8 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
 
 def _revision() -> Optional[str]:
     """Git revision of the program, with `-dirty` where files were changed; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    root = str(Path(__file__).resolve().parent.parent)
+    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -21,7 +21,7 @@ _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
 
 
 class Predictor(Protocol):
-    """Predicts as an engine does."""
+    """An engine, or an exported program."""
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         """Logits of the valid images of `batch`: float32 [valid, classes]."""
@@ -44,9 +44,7 @@ class Report(NamedTuple):
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     """An engine of one replica that computes with stored weights as they are.
 
-    Raises:
-        ConfigError: the device that the recipe asks for is not there.
-        CheckpointError: the weights are those of another model.
+    Raises ConfigError where its device is not there, CheckpointError for weights of another model.
     """
     if recipe.run.device != "ipu":  # where weights live in the format of the arithmetic
         # Averages are float32: nothing is rounded on its way in.
@@ -58,11 +56,7 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
 
 
 def score(engine: Predictor, batches: Iterable[MicroBatch], classes: int) -> Report:
-    """Classifies every image of `batches` once.
-
-    Raises:
-        DataError: none of them can be read.
-    """
+    """Classifies every image of `batches` once. Raises DataError where none of them can be read."""
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
     images = among_five = 0
     loss = 0.0
@@ -107,11 +101,9 @@ def write_class_table(path: Path, rows: Sequence[dict]) -> None:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
         for row in rows:
-            writer.writerow({**row, "class": _no_formula(row["class"]), "taken_for": _no_formula(row["taken_for"])})
-
-
-def _no_formula(name: str) -> str:
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+            names = {key: row[key] for key in ("class", "taken_for")}
+            quoted = {key: f"'{name}" if name.startswith(tuple("=+-@")) else name for key, name in names.items()}
+            writer.writerow({**row, **quoted})
 
 
 def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:

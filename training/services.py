@@ -1,20 +1,54 @@
-"""Weights & Biases, and MLflow: optional packages that send the numbers of a run to a server."""
+"""The loggers: TensorBoard's files, and Weights & Biases and MLflow, optional packages that send to a server."""
 
 from __future__ import annotations
 
 import json
+import threading
 
-from recipe.config import MLflow, WeightsAndBiases
+from recipe.config import MLflow, TensorBoard, WeightsAndBiases
 from recipe.errors import DONE, STOPPED, first_line
+from recipe.files import writing
 from training.loggers import LOGGERS, Logger, ServiceState, Session, numbers
+
+
+@LOGGERS.implements(TensorBoard)
+class TensorBoardLogger(Logger):
+    """Files for TensorBoard. If they cannot be written the run ends, as with the run's other files."""
+
+    key = "tensorboard"
+
+    def __init__(self, session: Session):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = session.folder / "tensorboard"
+        self._writer = SummaryWriter(str(self._folder), purge_step=session.step + 1)  # drops an earlier session's
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._report
+
+    def event(self, kind: str, step: int, values: dict) -> None:
+        with writing(self._folder):
+            for name, number in numbers(kind, values).items():
+                self._writer.add_scalar(name, number, step)
+
+    def close(self, exit_code: int) -> None:
+        try:
+            with writing(self._folder):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._excepthook
+
+    def _report(self, failure: threading.ExceptHookArgs) -> None:
+        """Leaves out that the disk is full: the writer's thread hands this on to the next event, or to `close`."""
+        if not issubclass(failure.exc_type, OSError):
+            self._excepthook(failure)
 
 
 @LOGGERS.implements(WeightsAndBiases)
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
 
-    Steps between the checkpoint and the end of a session that was killed come twice. W&B drops those that it has, and
-    it need not have them: what it received last may have been lost with the process.
+    Steps between the checkpoint and the end of a killed session are sent twice. W&B drops those that it has; the last
+    ones may have been lost with the process.
     """
 
     key = package = "wandb"
@@ -24,13 +58,9 @@ class WandbLogger(Logger):
     def __init__(self, session: Session):
         import wandb
 
-        about = {
-            "name": session.name,
-            "dir": str(session.folder),
-            "config": session.recipe,
-            "id": session.earlier.run if session.earlier else None,
-            "resume": "allow" if session.earlier else None,
-        }
+        run = session.earlier.run if session.earlier else None
+        about = {"name": session.name, "dir": str(session.folder), "config": session.recipe}
+        about.update(id=run, resume="allow" if session.earlier else None)
         try:
             self._run = wandb.init(**about)
         except wandb.Error as error:

@@ -1,4 +1,4 @@
-"""What traced steps looked like: who computed which micro batch when, for Chrome's trace viewer and as a picture."""
+"""Timelines of traced steps: who computed which micro batch when, for Chrome's trace viewer and as a picture."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ _POINTS = _WIDTH * 72 * 0.92  # of all rows: their labels take the rest
 _HEIGHT = 0.86  # of a box, where rows are 1 apart
 # Points of a middle box: where it is narrower than the first, a part of the step is shown, with the second.
 _SMALL, _LARGE = 4.0, 14.0
+_FONT = 6.0  # points, of the numbers of micro batches
 
 
 def ideal(micro_batches: int, stages: int, virtual: int = 1) -> float:
     """Efficiency of a pipeline of even stages without any waiting but that of filling and emptying it.
 
-    M / (M + K - 1) for M micro batches on K ranks, for GPipe's schedule and 1F1B alike; M V / (M V + K - 1) where
-    each rank computes V stages in turn.
-
-    Args:
-        micro_batches: of one replica's step.
-        stages: K, how many ranks a replica has.
-        virtual: V, stages per rank.
+    M V / (M V + K - 1) for M micro batches of a replica's step on K ranks (`stages`) that compute V stages (`virtual`)
+    in turn, for GPipe's schedule and 1F1B alike.
 
     Source: Huang et al., 1811.06965, section 2.3; interleaved: Narayanan et al., 2104.04473, section 2.2.
     """
@@ -52,7 +48,7 @@ def efficiency(spans: Sequence[Span]) -> float:
 
 
 def write(folder: Path, spans: Sequence[Span], *, micro_batches: int, stages: int, virtual: int = 1) -> str:
-    """Writes trace.json and timeline.png into `folder`; the line to print, with the mean efficiency of the steps.
+    """Writes trace.json and timeline.png; returns the line to print, with the mean efficiency of the steps.
 
     trace.json holds all spans in Chrome's Trace Event format, a process per replica and a thread per rank: open it
     with https://ui.perfetto.dev or chrome://tracing. timeline.png shows the first of the steps, a row per rank; of
@@ -67,7 +63,7 @@ def write(folder: Path, spans: Sequence[Span], *, micro_batches: int, stages: in
         by_step.setdefault(span.step, []).append(span)
     steps = sorted(by_step)
     ranks = sum(replica == 0 for replica, _ in _rows(spans))
-    assert ranks == stages, f"spans of {ranks} ranks of replica 0, where {stages} are said to be"
+    assert ranks == stages, f"spans of {ranks} ranks of replica 0, not of {stages}"
     work = micro_batches * virtual
     bound = f"ideal {work} / ({work} + {stages - 1}) = {ideal(micro_batches, stages, virtual):.2f}"
     found = [efficiency(by_step[step]) for step in steps]
@@ -140,13 +136,12 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     for axis, (left, right) in zip(axes, windows):
         points = _POINTS / len(windows) / (right - left)
         seen = [span for span in spans if span.end > left and span.start < right]
-        sizes = {kind: _font_size(seen, kind, points) for kind in _COMPUTING}
         axis.set(xlim=((left - zero) * 1e3, (right - zero) * 1e3), xlabel="milliseconds")
         for place, (row, stages) in zip(places, rows.items()):
             own = [span for span in seen if (span.replica, span.rank) == row]
             # What computes lies over what does not: images may be loaded meanwhile.
             own.sort(key=lambda span: span.kind in _COMPUTING)
-            _draw_row(axis, own, place, stages, sizes, points, zero)
+            _draw_row(axis, own, place, stages, points, zero)
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "left", "right"]].set_visible(False)
     axes[0].set_yticks(places, labels)
@@ -172,7 +167,7 @@ def _windows(spans: Sequence[Span], zero: float, end: float) -> List[Tuple[float
     return [(first, first + length), (last - length, last)]
 
 
-def _draw_row(axis, spans: List[Span], place: float, stages: List[int], sizes: dict, points: float, zero: float):
+def _draw_row(axis, spans: List[Span], place: float, stages: List[int], points: float, zero: float):
     """One rank's boxes; the later ones of its `stages` are lighter. Args: points: per second; see `_draw`."""
     from matplotlib.colors import to_rgb
 
@@ -185,23 +180,9 @@ def _draw_row(axis, spans: List[Span], place: float, stages: List[int], sizes: d
         edgecolors="white",
         linewidths=[min(0.8, (span.end - span.start) * points / 8) for span in spans],
     )
-    left, right = axis.get_xlim()
     for span, shade in zip(spans, shades):
-        size = sizes.get(span.kind, math.inf)
-        middle, half = ((span.start + span.end) / 2 - zero) * 1e3, _text_width(span, size) / points * 1e3 / 2
-        if 2 * half <= (span.end - span.start) * 1e3 and left <= middle - half and middle + half <= right:
+        width = (0.64 * len(str(span.micro_batch)) + 0.1) * _FONT  # points, with a margin
+        if span.kind in _COMPUTING and width <= (span.end - span.start) * points:
             ink = "white" if span.kind == "forward" and shade < 0.3 else "black"
-            style = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": ink}
-            axis.text(middle, place, str(span.micro_batch), **style)
-
-
-def _font_size(spans: Sequence[Span], kind: str, points: float) -> float:
-    """One for all numbers of a kind, so that the longest fits into nearly every box, but legible."""
-    own = [span for span in spans if span.kind == kind]
-    room = sorted((span.end - span.start) * points for span in own)[len(own) // 20 :][:1]
-    return min([9.0, *(max(4.5, least / max(_text_width(span, 1) for span in own)) for least in room)])
-
-
-def _text_width(span: Span, size: float) -> float:
-    """Of its number, in points, with a margin."""
-    return (0.64 * len(str(span.micro_batch)) + 0.1) * size
+            style = {"ha": "center", "va": "center_baseline", "fontsize": _FONT, "color": ink, "clip_on": True}
+            axis.text(((span.start + span.end) / 2 - zero) * 1e3, place, str(span.micro_batch), **style)

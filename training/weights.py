@@ -22,7 +22,7 @@ _CLASSIFIER = "classifier."
 
 
 class Origin(Protocol):
-    """What is known of a file's model: `StoredWeights`, or a program (training/exported.py)."""
+    """A model in a file: `StoredWeights`, or a program (training/exported.py)."""
 
     path: Path
     recipe: Optional[str]
@@ -32,8 +32,8 @@ class Origin(Protocol):
 class StoredWeights(NamedTuple):
     """Weights of a model as a file has them.
 
-    path: of the file. tensors: by name, on the CPU. recipe: YAML text of the run they come from, classes: names of
-    its classes; None where the file does not say. which: `trained` or the average that they are.
+    tensors: by name, on the CPU. recipe: YAML text of their run; classes: names; None where the file has none. which:
+    `trained`, or the name of an average.
     """
 
     path: Path
@@ -46,11 +46,9 @@ class StoredWeights(NamedTuple):
 def read(path: str, which: str = TRAINED) -> StoredWeights:
     """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, or a torch file.
 
-    Args:
-        which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one.
+    Args: which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one.
 
-    Raises:
-        CheckpointError: nothing there, not readable, not weights, or without the average that is asked for.
+    Raises CheckpointError where there are no such weights.
     """
     place = Path(path)
     if place.is_dir():
@@ -72,11 +70,7 @@ def read(path: str, which: str = TRAINED) -> StoredWeights:
 
 
 def recipe_of(stored: Origin, config: Optional[str], overrides: Sequence[str]) -> Recipe:
-    """The recipe in the file `config`, or else the one that the model was trained by, with overrides laid over it.
-
-    Raises:
-        ConfigError: neither is known, or the recipe cannot be used.
-    """
+    """The recipe in the file `config`, or else the one that the model was trained by, with overrides laid over it."""
     if config:
         return loading.load(config, overrides)
     if stored.recipe is None:
@@ -119,27 +113,19 @@ def fitted(
         found[ours] = tensor
     fresh = []
     for name, shape in shapes.items():
-        problem = _problem(found.get(name), shape)
-        if not problem:
+        tensor, is_classifier = found.get(name), timm_name(name).startswith(_CLASSIFIER)
+        if tensor is not None and tuple(tensor.shape) == tuple(shape):
             continue
-        if new_classifier and timm_name(name).startswith(_CLASSIFIER):
+        if new_classifier and is_classifier:
             found.pop(name, None)
             fresh.append(name)
-        else:
-            raise CheckpointError(f"{stored.path}: {name} {problem}{_remedy(name, found.get(name))}")
+            continue
+        problem = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
+        remedy = "give the recipe that these weights were trained by"
+        if tensor is not None and is_classifier:
+            remedy = f"set model.classes={len(tensor)}"
+        raise CheckpointError(f"{stored.path}: {name} {problem}; {remedy}")
     return found, fresh
-
-
-def _problem(tensor: Optional[torch.Tensor], shape: Tuple[int, ...]) -> str:
-    if tensor is None:
-        return "is missing"
-    return "" if tuple(tensor.shape) == tuple(shape) else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-
-
-def _remedy(name: str, tensor: Optional[torch.Tensor]) -> str:
-    if tensor is not None and timm_name(name).startswith(_CLASSIFIER):
-        return f"; set model.classes={len(tensor)}"
-    return "; give the recipe that these weights were trained by"
 
 
 def _of_run(folder: Path, which: str) -> StoredWeights:
@@ -153,21 +139,16 @@ def _of_run(folder: Path, which: str) -> StoredWeights:
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
     """Raises CheckpointError also where something is missing: a file by itself has no checksum."""
     try:
-        return _parts_of_checkpoint(path, content, which)
+        state = content["engine"]
+        if which != TRAINED:
+            averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
+            if which not in averages:
+                raise CheckpointError(f"{path}: has no {which}; it has {', '.join([TRAINED, *averages])}")
+            state = averages[which]
+        tensors = {**state["weights"], **state.get("buffers", {})}
+        return StoredWeights(path, tensors, content["recipe"], content.get("classes"), which)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged: its content is not a checkpoint's ({error})") from None
-
-
-def _parts_of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
-    state = content["engine"]
-    if which != TRAINED:
-        averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
-        if which not in averages:
-            has = ", ".join([TRAINED, *averages])
-            raise CheckpointError(f"{path}: has no {which}; it has {has}")
-        state = averages[which]
-    tensors = {**state["weights"], **state.get("buffers", {})}
-    return StoredWeights(path, tensors, content["recipe"], content.get("classes"), which)
 
 
 def _of_safetensors(path: Path) -> StoredWeights:
@@ -200,16 +181,12 @@ def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
     tensors = content if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path}: not weights: neither a checkpoint of this program nor a state dict")
-    return {_without_wrapper(name): tensor for name, tensor in tensors.items()}
-
-
-def _without_wrapper(name: str) -> str:
-    """DistributedDataParallel puts `module.` before every name."""
-    return name[len("module.") :] if name.startswith("module.") else name
+    wrapper = "module."  # DistributedDataParallel puts it before every name
+    return {name[len(wrapper) * name.startswith(wrapper) :]: tensor for name, tensor in tensors.items()}
 
 
 def run_folder_of(path: Path) -> Optional[Path]:
-    """The run folder that a checkpoint, or what tools.export made of one, lies in, if it does."""
+    """The run folder of a checkpoint, or of what tools.export made of one; None outside of one."""
     folder = path.parent.parent
     inside = path.parent.name in ("checkpoints", "export")
     return folder if inside and os.path.exists(folder / "config.yaml") else None

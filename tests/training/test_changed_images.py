@@ -22,10 +22,10 @@ OVERRIDES = (
 def images(tmp_path):
     """Six training and two validation images of two classes."""
     for split, count in (("train", 3), ("val", 1)):
-        for kind in "ab":
+        for folder in (tmp_path / "images" / split / kind for kind in "ab"):
+            folder.mkdir(parents=True)
             for number in range(count):
-                path = tmp_path / "images" / split / kind / f"{number}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{number}.png"
                 Image.fromarray(np.full((8, 8, 3), 40 * number, np.uint8)).save(path)
     return tmp_path / "images"
 

@@ -11,23 +11,20 @@ from recipe.errors import CheckpointError
 from tests import ranks
 from tests.engines.test_exchange import pretended
 from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
-from training import decisions
+from training import choices
 
 ANYTHING = bool
 
 
 def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
     place = {"device": "cpu", "stages": 2, "recompute": ["head"], "virtual_stages": None}
-    assert decisions.find(tmp_path, "split", place, ANYTHING) is None
-    decisions.keep(tmp_path, "split", place, ["head"])
-    decisions.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
-    assert decisions.find(tmp_path, "split", place, ANYTHING) == ["head"]
-    assert decisions.find(tmp_path, "split", {**place, "stages": 3}, ANYTHING) == ["stem", "head"]
-    assert decisions.find(tmp_path, "split", {**place, "device": "gpu"}, ANYTHING) is None
-    assert decisions.find(tmp_path, "engine", place, ANYTHING) is None
-    decisions.forget(tmp_path)
-    decisions.forget(tmp_path)
-    assert decisions.find(tmp_path, "split", place, ANYTHING) is None
+    assert choices.find(tmp_path, "split", place, ANYTHING) is None
+    choices.keep(tmp_path, "split", place, ["head"])
+    choices.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
+    assert choices.find(tmp_path, "split", place, ANYTHING) == ["head"]
+    assert choices.find(tmp_path, "split", {**place, "stages": 3}, ANYTHING) == ["stem", "head"]
+    assert choices.find(tmp_path, "split", {**place, "device": "gpu"}, ANYTHING) is None
+    assert choices.find(tmp_path, "engine", place, ANYTHING) is None
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,7 @@ def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
 def test_a_damaged_file_is_one_line(tmp_path, text):
     (tmp_path / "decisions.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
-        decisions.find(tmp_path, "split", {}, lambda value: isinstance(value, list))
+        choices.find(tmp_path, "split", {}, lambda value: isinstance(value, list))
 
 
 # Whole runs -------------------------------------------------------------------------------------------------------
@@ -54,7 +51,8 @@ def measure(slow, until, rank):
 
 def session(size, folder, slow, until, *overrides):
     """The main rank's lines about the cut."""
-    ended = ranks.train(size, *overrides, f"run.output={folder}", sabotage=functools.partial(measure, slow, until))
+    place, sabotage = f"run.output={folder}", functools.partial(measure, slow, until)
+    ended = ranks.train(size, *ranks.SMALL, *overrides, place, sabotage=sabotage)
     assert {rank.code for rank in ended} == {75 if until else 0}, ended
     return [line for line in ended[0].out if line.startswith("split ")]
 

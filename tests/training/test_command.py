@@ -71,11 +71,12 @@ def test_whatever_is_started_by_its_name_begins_as_a_command_does():
 @pytest.mark.parametrize(
     ("file", "at", "arguments"),
     [
-        *((file, "", ()) for file in COMMANDS),
-        ("train.py", "pydantic", ()),
+        ("train.py", "", ()),
         ("train.py", "torch.nn", ()),
-        ("evaluate.py", "numpy.linalg", ("--checkpoint", "nowhere")),
-        ("tools/shards.py", "torch.utils", ("verify", "nowhere")),
+        *(pytest.param(file, "", (), marks=pytest.mark.slow) for file in COMMANDS),
+        pytest.param("train.py", "pydantic", (), marks=pytest.mark.slow),
+        pytest.param("evaluate.py", "numpy.linalg", ("--checkpoint", "nowhere"), marks=pytest.mark.slow),
+        pytest.param("tools/shards.py", "torch.utils", ("verify", "nowhere"), marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_during_imports_is_one_line(file, at, arguments, tmp_path):
@@ -124,13 +125,13 @@ def test_a_closed_output_is_not_taken_by_the_next_file(tmp_path):
     assert (ended.stderr, place.read_text()) == ("True\n", "")
 
 
-def test_options_that_do_not_exist_are_refused_without_a_reader():
+def test_argparse_is_refused_an_output_without_room_and_prints_one_line():
     """What argparse itself prints and ends with."""
+    curves = [sys.executable, ROOT / "tools" / "curves.py"]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, ROOT / "tools" / "curves.py", "--help"], stdout=full, stderr=-1)
-    assert ended.returncode == FAILED
-    assert ended.stderr.decode().startswith("standard output: No space left on device")
-    ended = subprocess.run([sys.executable, ROOT / "tools" / "curves.py", "--shape"], capture_output=True, text=True)
+        ended = subprocess.run([*curves, "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == FAILED and ended.stderr.startswith("standard output: No space left on device")
+    ended = subprocess.run([*curves, "--shape"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr.count("\n")) == (WRONG_INPUT, 1)
 
 

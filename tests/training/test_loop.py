@@ -13,7 +13,7 @@ from recipe import batch as arithmetic
 from recipe.errors import DataError
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
-from training.loop import Progression, Stopped, Trainer, TrainingError
+from training.loop import Clock, Progression, Stopped, Trainer, TrainingError
 
 
 def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_checkpoint_behind(start):
@@ -53,6 +53,7 @@ def test_the_last_step_is_always_logged_evaluated_and_saved(start, overrides, lo
     assert [step + 1 for step in engine.measured] == logged
     assert start.steps("eval") == engine.evaluated_after == evaluated
     assert start.steps("checkpoint") == saved
+    assert engine.epoch_ends == [step for step in (6, 12) if step <= logged[-1]]  # an epoch's rest is no epoch
 
 
 def test_a_log_line_averages_the_steps_since_the_last_one(start):
@@ -81,13 +82,6 @@ def test_the_end_tells_the_last_and_the_best_scores(start):
     assert end["images"] == 12 * 24
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
     assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
-
-
-def test_epochs_end_before_their_evaluation_and_checkpoint(start):
-    """7 steps: one whole epoch of 6. What is left of the second is no epoch."""
-    engine = ScriptedEngine(averaging=True)
-    start(engine, "run.steps=7")
-    assert engine.epoch_ends == [6]
 
 
 def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
@@ -179,14 +173,16 @@ def test_a_loss_beyond_reason_in_three_lines_ends_the_run(start):
         start(ScriptedEngine(), *LOW_LIMIT, progression=progression)
 
 
-def test_a_line_below_the_limit_starts_the_count_anew(start):
+def test_a_line_below_the_limit_starts_the_count_anew_and_a_signal_in_the_last_step_lets_the_run_end(start):
     """Steps 8 and 9 have no loss to speak of."""
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(before=raising(signal.SIGTERM, 11))
     step = engine.train_step
-    calm = torch.tensor(0.0)
-    engine.train_step = lambda *arguments, **keywords: step(*arguments, **keywords)._replace(
-        **({"loss": calm} if arguments[1] in (8, 9) else {})
-    )
+
+    def calm(batches, number, *arguments, **keywords):
+        result = step(batches, number, *arguments, **keywords)
+        return result._replace(loss=torch.tensor(0.0)) if number in (8, 9) else result
+
+    engine.train_step = calm
     start(engine, *LOW_LIMIT)
     assert start.steps("end") == [12]
 
@@ -197,7 +193,7 @@ def raising(number, *at):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("step", [0, 2, 3, 5, 10])
+@pytest.mark.parametrize("step", [0, 3, 5, 10])
 def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
     """Within a log window, at its end, at a scheduled checkpoint: never is there an event of the stop itself."""
     engine = ScriptedEngine(before=raising(number, step))
@@ -215,15 +211,8 @@ def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
     assert start.steps("checkpoint") == [n for n in (6,) if n <= step + 1]
 
 
-def test_a_signal_in_the_last_step_lets_the_run_end(start):
-    start(ScriptedEngine(before=raising(signal.SIGTERM, 11)))
-    assert start.steps("end") == [12]
-
-
 def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next(start, monkeypatch):
     """Between the decision to save and the decision to stop there is a moment; what is said must be true then."""
-    from training.loop import Clock
-
     pause, calls = Clock.pause, []
     engine = ScriptedEngine()
 
@@ -247,30 +236,17 @@ def test_a_second_interrupt_leaves_at_once(start):
     assert start.saved() == []
 
 
-def test_a_termination_that_is_sent_twice_still_saves(start):
-    """As `timeout` and schedulers do, to the process and to its group."""
-    with pytest.raises(Stopped, match="SIGTERM: saved at step 2"):
-        start(ScriptedEngine(before=raising(signal.SIGTERM, 1, 1)))
-    assert start.saved() == [2]
-
-
-def test_a_signal_in_the_midst_of_printing_is_obeyed(start):
-    """Python's streams refuse to be written to from a handler that interrupted their own writing."""
+def test_a_termination_that_comes_twice_in_the_midst_of_printing_still_saves_and_handlers_are_put_back(start):
+    """`timeout` and schedulers signal the process and its group. Streams refuse what interrupts their own writing."""
 
     def say(line):
         if line.startswith("SIGTERM"):
             raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
 
-    with pytest.raises(Stopped):
-        start(ScriptedEngine(before=raising(signal.SIGTERM, 1)), say=say)
-    assert start.saved() == [2]
-
-
-def test_handlers_are_put_back(start):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    start(ScriptedEngine())
-    with pytest.raises(Stopped):
-        start(ScriptedEngine(before=raising(signal.SIGTERM, 1)))
+    with pytest.raises(Stopped, match="SIGTERM: saved at step 2"):
+        start(ScriptedEngine(before=raising(signal.SIGTERM, 1, 1)), say=say)
+    assert start.saved() == [2]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
@@ -293,6 +269,51 @@ def test_a_run_that_was_cut_off_before_its_last_word_only_says_it(start):
     assert engine.steps == []
     assert [(event["event"], event["top1"]) for event in events] == [("end", 0.4)]
     assert events[0]["seconds"] >= 60
+
+
+@pytest.fixture
+def clock_by_steps(monkeypatch):
+    """clock_by_steps(engine): each step takes a second; nothing else takes any time."""
+    return lambda engine: monkeypatch.setattr("training.monitor.time.monotonic", lambda: 1000 + len(engine.steps))
+
+
+def test_each_log_line_has_the_share_of_its_time_that_images_were_waited_for(start, clock_by_steps):
+    """Half a second of each of the first four steps is waiting, then none, then all."""
+    engine = ScriptedEngine(waited=lambda steps: min(steps, 4) / 2 + max(steps - 8, 0))
+    clock_by_steps(engine)
+    lines = []
+    start(engine, "data.workers=3", say=lines.append)
+    assert [event["data_wait"] for event in start.events("train")] == [0.5, 0.0, 1.0]
+    shown = [line for line in lines if line.startswith("step ")]
+    assert [line.partition(" wait ")[2].split()[0] for line in shown] == ["50%", "0%", "100%"]
+    (end,) = start.events("end")
+    assert (end["data_wait"], end["input_bound"], end["workers_needed"]) == (0.5, True, 6)
+    assert (
+        "input-bound: 50% of the training time" in lines[-1]
+        and "data.workers=6 would keep up instead of 3" in lines[-1]
+    )
+
+
+@pytest.mark.parametrize(("share", "bound"), [(0.09, False), (0.11, True)])
+def test_a_run_is_input_bound_above_a_tenth(start, clock_by_steps, share, bound):
+    """As docs/data.md says."""
+    engine, lines = ScriptedEngine(waited=lambda steps: share * steps), []
+    clock_by_steps(engine)
+    start(engine, say=lines.append)
+    (end,) = start.events("end")
+    assert (round(end["data_wait"], 9), end["input_bound"], end["workers_needed"] is None) == (share, bound, not bound)
+    assert ("input-bound" in "".join(lines)) == bound
+
+
+def test_waiting_adds_up_over_the_sessions_of_a_run(start, clock_by_steps):
+    """A session before took 10 seconds, of which 4 were not training and 3 waiting; this one waits for none of 6."""
+    engine = ScriptedEngine()
+    engine.steps = list(range(6))
+    clock_by_steps(engine)
+    start(engine, progression=Progression(step=6, seconds=10.0, paused=4.0, waited=3.0))
+    assert start.events("end")[0]["data_wait"] == 3.0 / 12
+    saved = start.content()["progression"]
+    assert (saved["seconds"], saved["paused"], saved["waited"]) == (16.0, 4.0, 3.0)
 
 
 class _Waits(TorchDispatchMode):
@@ -334,9 +355,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
         monkeypatch.setattr(torch.Tensor, method, noted)
     step = Trainer._step
 
-    def counted(trainer, micro_batches, number, window):
+    def counted(trainer, micro_batches, number):
         waits.seen.clear()
-        step(trainer, micro_batches, number, window)
+        step(trainer, micro_batches, number)
         by_step[number + 1] = list(waits.seen)
 
     monkeypatch.setattr(Trainer, "_step", counted)

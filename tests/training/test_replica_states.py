@@ -1,8 +1,5 @@
 """What belongs to one replica is saved with the checkpoint of a run, and each replica goes on with its own."""
 
-import functools
-import signal
-
 import pytest
 import torch
 
@@ -10,7 +7,6 @@ import evaluate
 from engines import factory
 from engines.torch_engine import TorchEngine
 from recipe.errors import CheckpointError
-from tests import ranks
 from tests.training.conftest import SIX_STEPS_AN_EPOCH, states
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training import checkpoint, weights
@@ -98,19 +94,6 @@ def test_a_resumed_run_goes_on_with_what_each_replica_had(session, tmp_path, cap
         assert checkpoints.replica_state(10, replica)["residual"][0] == value
 
 
-def test_a_run_whose_newest_checkpoint_lacks_a_file_goes_on_from_the_one_before(session, tmp_path, capsys):
-    with pytest.raises(_Killed):
-        session(_Fed(kill_at(7), replicas=REPLICAS))
-    missing = tmp_path / "run" / "checkpoints" / "step-00000006.replica-0001.pt"
-    missing.unlink()
-    last = _Fed(replicas=REPLICAS)
-    session(last)
-    said = capsys.readouterr().out
-    assert f"{missing}: cannot be read: No such file or directory; trying the one before" in said
-    assert "resuming at step 4 of 12" in said
-    assert [residual[0] for residual in last.residuals] == residuals_after(12)
-
-
 def test_an_engine_without_such_states_refuses_them(session):
     """It would lose what the replicas have not yet sent."""
     with pytest.raises(_Killed):
@@ -132,28 +115,3 @@ def test_a_run_without_them_is_scored_and_not_resumed(tiny, tmp_path, monkeypatc
     assert "top1" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="no older checkpoint is whole either"):
         run(tiny("run.steps=3", place))
-
-
-def with_a_misfit(rank):
-    """Rank 1 finds that the checkpoint does not fit."""
-
-    def refuse(engine, saved):
-        raise ValueError("stem.weight is not ours")
-
-    if rank == 1:
-        TorchEngine.load_state_dict = refuse
-
-
-@pytest.mark.multiprocess
-def test_a_rank_that_finds_a_misfit_leaves_none_waiting(tmp_path):
-    """What real replicas save and load is in test_sparse_runs.py."""
-    place = f"run.output={tmp_path / 'run'}"
-    assert [rank.code for rank in ranks.train(1, place, sabotage=stop_at_two)] == [75]
-    ended = ranks.train(2, place, sabotage=with_a_misfit)
-    assert [rank.code for rank in ended] == [2, 2], ended
-    (line,) = [line for rank in ended for line in rank.errors]
-    assert "of another model: stem.weight is not ours" in line
-
-
-def stop_at_two(rank):
-    ranks.before_step(2, functools.partial(signal.raise_signal, signal.SIGTERM))

@@ -36,7 +36,7 @@ def batches(size, unreadable=()):
         yield MicroBatch(images, labels, None, len(part), number, 0, messages if number == 0 else ())
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 20])
+@pytest.mark.parametrize("size", [1, 3, 20])
 def test_every_image_is_counted_once_in_its_row_and_column(size):
     report = score(Answers(), batches(size), len(CLASSES))
     expected = np.zeros((3, 3), dtype=int)

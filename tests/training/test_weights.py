@@ -78,15 +78,22 @@ def test_state_dicts_of_others_are_found_where_their_scripts_put_them(tmp_path, 
     torch.save(wrap({prefix + name: tensor for name, tensor in tensors().items()}), tmp_path / "w.pth")
     stored = read(str(tmp_path / "w.pth"))
     assert set(stored.tensors) == set(MODEL) and stored.recipe is None and stored.classes is None
+    with pytest.raises(CheckpointError, match="has no step_average: only run folders and checkpoints have averages"):
+        read(str(tmp_path / "w.pth"), "step_average")
 
 
-def test_safetensors_carry_recipe_and_classes_if_they_were_written_so(tmp_path):
+def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_were_written_so(tmp_path):
+    """So an average that was exported is none to be read again, but may be called what it is."""
     plain, full = tmp_path / "plain.safetensors", tmp_path / "full.safetensors"
     safetensors.torch.save_file(tensors(), plain)
-    safetensors.torch.save_file(tensors(), full, {"recipe": "run: {steps: 2}", "classes": json.dumps(["a", "b"])})
-    assert (read(str(plain)).recipe, read(str(plain)).classes) == (None, None)
-    assert (read(str(full)).recipe, read(str(full)).classes) == ("run: {steps: 2}", ["a", "b"])
+    about = {"recipe": "run: {steps: 2}", "classes": json.dumps(["a", "b"]), "weights": "step_average"}
+    safetensors.torch.save_file(tensors(), full, about)
+    assert read(str(plain))[2:] == (None, None, "trained")
+    assert read(str(full))[2:] == read(str(full), "step_average")[2:] == ("run: {steps: 2}", ["a", "b"], "step_average")
     assert set(read(str(full)).tensors) == set(MODEL)
+    for path, average in ((full, "epoch_average"), (plain, "step_average")):
+        with pytest.raises(CheckpointError, match=f"has no {average}"):
+            read(str(path), average)
 
 
 def test_a_recipe_that_swells_within_a_file_of_weights_is_refused(tmp_path):
@@ -96,15 +103,6 @@ def test_a_recipe_that_swells_within_a_file_of_weights_is_refused(tmp_path):
     safetensors.torch.save_file({"weight": torch.zeros(1)}, tmp_path / "w.safetensors", {"recipe": recipe})
     with pytest.raises(ConfigError, match=r"w\.safetensors:\d+: not valid YAML: more than 10,000 values"):
         recipe_of(read(str(tmp_path / "w.safetensors")), None, [])
-
-
-def test_exported_weights_say_which_they_are(tmp_path):
-    """So an average that was exported is none to be asked for again, but may be called what it is."""
-    path = str(tmp_path / "w.safetensors")
-    safetensors.torch.save_file(tensors(), path, {"weights": "step_average"})
-    assert read(path).which == read(path, "step_average").which == "step_average"
-    with pytest.raises(CheckpointError, match="has no epoch_average"):
-        read(path, "epoch_average")
 
 
 def test_the_recipe_is_the_named_one_or_the_files_own(run, tiny, tmp_path):
@@ -134,12 +132,9 @@ def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_
     [
         ("none.pt", None, "no such file or folder; name a run folder, a checkpoint or a weights file"),
         ("folder", Path.mkdir, "no checkpoint in this folder"),
-        *((f"{kind}.safetensors", content, "not a whole") for kind, content in (("text", b"hello"), ("empty", b""))),
+        ("text.safetensors", b"hello", "not a whole"),
         ("text.pth", b"hello", "not weights: neither a checkpoint of this program nor a state dict"),
-        *(
-            ("w.pt", content, "not weights")
-            for content in ({}, {"a": 1}, [torch.zeros(2)], {"state_dict": {}}, torch.zeros(3))
-        ),
+        *(("w.pt", content, "not weights") for content in ({}, {"a": 1}, [torch.zeros(2)], torch.zeros(3))),
     ],
 )
 def test_what_holds_no_weights_is_refused_by_name(tmp_path, name, content, words):
@@ -153,14 +148,6 @@ def test_what_holds_no_weights_is_refused_by_name(tmp_path, name, content, words
     with pytest.raises(CheckpointError) as refusal:
         read(str(path))
     assert str(refusal.value).startswith(f"{path}: {words}")
-
-
-@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_files_of_one_set_of_weights_have_no_averages(tmp_path, name):
-    save = safetensors.torch.save_file if name.endswith("safetensors") else torch.save
-    save(tensors(), tmp_path / name)
-    with pytest.raises(CheckpointError, match="has no step_average: only run folders and checkpoints have averages"):
-        read(str(tmp_path / name), "step_average")
 
 
 def stored(tmp_path, shapes):
