@@ -89,7 +89,7 @@ class GradientExchange:
             own = {}
             if place.replica == replica:
                 own = {name: self._weights.by_name(flat) for name, flat in own_state.items()}
-            yield _joined(self._processes.collect(own, ranks))
+            yield _joined(self._processes.gather_to_main(own, ranks))
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
         """Takes over the state of `count` replicas: see engines/base.py.

@@ -10,9 +10,9 @@ import torch
 class WeightAverage:
     """The average of weights w_1 ... w_n with weights decay^(n - k), divided by their sum.
 
-    Dividing by the sum is what starts it: the first weights are the first average, and no share of the random
-    initial weights stays in. The offline average of the G16 recipe (0.97 over the checkpoints of epochs) lets
-    the first checkpoint keep a share of 0.97^(n - 1) instead: 2e-5 after 350 epochs, but half of all after 23.
+    So the first weights are the first average, and no share of the random initial weights stays in. In the offline
+    average of the G16 recipe (0.97 over the checkpoints of epochs) the first one has a share of 0.97^(n - 1) instead:
+    2e-5 after 350 epochs, but half of all after 23.
 
     Source: Polyak and Juditsky (1992) for averaging; the division is Adam's bias correction (1412.6980, section 3).
     """

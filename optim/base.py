@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any, Callable, Dict, Mapping, Type
 
-import torch
 from torch import nn
 
 from optim.optimizer_update import OptimizerUpdate
@@ -18,12 +16,10 @@ OPTIMIZERS: Registry[Type[HasSlots]] = Registry("an optimizer")
 class HasSlots:
     """Mixed into the torch optimizer that implements a section's class, before it.
 
-    slots: by name, the tensors that the optimizer keeps in `state[parameter]`. trust_ratios: of the last step,
-        parameter -> float32 []; empty for an optimizer that has none or does not report them.
+    slots: by name, the tensors that the optimizer keeps in `state[parameter]`.
     """
 
     slots: Mapping[str, Slot]
-    trust_ratios: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
     @classmethod
     def of(cls, section: Any, groups: list) -> HasSlots:

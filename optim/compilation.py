@@ -15,16 +15,13 @@ from recipe.errors import first_line
 
 
 def compiled(dry_pass: Callable[[Run], None]) -> Tuple[Run, str]:
-    """What runs passes compiled, after it has run them once; or as they are, where this machine cannot compile.
+    """A runner of compiled passes, or where this machine cannot compile of plain ones, and a line to print.
 
     Args:
-        dry_pass: calls all passes by what it is given, with tensors as they will come.
-
-    Returns:
-        What runs them, and a line to tell.
+        dry_pass: runs all passes by the runner that it is given, with tensors as they will come.
     """
     start = time.perf_counter()
-    # It tells of CUDA, for which a CPU's compiler has no use.
+    # It warns of CUDA, which a CPU's compiler does not use.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         dry_pass(_compiled)
@@ -46,9 +43,9 @@ def _compiled(function: Callable, rows: Sequence[Optional[torch.Tensor]], consta
 
 @functools.lru_cache(maxsize=None)
 def _of_torch(function: Callable) -> Callable:
-    # LARS's new weights are stored twice where the module has others than the state: what is used twice would by
-    # itself go through memory in between, and the pass become two. Rounding by itself needs to be let alone: as one
-    # expression it would get vectors as wide as float16's, for which the compiler has no bit casts.
+    # LARS's new weights are stored twice where the module has others than the state: used twice, they would go
+    # through memory in between, and the pass become two. Not for rounding alone: as one expression it would get vectors
+    # as wide as float16's, for which the compiler has no bit casts.
     steps = (lars_passes.gradient_step, lars_passes.momentum_step)
     options = {"realize_opcount_threshold": 1000} if function in steps else None
     return torch.compile(function, dynamic=False, options=options)

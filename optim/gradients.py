@@ -32,34 +32,29 @@ class Gradients:
             parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
         """
         self._parameters = list(parameters.values())
-        first = self._parameters[0]
-        self._added_by_autograd = first.dtype == torch.float32
+        self._added_by_autograd = self._parameters[0].dtype == torch.float32
         self.flat = layout.zeros(torch.float32)
         self.views = layout.views(self.flat)
         self._parts: List[_Part] = []
-        self._trees: List[TreeSum] = []
         if accumulation is not None:
-            self._parts = _divided(parameters, layout, parts)
-            self._trees = [TreeSum(part.end - part.start, accumulation, first.device) for part in self._parts]
-            self._accumulation, self._done = accumulation, [0] * len(self._parts)
+            self._parts = [
+                _Part({name: parameters[name] for name in names}, layout.starts[names[0]], accumulation)
+                for names in parts
+            ]
 
     def zero(self) -> None:
         """Empties the accumulators, before the first micro batch of a step."""
-        if self._trees:
-            self._done = [0] * len(self._parts)
-            for number in range(len(self._parts)):
-                self._open(number)
-            return
-        self.flat.zero_()
-        if self._added_by_autograd:
-            for parameter, view in zip(self._parameters, self.views):
-                parameter.grad = view
+        for part in self._parts:
+            self._open(part)
+        if not self._parts:
+            self.flat.zero_()
+            self._show(self._parameters, self.views)
 
     def accumulate(self, part: int = 0) -> None:
         """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""
-        if self._trees:
-            self._add_leaf(part)
-        elif not self._added_by_autograd:
+        if self._parts:
+            self._add_leaf(self._parts[part])
+        else:
             for number in range(len(self._parameters)):
                 self.collect(number)
 
@@ -70,48 +65,35 @@ class Gradients:
             self.views[number].add_(parameter.grad)
             parameter.grad = None
 
-    def _open(self, number: int) -> None:
+    def _open(self, part: _Part) -> None:
         """A buffer for the part's next micro batch."""
-        part = self._parts[number]
-        part.views = _views(self._trees[number].leaf(), part.parameters, part.starts)
+        part.views = part.layout.views(part.tree.leaf())
+        self._show(part.parameters, part.views)
+
+    def _show(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
         if self._added_by_autograd:
-            for parameter, view in zip(part.parameters, part.views):
+            for parameter, view in zip(parameters, views):
                 parameter.grad = view
 
-    def _add_leaf(self, number: int) -> None:
-        part, tree = self._parts[number], self._trees[number]
+    def _add_leaf(self, part: _Part) -> None:
         if not self._added_by_autograd:
             for parameter, view in zip(part.parameters, part.views):
                 view.copy_(parameter.grad)
                 parameter.grad = None
-        tree.add()
-        self._done[number] += 1
-        if self._done[number] < self._accumulation:
-            self._open(number)
+        part.tree.add()
+        if part.tree.complete:
+            self.flat[part.start :][: part.layout.length].copy_(part.tree.total)
         else:
-            self.flat[part.start : part.end].copy_(tree.total)
+            self._open(part)
 
 
 class _Part:
-    """A range of the flat buffer, its parameters, where each begins in it, and views of the current leaf."""
+    """Some consecutive parameters, the first element of theirs in the flat buffer, and their tree."""
 
-    def __init__(self, start: int, end: int, parameters: List[nn.Parameter], starts: List[int]):
-        self.start, self.end, self.parameters, self.starts = start, end, parameters, starts
-        self.views: List[torch.Tensor] = []
-
-
-def _divided(parameters: Dict[str, nn.Parameter], layout: Layout, parts: Sequence[Sequence[str]]) -> List[_Part]:
-    edges = [layout.starts[names[0]] for names in parts] + [layout.length]
-    return [
-        _Part(start, end, [parameters[name] for name in names], [layout.starts[name] - start for name in names])
-        for start, end, names in zip(edges, edges[1:], parts)
-    ]
-
-
-def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter], starts: Sequence[int]) -> List[torch.Tensor]:
-    return [
-        flat[start : start + parameter.numel()].view(parameter.shape) for parameter, start in zip(parameters, starts)
-    ]
+    def __init__(self, parameters: Dict[str, nn.Parameter], start: int, accumulation: int):
+        self.parameters, self.start, self.layout = list(parameters.values()), start, Layout(parameters)
+        self.tree = TreeSum(self.layout.length, accumulation, self.layout.device)
+        self.views: List[torch.Tensor] = []  # of the current leaf
 
 
 class TreeSum:
@@ -122,10 +104,9 @@ class TreeSum:
     added from the newest to the oldest: 7 leaves give ((0+1)+(2+3)) + ((4+5)+6). The groups are added as a perfect
     binary tree. The error grows with the depth of the tree, ceil(log2(accumulation)), not with accumulation.
 
-    So replicas that share a step evenly, each with consecutive micro batches, compute subtrees of one process's tree
-    wherever their number is a power of two that divides the step's micro batches: added as a perfect binary tree
-    (parallel/reduce.py, order "tree") they give the bits of one process. With any other number of replicas the sum is
-    deterministic as well, but its last bits depend on that number.
+    Replicas with consecutive micro batches compute subtrees of one process's tree where their number is a power of two
+    that divides the step's micro batches: added as a perfect binary tree (parallel/reduce.py, order "tree") they give
+    the bits of one process. Any other number of replicas gives a deterministic sum with other last bits.
 
     Source: Higham, The accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
@@ -148,7 +129,7 @@ class TreeSum:
     def leaf(self) -> torch.Tensor:
         """Zeros, float32 [length], for the gradient of the next micro batch; one of few tensors, again and again."""
         assert self._leaf is None, "add() ends a leaf before the next one"
-        if self._added == self._accumulation:
+        if self.complete:
             self._free.append(self._sums.pop())
             self._added = 0
         if self._free:
@@ -158,7 +139,7 @@ class TreeSum:
         return self._leaf
 
     def add(self) -> None:
-        """The leaf is complete; its memory belongs to the sum from now on."""
+        """Adds the leaf, whose memory belongs to the sum from now on."""
         assert self._leaf is not None, "leaf() comes first"
         self._sums.append(self._leaf)
         self._leaf = None
@@ -169,9 +150,14 @@ class TreeSum:
             self._free.append(newer)
 
     @property
+    def complete(self) -> bool:
+        """Whether all micro batches of the step were added."""
+        return self._added == self._accumulation
+
+    @property
     def total(self) -> torch.Tensor:
         """The sum of the step, float32 [length]; valid after the last add(), until the next leaf()."""
-        assert self._added == self._accumulation, f"{self._added} of {self._accumulation} micro batches were added"
+        assert self.complete, f"{self._added} of {self._accumulation} micro batches were added"
         return self._sums[0]
 
     def _carries(self) -> int:

@@ -1,8 +1,7 @@
 """The persistent weights and optimizer state, float16 or float32, and the buffers a step needs around them.
 
 Three kinds of memory, each one flat buffer with a view per parameter:
-- the state (weights, and one buffer per slot of the optimizer): all that persists, 4 bytes a parameter in
-  float16 with LARS or SGD, 8 with RMSprop, 10 with LAMB, whose moments stay in float32;
+- the state (weights, and one buffer per slot of the optimizer): all that persists;
 - the working copy: the module's own parameters in the compute dtype, refreshed from the state after each update;
   where the weights persist in that dtype, they are the same memory;
 - float32 gradients and, with other optimizers than LARS, float32 scratch in which they step.
@@ -45,16 +44,14 @@ class WeightState:
         Args:
             parameters: (name, parameter) of the module, all of one dtype (the compute dtype) and device. They
                 become views of the working copy; the weights start as their values, rounded to `dtype`.
-            create_optimizer: makes the torch optimizer of named float32 parameters, a HasSlots.
+            create_optimizer: makes the torch optimizer of named float32 parameters.
             dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
-            rounding: "stochastic" or "nearest", for float16.
-            seed: of the rounding.
+            rounding: "stochastic" or "nearest", for float16. seed: of the rounding.
             clip_norm: largest norm of the gradient of the whole model.
             model: names of the whole model's parameters, where `parameters` are a part of them.
-            tree: adds gradients in tree order; accumulation, and the names that get gradients together
-                (see optim/gradients.py).
+            tree: accumulation and parts of `Gradients`, to add in tree order.
             sum_over_stages: of a float64 tensor, in place, where `parameters` are those of one stage of several.
-            compile: compile what of the update can be. CUDA has kernels of its own for LARS, so this is for CPUs.
+            compile: compile the update on a CPU.
         """
         self._parameters = dict(parameters)
         self._model = list(model or self._parameters)
@@ -83,13 +80,10 @@ class WeightState:
         self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
-            self._compile()
+            with torch.no_grad():
+                self._update.run, note = compiled(self._update.dry_pass)
+            self.notes = (note,)
         self._buffers.refresh()
-
-    @torch.no_grad()
-    def _compile(self) -> None:
-        self._update.run, note = compiled(self._update.dry_pass)
-        self.notes = (note,)
 
     @torch.no_grad()
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +112,7 @@ class WeightState:
         return finite, self.apply(step, lr, finite, measure)
 
     def not_finite(self) -> List[str]:
-        """Names of the parameters whose gradient of the last step, as it was exchanged, is not finite. Waits."""
+        """Names of the parameters whose gradient of the last step, after the exchange, is not finite. Waits."""
         return [name for name, view in zip(self._parameters, self.gradients.views) if not view.isfinite().all()]
 
     def state_dict(self) -> dict:
@@ -156,7 +150,7 @@ class WeightState:
 
     @contextlib.contextmanager
     def shown(self, flat: torch.Tensor) -> Iterator[None]:
-        """Within it the module has the weights in `flat`, laid out as the property is; nothing else may be done."""
+        """A context in which the module has the weights in `flat`, laid out as the property is, for evaluation."""
         working = self._buffers.working
         own = working.clone()
         try:
@@ -166,7 +160,7 @@ class WeightState:
             working.copy_(own)
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:
-        """Puts `weights` in the place of those parameters, rounded to nearest; the others and the slots stay."""
+        """Replaces the weights of those parameters, rounded to nearest; the others and the slots stay."""
         for name, view in zip(self._parameters, self._layout.views(self._buffers.weights)):
             if name in weights:
                 view.copy_(weights[name])
@@ -177,7 +171,7 @@ class WeightState:
         return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._layout.views(flat))}
 
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """Those of a whole model's tensors that are not of parameters which other processes have."""
+        """A whole model's tensors without those of parameters that other processes have."""
         elsewhere = set(self._model) - set(self._parameters)
         return {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
 
@@ -185,11 +179,6 @@ class WeightState:
         """Fills a buffer with what `by_name` gave. Raises ValueError as `load_state_dict` does."""
         self._check(tensors)
         self._fill(flat, tensors)
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Of the persistent state; the zeros that fill the parameters' last rows are not counted."""
-        return float(sum(buffer.element_size() for buffer in self._persistent().values()))
 
     def _fill(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
         for name, view in zip(self._parameters, self._layout.views(flat)):

@@ -1,9 +1,7 @@
 """LAMB: timm's own steps, with a state that WeightState keeps.
 
-Second moments stay in float32, because squares of small gradients underflow in float16, whose smallest number is
-6e-8. To nearest, an average that takes in a share of 0.001 of each square (beta2 = 0.999) loses gradients below 5e-3;
-at random, one in sixty of 1e-3 leaves 6e-8 where 1e-9 was due, and the others 0. A root of 0 in the place of 1e-4
-makes the step a hundred times too long with LAMB's eps of 1e-6.
+Second moments stay in float32: rounded to nearest in float16, whose smallest number is 6e-8, an average with
+beta2 = 0.999 loses gradients below 5e-3, and a root of 0 in the place of 1e-4 makes the step a hundred times too long.
 """
 
 from __future__ import annotations
@@ -42,10 +40,6 @@ class Lamb(HasSlots, timm.optim.Lamb):
         return {**HasSlots.options(section, skipped), "always_adapt": not skipped}
 
     def at_step(self, step: int) -> None:
-        """Set what the bias correction counts.
-
-        Steps skipped as not finite count too: after one, averages of t - 1 gradients are corrected as if of t, which
-        leaves them too small by 1/t at most.
-        """
+        """Set the count of the bias correction, which includes skipped steps: averages are too small by 1/t at most."""
         for group in self.param_groups:
             group["step"] = torch.tensor(float(step))  # float32, exact to 16.7 million; timm adds 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, List
+from typing import Any, Iterable
 
 import torch
 from torch.optim import Optimizer
@@ -63,19 +63,37 @@ class LARS(HasSlots, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update of all parameters that have gradients; no host-device synchronisation.
+        """One update of all parameters that have gradients, without host-device synchronisation.
 
-        Leaves each adapted parameter's ratio, a 0-dimensional float32 tensor, in `trust_ratios`.
+        For those who have no WeightState, and as a reference. Leaves the ratios, float32 [], in `trust_ratios`.
         """
-        assert closure is None, "LARS takes gradients, not a closure"
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            gradients = [parameter.grad for parameter in parameters]
-            momenta = [self._momentum(parameter) for parameter in parameters]
-            update = self._gradient_form if self.trust == "gradient" else self._momentum_form
-            update(group, parameters, gradients, momenta)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._step(group, weight, weight.grad.float())
+
+    def _step(self, group: dict, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        lr, mu, published = group["lr"] * group["lr_scale"], group["momentum"], self.trust == "gradient"
+        if not self.state[weight]:
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
+        momentum = self.state[weight]["momentum_buffer"]
+        if not published:
+            momentum.mul_(mu).add_(gradient, alpha=1 - mu)
+        direction = gradient if published else momentum
+        if not group["adapt"]:
+            step = direction * (lr if published else lr / (1 - mu))
+        else:
+            decayed = direction + group["weight_decay"] * weight.float()
+            weight_norm, norm = weight.float().norm(), (gradient if published else decayed).norm()
+            below = norm + group["eps"] + (group["weight_decay"] * weight_norm if published else 0.0)
+            without_norm = 1.0 if published else group["trust_coefficient"]
+            ratio = group["trust_coefficient"] * weight_norm / below
+            ratio = torch.where((weight_norm > 0) & (norm > 0), ratio, without_norm)
+            step = decayed * (lr * ratio)
+            self.trust_ratios[weight] = ratio
+        if published:
+            step = momentum.mul_(mu).add_(step)
+        weight.sub_(step)
 
     @classmethod
     def of(cls, section: Lars, groups: list) -> LARS:
@@ -88,51 +106,7 @@ class LARS(HasSlots, Optimizer):
         return {**HasSlots.options(section, skipped), **others}
 
     def create_update(self, parameters: dict, _: object, gradients: list, layout: Layout, *shared: Any) -> LarsUpdate:
-        """The update from state to state; `step` is for those who have no WeightState."""
         return update_class(layout.device)(self, parameters, layout, *shared)
-
-    def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
-        return state["momentum_buffer"]
-
-    def _gradient_form(self, group: dict, weights: list, gradients: list, momenta: list) -> None:
-        lr, decay = group["lr"] * group["lr_scale"], group["weight_decay"]
-        torch._foreach_mul_(momenta, group["momentum"])
-        if not group["adapt"]:
-            torch._foreach_add_(momenta, gradients, alpha=lr)
-        else:
-            weight_norms, gradient_norms = _norms(weights), _norms(gradients)
-            ratios = group["trust_coefficient"] * weight_norms
-            ratios = ratios / (gradient_norms + decay * weight_norms + group["eps"])
-            ratios = torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, torch.ones_like(ratios))
-            directions = torch._foreach_add(gradients, weights, alpha=decay)
-            torch._foreach_mul_(directions, list((lr * ratios).unbind()))
-            torch._foreach_add_(momenta, directions)
-            self.trust_ratios.update(zip(weights, ratios.unbind()))
-        torch._foreach_sub_(weights, momenta)
-
-    def _momentum_form(self, group: dict, weights: list, gradients: list, momenta: list) -> None:
-        lr, decay, mu = group["lr"] * group["lr_scale"], group["weight_decay"], group["momentum"]
-        torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, gradients, alpha=1 - mu)
-        if not group["adapt"]:
-            torch._foreach_add_(weights, momenta, alpha=-lr / (1 - mu))
-            return
-        directions = torch._foreach_add(momenta, weights, alpha=decay)
-        weight_norms, direction_norms = _norms(weights), _norms(directions)
-        quotients = weight_norms / (direction_norms + group["eps"])
-        quotients = torch.where((weight_norms > 0) & (direction_norms > 0), quotients, torch.ones_like(quotients))
-        ratios = group["trust_coefficient"] * quotients
-        torch._foreach_mul_(directions, list((lr * ratios).unbind()))
-        torch._foreach_sub_(weights, directions)
-        self.trust_ratios.update(zip(weights, ratios.unbind()))
-
-
-def _norms(tensors: List[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norms, float32 [len(tensors)]: in float16 the norm of a million 80s is already infinite."""
-    return torch.stack(torch._foreach_norm([tensor.float() for tensor in tensors]))
 
 
 def update_class(device: torch.device) -> type:

@@ -62,28 +62,18 @@ def gradient_step(
     """
     w = weight.float()
     new = momentum.float() * mu + (gradient * scale + decay * w) * rate
-    _store(weight, momentum, working, w - new, new, bit_rows, draws, keep)
+    _store((weight, working, w - new), (momentum, None, new), bit_rows, draws, keep)
     return (new * new).sum(1)
 
 
 def momentum_step(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    momentum: torch.Tensor,
-    working: Optional[torch.Tensor],
-    rate: torch.Tensor,
-    decay: torch.Tensor,
-    bit_rows: Optional[torch.Tensor],
-    scale: torch.Tensor,
-    mu: float,
-    draws: Optional[tuple],
-    keep: Optional[torch.Tensor],
+    gradient, weight, momentum, working, rate, decay, bit_rows, scale, mu: float, draws, keep
 ) -> torch.Tensor:
     """m = mu m + (1 - mu) g;  w = w - rate (m + decay w); else as `gradient_step`."""
     w = weight.float()
     new = _averaged(gradient * scale, momentum, mu)
     subtracted = (new + decay * w) * rate
-    _store(weight, momentum, working, w - subtracted, new, bit_rows, draws, keep)
+    _store((weight, working, w - subtracted), (momentum, None, new), bit_rows, draws, keep)
     return (subtracted * subtracted).sum(1)
 
 
@@ -91,22 +81,14 @@ def _averaged(g: torch.Tensor, momentum: torch.Tensor, mu: float) -> torch.Tenso
     return momentum.float() * mu + g * (1 - mu)
 
 
-def _store(
-    weight: torch.Tensor,
-    momentum: torch.Tensor,
-    working: Optional[torch.Tensor],
-    new_weight: torch.Tensor,
-    new_momentum: torch.Tensor,
-    bit_rows: Optional[torch.Tensor],
-    draws: Optional[tuple],
-    keep: Optional[torch.Tensor],
-) -> None:
+def _store(weights: tuple, momenta: tuple, bit_rows, draws: Optional[tuple], keep: Optional[torch.Tensor]) -> None:
+    """Rounds and stores. Args: weights, momenta: state, its copy (or None), and the new value of both."""
     lanes, *drawn = (None, None, None) if draws is None else draws
-    for targets, value, draw in (((weight, working), new_weight, drawn[0]), ((momentum,), new_momentum, drawn[1])):
-        if draw is not None and targets[0].dtype == torch.float16:
+    for (state, copy, value), draw in zip((weights, momenta), drawn):
+        if draw is not None and state.dtype == torch.float16:
             value = rounded(value, random_bits(bit_rows, lanes, draw))
         else:
-            value = value.to(targets[0].dtype)
-        for target in targets:
+            value = value.to(state.dtype)
+        for target in (state, copy):
             if target is not None:
                 target.copy_(value if keep is None else torch.where(keep, value.to(target.dtype), target))

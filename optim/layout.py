@@ -9,16 +9,15 @@ import torch
 ROW = 64  # elements; each parameter begins with a row of its own
 _CHUNK = 1 << 17  # elements computed at a time on a CPU: what is made of them stays in the cores' caches
 
-# Calls a pass with tensors [rows, ...], some of which may be None, and with what is the same for all rows. What it
-# returns, [rows] each, is put together.
+# Calls a pass with tensors [rows, ...], some of which may be None, and with what is the same for all rows; returns what
+# the pass does, [rows] each.
 Run = Callable[[Callable, Sequence[Optional[torch.Tensor]], Sequence], object]
 
 
 class Layout:
     """Places of named tensors in a flat buffer. Each begins with a row of ROW elements; zeros fill its last row.
 
-    So whatever belongs to a parameter, as its learning rate, is one number a row, and kernels need not know where a
-    parameter ends.
+    So a property of a parameter, such as its learning rate, is one number a row.
 
     names: of the parameters, in order. starts: first element of each. length: elements of a buffer.
     """

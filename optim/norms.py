@@ -26,24 +26,13 @@ class WholeModel:
         sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
         device: torch.device,
     ):
-        """
-        Args:
-            own: names of this process's parameters. model: of all.
-            sum_over_stages: of a float64 tensor, in place; None where this process has all stages.
-            device: of the gathered values.
-        """
+        """Args: own: names of this process's parameters. model: of all. sum_over_stages: as in WeightState."""
         self._own, self._model, self._sum_over_stages, self._device = list(own), list(model), sum_over_stages, device
         places = {name: place for place, name in enumerate(self._model)}
         self._places: List[int] = [places[name] for name in self._own]
 
     def norm(self, squares: torch.Tensor) -> torch.Tensor:
-        """Euclidean norm of the whole model's vector, float32 [].
-
-        Of squares by parameter, each of which is computed in one place: so the stages do not change a bit of it.
-
-        Args:
-            squares: sum of squares of each own parameter, float64.
-        """
+        """Euclidean norm, float32 [], of sums of squares by own parameter, float64; stages do not change a bit."""
         return self._of_all(squares).sum().sqrt().float()
 
     def ratios(self, own: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

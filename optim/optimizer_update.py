@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class OptimizerUpdate:
     """Steps an optimizer in float32 scratch memory: slots, and weights, where the module's own are not float32.
 
-    On a CPU, a float32 state of a module that computes in float32 is its own scratch: a step that must not be made can
-    be left out there, because to ask costs nothing. All others step in scratch, and store the result under a mask.
+    On a CPU, a float32 state of a module that computes in float32 is its own scratch, and `finite` is read before the
+    step. All others step in scratch, and store the result under a mask.
     """
 
     def __init__(
@@ -33,11 +33,7 @@ class OptimizerUpdate:
         clip_norm: Optional[float],
         model: WholeModel,
     ):
-        """
-        Args:
-            parameters: of the module, views of the working buffer.
-            gradients: views of theirs, in the same order.
-        """
+        """Args: parameters: of the module, views of the working buffer. gradients: their views, in this order."""
         self.run: Run = in_parts
         self._layout, self._buffers, self._gradients, self._bits = layout, buffers, gradients, bits
         self._clip_norm, self._model = clip_norm, model
@@ -111,10 +107,7 @@ class OptimizerUpdate:
 
     def _norms(self, gradient: torch.Tensor, before: torch.Tensor) -> Norms:
         """After the step and before it is stored: the difference to `before` is what the optimizer subtracted."""
-        names = {id(master): name for name, master in self._masters.items()}
-        own = {names[id(master)]: ratio for master, ratio in self.optimizer.trust_ratios.items()}
-        update = self._norm(self._weights - before)
-        return Norms(gradient, self._norm(before), update, self._model.ratios(own))
+        return Norms(gradient, self._norm(before), self._norm(self._weights - before), {})
 
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
         return self._model.norm(torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square())

@@ -20,7 +20,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def gather(self, value: Any) -> List[Any]:
-        """`value` of every process, in their order, on every process. Small picklable objects."""
+        """`value` of every process, in their order, on every process; small picklable objects."""
 
     @abstractmethod
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
-        """`value` of each of `ranks` (of all, if None), in their order, on the main process; elsewhere nothing."""
+        """`value` of each of `ranks` (of all, if None), in their order, on the main process; elsewhere []."""
 
     @abstractmethod
     def agree(self, value: int) -> int:
@@ -47,10 +47,8 @@ class Agreement(ABC):
         """The main process's `value`, on every process."""
 
     def from_main(self, function: Callable[[], Result]) -> Result:
-        """Result of `function` on the main process, on every process. Raises its error on every process.
-
-        Only the main process's error has a message: one line for all of them.
-        """
+        """Result of `function` on the main process, on every process. Its error is raised on all, with a message on the
+        main process only."""
         outcome: Any = None
         failure: Optional[UserError] = None
         if self.topology.is_main:
@@ -64,10 +62,7 @@ class Agreement(ABC):
         return value
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """Result of `function` on this process; if it fails on any, raises on all.
-
-        The first failing process's error keeps its message, the others have none: one line for all of them.
-        """
+        """Result of `function` on this process. If it fails on any, all raise; only the first error has a message."""
         result: Any = None
         failure: Optional[UserError] = None
         try:

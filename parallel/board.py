@@ -1,8 +1,9 @@
-"""The board on which the launchers of all hosts write how their ranks do: the master's keeps it, all read it.
+"""The board on which the launchers of all hosts write how their ranks do: the master's launcher keeps it, all read it.
 
 A host writes entries of its own only, once each, and for one attempt to run. Every message is authenticated by
 HMAC-SHA256 with a secret that the hosts share over a challenge made for it, so nobody else can write, answer or replay
-one. Whatever comes is checked for its type and length. No method waits for the network: a thread asks the master.
+one. A message that is not as `_Question` and `_ANSWER` describe it is ignored. No method waits for the network: a
+thread polls the master.
 """
 
 from __future__ import annotations
@@ -14,21 +15,71 @@ import json
 import math
 import secrets
 import socket
-import struct
 import threading
 import time
-from typing import Dict
+from dataclasses import dataclass
+from typing import Annotated, Any, Dict, Optional, Tuple
 
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-_ASK_SECONDS = 1.0  # between two looks at the board
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, printable
+
+_POLL_SECONDS = 1.0
+_CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
 _ANSWER_SECONDS = 5.0  # for one message and its answer
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
 _CONNECTIONS = 1024  # at the same time; a host needs one
 _CHALLENGE, _MAC = 16, hashlib.sha256().digest_size
 
-Entries = Dict[str, object]
+Entries = Dict[str, Any]  # some of those of _Entries
+_Text = Annotated[str, Field(max_length=LONGEST)]
+
+
+def _known(code: int) -> int:
+    if code not in (DONE, FAILED, WRONG_INPUT, STOPPED):
+        raise ValueError("no exit code of train.py")
+    return code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of the ranks of a host: `code` as train.py's, `line` for the user, `last` if there is no next attempt."""
+
+    code: Annotated[int, AfterValidator(_known)]
+    line: Annotated[_Text, AfterValidator(printable)] = ""
+    last: bool = False
+    abrupt: bool = False  # the ranks of the other hosts wait for some that are gone
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+
+def _no_success(outcome: Outcome) -> Outcome:
+    if outcome.code == DONE:
+        raise ValueError("no reason to end the ranks of other hosts")
+    return outcome
+
+
+class _Entries(BaseModel, strict=True, extra="forbid"):
+    who: _Text  # a name that a launcher makes for itself
+    shape: Optional[_Text] = None  # what it starts
+    port: Optional[Annotated[int, Field(ge=1, lt=1 << 16)]] = None  # where the ranks meet
+    news: Optional[Annotated[Outcome, AfterValidator(_no_success)]] = None  # others may wait for ranks that are gone
+    end: Optional[Outcome] = None  # how its ranks ended
+    read: Optional[bool] = None  # it has read what it needs
+
+    def given(self) -> Entries:
+        return {name: value for name, value in self if value is not None}
+
+
+class _Question(BaseModel, strict=True, extra="forbid"):
+    host: Annotated[int, Field(ge=1)]
+    attempt: Annotated[int, Field(ge=0)]
+    challenge: _Text
+    entries: _Entries
+
+
+_ANSWER = TypeAdapter(Dict[int, Tuple[float, _Entries]])  # host -> seconds of silence, entries
 
 
 class MastersBoard:
@@ -42,7 +93,8 @@ class MastersBoard:
         self._heard: Dict[int, float] = {}
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
-        self.who, self.gone, self.refused = secrets.token_hex(8), False, False  # as of Board
+        self.who, self.gone, self.refused, self.fault = secrets.token_hex(8), False, False, ""  # as of Board
+        self.address = listening.getsockname()[0]
         threading.Thread(target=self._listen, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
@@ -56,15 +108,15 @@ class MastersBoard:
             return {host: dict(entries) for host, entries in self._attempts.get(attempt, {}).items()}
 
     def silent(self, host: int) -> float:
-        """Seconds since the launcher of a host last asked."""
+        """Seconds since the launcher of a host last polled."""
         with self._lock:
             return 0.0 if host == 0 else time.monotonic() - self._heard.get(host, -math.inf)
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
         with self._lock:
             there = self._attempts.setdefault(attempt, {}).setdefault(host, {})
-            if there.setdefault("who", entries.get("who")) != entries.get("who"):
-                return  # a second launcher says that it is this host; it finds the other's name
+            if there.setdefault("who", entries["who"]) != entries["who"]:
+                return  # a second launcher claims to be this host; it finds the other's name
             self._heard[host] = time.monotonic()
             for name, value in entries.items():
                 there.setdefault(name, value)
@@ -85,13 +137,14 @@ class MastersBoard:
                 end = time.monotonic() + _ANSWER_SECONDS
                 challenge = secrets.token_bytes(_CHALLENGE)
                 connection.sendall(challenge)
-                message = _receive(connection, self._key, challenge + b"ask", _BYTES, end)
-                host, attempt, again = message.get("host"), message.get("attempt"), message.get("challenge")
-                if not (_whole(host, 1, self._number) and _whole(attempt, 0, self._attempt + 2) and _text(again)):
-                    return
-                self._post(host, attempt, _checked(message.get("entries")))
-                answer = {str(host): [self.silent(host), entries] for host, entries in self.read(attempt).items()}
-                _send(connection, self._key, again.encode() + b"answer", answer, end)
+                message = _Question.model_validate_json(
+                    _receive(connection, self._key, challenge + b"ask", _BYTES, end)
+                )
+                host, attempt = message.host, message.attempt
+                if host < self._number and attempt < self._attempt + 2:
+                    self._post(host, attempt, message.entries.given())
+                    answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
+                    _send(connection, self._key, message.challenge.encode() + b"answer", answer, end)
             finally:
                 self._free.release()
 
@@ -99,16 +152,19 @@ class MastersBoard:
 class Board:
     """The master's board as another host sees it."""
 
-    def __init__(self, address: str, port: int, host: int, number: int, secret: str):
-        self._place, self._host, self._number, self._key = (address, port), host, number, secret.encode()
+    def __init__(self, master: str, port: int, host: int, number: int, secret: str):
+        """Args: master: name or address. host: number of this one of `number`. secret: as of the master."""
+        self._place, self._host, self._number, self._key = (master, port), host, number, secret.encode()
         self._attempt, self._entries = 0, {}
-        self._answer: Dict[int, tuple] = {}  # of this attempt; host: (seconds of silence, entries)
+        self._answer: Dict[int, Tuple[float, Entries]] = {}  # of this attempt, as _ANSWER
         self._answered = time.monotonic()
         self._lock, self._wake = threading.Lock(), threading.Event()
         self.who = secrets.token_hex(8)
-        self.gone = False  # nothing listens at the master any more
-        self.refused = False  # what listens there ends the talk, as a launcher with another secret does
-        threading.Thread(target=self._keep_asking, name="board", daemon=True).start()
+        self.address = ""  # the master's, once this host has reached it
+        self.gone = False  # nothing listens there any more
+        self.refused = False  # what listens there closes the connection, as a launcher with another secret does
+        self.fault = ""  # of the last attempt to reach it
+        threading.Thread(target=self._poll, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
         """Adds entries of this host; they are on the board once `read` returns them."""
@@ -124,13 +180,13 @@ class Board:
             return {host: dict(entries) for host, (_, entries) in self._answer.items() if attempt == self._attempt}
 
     def silent(self, host: int) -> float:
-        """Seconds since the launcher of a host last asked, or the master last answered."""
+        """Seconds since the launcher of a host last polled, or the master last answered."""
         with self._lock:
             since = time.monotonic() - self._answered
             return since if host == 0 else since + self._answer.get(host, (math.inf,))[0]
 
-    def _keep_asking(self) -> None:
-        while True:
+    def _poll(self) -> None:
+        while not self.gone:
             with self._lock:
                 attempt, entries = self._attempt, dict(self._entries)
             if entries:
@@ -140,52 +196,43 @@ class Board:
                         self._answered, self.refused = time.monotonic(), False
                         if attempt == self._attempt:
                             self._answer = answer
-                except ConnectionRefusedError:
-                    self.gone = True
-                    return
-                except OSError:
-                    pass  # the way there may come back
+                except OSError as error:  # the way there may come back
+                    self.fault = error.strerror or str(error)
+                    self.gone = bool(self.address) and isinstance(error, ConnectionRefusedError)
+                except UnicodeError:
+                    self.fault = "is no name of a host"
                 except (EOFError, ValueError):
                     self.refused = True
-            self._wake.wait(_ASK_SECONDS)
+            self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)
             self._wake.clear()
 
-    def _ask(self, attempt: int, entries: Entries) -> Dict[int, tuple]:
-        end = time.monotonic() + _ANSWER_SECONDS
+    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, Entries]]:
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
+            self.address = connection.getpeername()[0]
+            self._place = (self.address, self._place[1])  # a name server is asked once
+            end = time.monotonic() + _ANSWER_SECONDS
             challenge, again = _exactly(connection, _CHALLENGE, end), secrets.token_hex(_CHALLENGE)
             message = {"host": self._host, "attempt": attempt, "challenge": again, "entries": entries}
             _send(connection, self._key, challenge + b"ask", message, end)
             answer = _receive(connection, self._key, again.encode() + b"answer", self._number * _BYTES, end)
-        found = {}
-        for host, value in answer.items():
-            if host.isdecimal() and int(host) < self._number and isinstance(value, list) and len(value) == 2:
-                seconds, written = value
-                found[int(host)] = (seconds if isinstance(seconds, float) else math.inf, _checked(written))
-        return found
+        return {host: (seconds, found.given()) for host, (seconds, found) in _ANSWER.validate_json(answer).items()}
 
 
 def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict, end: float) -> None:
-    body = json.dumps(message).encode()
+    body = json.dumps(message, default=vars).encode()
     connection.settimeout(_left(end))
-    connection.sendall(struct.pack(">I", len(body)) + hmac.digest(key, challenge + body, "sha256") + body)
+    connection.sendall(len(body).to_bytes(4, "big") + hmac.digest(key, challenge + body, "sha256") + body)
 
 
-def _receive(connection: socket.socket, key: bytes, challenge: bytes, limit: int, end: float) -> dict:
+def _receive(connection: socket.socket, key: bytes, challenge: bytes, limit: int, end: float) -> bytes:
     """A message; OSError or EOFError if none comes, ValueError if it is from somebody without the secret."""
-    (length,) = struct.unpack(">I", _exactly(connection, 4, end))
+    length = int.from_bytes(_exactly(connection, 4, end), "big")
     if length > limit:
         raise ValueError("too long")
     code, body = _exactly(connection, _MAC, end), _exactly(connection, length, end)
     if not hmac.compare_digest(code, hmac.digest(key, challenge + body, "sha256")):
         raise ValueError("from somebody without the secret")
-    try:
-        message = json.loads(body)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(message, dict):
-        raise ValueError("no message")
-    return message
+    return body
 
 
 def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
@@ -205,39 +252,3 @@ def _left(end: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-def _checked(entries: object) -> Entries:
-    """Those entries that are what they should be."""
-    if not isinstance(entries, dict):
-        return {}
-    return {name: value for name, value in entries.items() if name in _ENTRIES and _ENTRIES[name](value)}
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= LONGEST
-
-
-def _whole(value: object, least: int, end: int) -> bool:
-    return type(value) is int and least <= value < end
-
-
-def _end(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"code", "line", "last", "abrupt"}
-        and value["code"] in (DONE, FAILED, WRONG_INPUT, STOPPED)
-        and type(value["code"]) is int
-        and _text(value["line"])
-        and type(value["last"]) is type(value["abrupt"]) is bool
-    )
-
-
-_ENTRIES = {
-    "who": _text,  # a name that a launcher makes for itself
-    "shape": _text,  # what it starts
-    "port": lambda value: _whole(value, 1, 1 << 16),  # where the ranks meet
-    "news": lambda value: _end(value) and value["code"] != DONE,  # ranks are gone for which others may wait
-    "end": _end,  # how its ranks ended
-    "read": lambda value: value is True,  # it has read what it needs
-}

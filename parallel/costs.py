@@ -1,7 +1,6 @@
-"""A link between replicas, and the messages on it, as predictions of an exchange's seconds use them. Needs no torch.
+"""Predicted seconds of messages on the links between replicas; needs no torch.
 
-Every replica has a link of its own, and sends and receives at the same time. The work of processors, to select, add and
-merge, is not in these figures.
+Every replica has a link of its own, and sends and receives at the same time. Processors' work is not in these figures.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Exchange methods: what whoever predicts, chooses or runs one asks of it. Needs no torch.
+"""The interface of exchange methods, for engines, predictions and `exchange.method: auto`. Needs no torch.
 
 A method is a class in a file of its own, registered for the class of its section::
 
     @METHODS.implements(TopK)
     class Topk(Method): ...
-
-Engines have it made by `create`; plans, the doctor and `exchange.method: auto` ask for its cost and its variants.
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ if TYPE_CHECKING:
     from recipe.config import Recipe
     from recipe.division import Batch
 
-# In the order in which `auto` weighs them: from the most faithful method to the one that leaves out most.
+# In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
 _FILES = ("parallel.dense", "parallel.topk")
 
 
 class Setup(NamedTuple):
-    """An engine's state and surroundings, as a method needs them to run.
+    """What a method gets from an engine.
 
-    gradients: float32 [length], the buffer of this process's gradients. places: first element of each parameter in
-    it, and the parameter. collect: called with the index of each parameter whose gradient is ready, before it is sent.
-    group: of the replicas that compute this stage; None for a replica that is alone. steps_per_epoch: None for an
-    engine that does not train.
+    gradients: float32 [length], of this process. places: first element of each parameter in it, and the parameter.
+    collect: called with the index of each parameter whose gradient is ready, before it is sent. group: of the replicas
+    that compute this stage; None for a single replica. steps_per_epoch: None for an engine that does not train.
     """
 
     recipe: Recipe
@@ -50,7 +47,7 @@ class Setup(NamedTuple):
 
 
 class Running(ABC):
-    """An exchange in a run, on one replica. overlaps: whether sending can begin within the last backward pass."""
+    """An exchange on one replica. overlaps: whether sending can begin within the last backward pass."""
 
     overlaps: bool = False
 
@@ -61,7 +58,7 @@ class Running(ABC):
         Args:
             buffer: float32 [length], sums over this replica's micro batches times the loss scale.
             step: number of the update, from 0.
-            divisor: float32 [], of the buffer: the loss scale times the micro batches of all replicas.
+            divisor: float32 [], the loss scale times the micro batches of all replicas.
         """
 
     def arm(self) -> None:

@@ -5,23 +5,22 @@ Runs on Python 3.8, as all that starts a run on IPUs.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, List, Mapping, Optional
+from typing import Iterator, Mapping, Optional
 
 from recipe.errors import UserError
 
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
-REACH_SECONDS = 45.0
+REACH_SECONDS = 45.0  # for the master to listen
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,12 @@ def listen(hosts: Hosts) -> socket.socket:
     Raises:
         UserError: the port is taken, or the address is not this host's, or is the loopback though others must reach it.
     """
-    family, address = _resolve(hosts)
-    loopback = _is_loopback(address)
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        fault = getattr(error, "strerror", None) or "is no name of a host"
+        raise UserError(f"--master {hosts.master}: {fault}; give a name or an address that exists") from None
+    loopback = address == "::1" or address.startswith("127.")
     if loopback and hosts.number > 1 and hosts.master not in ("localhost", address):
         raise UserError(
             f"--master {hosts.master} is {address} on this host itself, which others cannot reach (see /etc/hosts); "
@@ -130,59 +133,6 @@ def listen(hosts: Hosts) -> socket.socket:
     return listening
 
 
-def reach(hosts: Hosts, given_up: Callable[[], None], seconds: Optional[float] = None) -> str:
-    """Waits until the master listens; returns its address. Calls `given_up`, which may raise, several times a second.
-
-    Raises:
-        UserError: it did not within `seconds` (45).
-    """
-    seconds = REACH_SECONDS if seconds is None else seconds
-    end = time.monotonic() + seconds
-    while True:
-        given_up()
-        try:
-            family, address = _resolve(hosts, given_up)
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.settimeout(1.0)
-                trial.connect((address, hosts.port))
-                return address
-        except (OSError, UserError) as error:
-            fault = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        if time.monotonic() > end:
-            raise UserError(
-                f"cannot reach the master {hosts.place} within {seconds:.0f} s ({fault}); check that "
-                "--node-rank 0 was started, that --master is the same on all hosts, and the firewall"
-            )
-        time.sleep(0.2)
-
-
-def _resolve(hosts: Hosts, given_up: Callable[[], None] = lambda: None) -> tuple:
-    """(family, address) of the master. A name server may take its time: `given_up` is called meanwhile."""
-    found = []
-
-    def look() -> None:
-        try:
-            found.extend(socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM))
-        except OSError as error:
-            found.append(error.strerror)
-        except UnicodeError:
-            found.append("is no name of a host")
-
-    looking = threading.Thread(target=look, daemon=True)  # a signal does not interrupt it
-    looking.start()
-    while looking.is_alive():
-        looking.join(0.1)
-        given_up()
-    if isinstance(found[0], str):
-        raise UserError(f"--master {hosts.master}: {found[0]}; give a name or an address that exists")
-    family, _, _, _, address = found[0]
-    return family, address[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
-
-
 def interface_towards(address: str) -> Optional[str]:
     """Name of the network interface whose address this host uses to speak with `address`; None if that is unknown."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -192,27 +142,25 @@ def interface_towards(address: str) -> Optional[str]:
             own = probe.getsockname()[0].partition("%")[0]
     except OSError:
         return None
-    names = _interfaces_of(family, own)
-    return names[0] if names else None
+    return next(_interfaces_of(family, own), None)
 
 
-def _interfaces_of(family: int, address: str) -> List[str]:
-    """Linux only: elsewhere an empty list."""
+def _interfaces_of(family: int, address: str) -> Iterator[str]:
+    """Linux only: elsewhere none."""
     packed = socket.inet_pton(family, address)
     if sys.platform != "linux":
-        return []
+        return
     if family == socket.AF_INET6:
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return [fields[-1] for fields in lines if bytes.fromhex(fields[0]) == packed]
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if bytes.fromhex(digits) == packed:
+                yield name
+        return
     import fcntl
 
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            except OSError:
-                continue  # it has no address
-            if answer[20:24] == packed:
-                found.append(name)
-    return found
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if answer[20:24] == packed:
+                    yield name

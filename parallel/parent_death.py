@@ -40,7 +40,7 @@ def die_with_parent() -> None:
     """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
 
     Linux kills it once the thread that started it has ended. Where that is a fork server, or on another system, a
-    thread waits for the end of the process that asked for this one.
+    thread waits for the end of the parent process.
     """
     parent = multiprocessing.parent_process()
     if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):

@@ -1,16 +1,15 @@
 """A replica's micro batches through its stages, by the schedules of torch.distributed.pipelining.
 
-Facts that shaped this file: shapes are given, never inferred, because inference runs a stray forward pass that moves
-running statistics; schedules get numbers in the place of images, so that each micro batch is fetched when its stage
-needs it; no DistributedDataParallel inside, gradients are exchanged by `parallel/reduce.py`. Zero-bubble schedules are
-left out: they compute weight gradients apart, past the hooks by which the exchange learns that a gradient is ready.
+Shapes are given, never inferred, because inference runs a stray forward pass that moves running statistics. Schedules
+get numbers in the place of images, so that each micro batch is fetched when its stage needs it. No
+DistributedDataParallel and no zero-bubble schedules: docs/parallel.md has the reasons.
 
 Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; interleaved, 2104.04473.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, Optional, Sequence, Type
 
 import torch
 import torch.distributed as dist
@@ -47,8 +46,7 @@ class Pipeline:
             micro_batches: of a training step.
             group: the processes of the replica, ordered by stage.
         """
-        arguments = (parts, boundaries, group, device)
-        self._stages = _stages(*arguments, gradients=True)
+        self._stages = _stages(parts, boundaries, group, device, _TrainingStage)
         self._schedule = _SCHEDULES[schedule](
             self._stages if schedule == "interleaved" else self._stages[0],
             micro_batches,
@@ -83,11 +81,8 @@ class ForwardPipeline:
         device: torch.device,
     ):
         """Args as for `Pipeline`."""
-        self._stages = _stages(parts, boundaries, group, device, gradients=False)
-        if len(parts) > 1:
-            self._schedule = ScheduleInterleaved1F1B(self._stages, 1)
-        else:
-            self._schedule = ScheduleGPipe(self._stages[0], 1)
+        stages = _stages(parts, boundaries, group, device, PipelineStage)
+        self._schedule = ScheduleInterleaved1F1B(stages, 1) if len(parts) > 1 else ScheduleGPipe(stages[0], 1)
 
     def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Logits on the last stage, None elsewhere. Args: images: on the first stage, None elsewhere."""
@@ -96,28 +91,28 @@ class ForwardPipeline:
 
 
 class _TrainingStage(PipelineStage):
-    """Torch's stage, which fetches its images itself, says when it begins and ends what, and receives ahead.
+    """Torch's stage, but it fetches its images itself, reports what it does to `work`, and receives ahead.
 
-    The schedules ask for a micro batch when they need it. With gloo the sender's thread then wakes up to send it, on a
-    core that computes: that cost 3 to 5 ms a micro batch. Asked for ahead, it is there. Not for NCCL, whose messages
+    The schedules receive a micro batch when they need it. With gloo the sender's thread then wakes up to send it, on a
+    core that computes: that cost 3 to 5 ms a micro batch. Received ahead, it is there. Not for NCCL, whose messages
     come in the order of their calls, nor for several parts on a device, whose messages cross.
     """
 
     work: Work
     own_number: int
-    ahead = 0  # micro batches to ask for before they are needed
+    ahead = 0  # micro batches to receive before they are needed
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
-        return self._asked(super().get_fwd_recv_ops, fwd_chunk_id, self._coming[0])
+        return self._receive(super().get_fwd_recv_ops, fwd_chunk_id, self._coming[0])
 
     def get_bwd_recv_ops(self, bwd_chunk_id):
-        return self._asked(super().get_bwd_recv_ops, bwd_chunk_id, self._coming[1])
+        return self._receive(super().get_bwd_recv_ops, bwd_chunk_id, self._coming[1])
 
     def clear_runtime_states(self):
         super().clear_runtime_states()
         self._coming: tuple = ({}, {})  # forward, backward: number of a micro batch -> its messages
 
-    def _asked(self, operations: Callable, number: int, coming: Dict[int, list]) -> list:
+    def _receive(self, operations: Callable, number: int, coming: Dict[int, list]) -> list:
         """Messages that the schedule waits for before micro batch `number`: none where this class waits itself."""
         if not self.ahead:
             return operations(number)
@@ -156,11 +151,11 @@ def _stages(
     boundaries: Sequence[Boundary],
     group: dist.ProcessGroup,
     device: torch.device,
-    gradients: bool,
+    kind: Type[PipelineStage],
 ) -> list:
-    stages = []
+    stages, gradients = [], kind is _TrainingStage
     for own_number, (number, part) in enumerate(sorted(parts.items())):
-        stage = (_TrainingStage if gradients else PipelineStage)(
+        stage = kind(
             part,
             number,
             len(boundaries) - 1,
@@ -175,6 +170,6 @@ def _stages(
 
 
 def _example(boundary: Boundary, device: torch.device, requires_grad: bool) -> torch.Tensor:
-    """A tensor of a shape that no memory is spent on: only its shape, strides and dtype are read."""
+    """A tensor without memory: only its shape, strides and dtype are read."""
     example = torch.empty(tuple(boundary.shape), dtype=boundary.dtype, device="meta")
     return example.requires_grad_(requires_grad)

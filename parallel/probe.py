@@ -18,36 +18,32 @@ _BUDGET = 0.05  # seconds; the size that uses them up is the last, if bytes were
 def measure(group: Optional[distributed.ProcessGroup], device: torch.device) -> Link:
     """Cost of a message between neighbours in a ring, the same on all ranks of the group.
 
-    Every rank sends to the next and receives from the one before it, all at once, as exchanges do: links that several
-    ranks of a host share are shared here, too. A message takes as long as on the slowest rank, for which an exchange
-    waits in each of its rounds. Of several the median counts: one disturbance does not move it, while the fastest would
-    promise what no exchange of many rounds keeps. Takes some tens of milliseconds, on slow links a few times that.
+    Every rank sends to the next and receives from the one before it, all at once, as exchanges do, so ranks of a host
+    share its link. A message counts as long as on the slowest rank, for which an exchange waits in each round. The
+    median of several counts: the fastest would be too good for an exchange of many rounds. Takes some tens of
+    milliseconds, on slow links a few times that.
 
     Args:
-        group: of the replicas, on whose every rank this is called; None: all processes.
-        device: where gradients are.
+        group: of the replicas, whose ranks all call; None: all processes.
+        device: of the gradients.
 
     Raises:
         RuntimeError: from torch.distributed, if another rank is gone or too late.
     """
     if distributed.get_world_size(group) == 1:
         return Link(0.0, 0.0)
-    sizes, seconds, spent = [], [], 0.0
+    seconds, spent = [], 0.0
     for size in _SIZES:
         slowest = _around(size, group, device)
-        sizes.append(size)
         seconds.append(float(slowest.median()))
         spent += float(slowest.sum())
         if spent > _BUDGET and seconds[-1] > 2 * seconds[0]:
             break
-    return fit(sizes, seconds)
+    return fit(_SIZES[: len(seconds)], seconds)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link whose messages of `sizes` bytes take `seconds`: least squares of the relative errors, none below 0.
-
-    Relative ones, since a message of 8 bytes says as much of the latency as a large one of the bandwidth.
-    """
+    """The link whose messages of `sizes` bytes take `seconds`: non-negative least squares of the relative errors."""
     # Each time is 1 = a x + b y, with x and y the latency's and the bytes' weight in it.
     x = torch.tensor(seconds, dtype=torch.float64).reciprocal()
     y = torch.tensor(sizes, dtype=torch.float64) * x
@@ -76,12 +72,9 @@ def _around(size: int, group: Optional[distributed.ProcessGroup], device: torch.
         start = time.perf_counter()
         # As one batch: NCCL would let two neighbours wait for each other. The receiver first: gloo tells the sender of
         # it on the connection that a message to that rank would keep busy.
-        for work in distributed.batch_isend_irecv(
-            [
-                distributed.P2POp(distributed.irecv, received, group=group, group_peer=(rank - 1) % count),
-                distributed.P2POp(distributed.isend, sent, group=group, group_peer=(rank + 1) % count),
-            ]
-        ):
+        receive = distributed.P2POp(distributed.irecv, received, group=group, group_peer=(rank - 1) % count)
+        send = distributed.P2POp(distributed.isend, sent, group=group, group_peer=(rank + 1) % count)
+        for work in distributed.batch_isend_irecv([receive, send]):
             work.wait()
         _wait_for(device)
         seconds[number] = time.perf_counter() - start

@@ -1,7 +1,7 @@
 """The processes of a run: how they meet, the groups they form, and what they send each other on the host.
 
-Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`); here are small things and files. A run in
-one process uses the same functions, which then have nobody to ask.
+Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`); here are small objects and files. A run of
+one process uses the same functions, which then send nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from recipe.errors import ConfigError
 _RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
-_WORD_SECONDS = 5.0  # between two words of a rank that lives
+_HEARTBEAT_SECONDS = 5.0
 _ALIVE, _DONE = 1, 0
 _quiet_code: Optional[int] = None  # see leave_quietly
 _last_word = threading.Lock()
@@ -44,7 +44,7 @@ class Processes(Agreement):
         """Meets the other processes; every rank must make this call.
 
         Args:
-            silence: seconds after which a rank that says nothing counts as lost.
+            silence: seconds without a heartbeat after which a rank counts as lost.
 
         Raises:
             ConfigError: the master's address is missing, or the ranks do not meet in time.
@@ -55,7 +55,7 @@ class Processes(Agreement):
         self._world = topology.world
         if self._world == 1:
             return
-        from torch.distributed.device_mesh import init_device_mesh  # newer than what a process alone can do with
+        from torch.distributed.device_mesh import init_device_mesh  # requires a newer torch than a single process does
 
         _join(topology, device)
         names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
@@ -63,12 +63,11 @@ class Processes(Agreement):
         mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
-        self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
+        self._host = dist.new_group(backend="gloo", timeout=_seconds(_COLLECTIVE_SECONDS))
         self._watch = _Watch(topology, silence)
-        self.wait_for_all()  # all watch by now; while they begin to, they need the store, which dies with rank 0
+        self.wait_for_all()  # all watch by now; until they do they need the store, which ends with rank 0
 
     def gather(self, value: Any) -> List[Any]:
-        """`value` of every rank, in their order, on every rank. Small picklable objects."""
         if self._world == 1:
             return [value]
         values: List[Any] = [None] * self._world
@@ -76,28 +75,11 @@ class Processes(Agreement):
         return values
 
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
-        """`value` of each of `ranks` (of all, if None), in their order, on the main rank; elsewhere an empty list.
-
-        Args:
-            ranks: begins with 0; who is not in it sends nothing, but must call all the same.
-        """
-        if self._world == 1:
-            return [value]
-        ranks = ranks or range(self._world)
-        values: List[Any] = [None] * self._world if self.topology.is_main else []
-        mine = value if self.topology.rank in ranks else None
-        dist.gather_object(mine, values or None, dst=0, group=self._host)
-        return [values[rank] for rank in ranks] if values else []
-
-    def collect(self, value: Any, ranks: range) -> List[Any]:
-        """`value` of each of `ranks`, in their order, on the main rank; elsewhere an empty list. Others send nothing.
-
-        Unlike with `gather_to_main`, a large value costs nobody else memory; every rank calls all the same.
-        """
+        ranks = range(self._world) if ranks is None else ranks
         if self.topology.is_main:
             return [value if rank == 0 else self._receive(rank) for rank in ranks]
         if self.topology.rank in ranks:
-            dist.send_object_list([value], dst=0, group=self._host)
+            self._send(value, 0)
         return []
 
     def distribute(self, value: Callable[[], Any], ranks: Sequence[int]) -> Any:
@@ -107,23 +89,23 @@ class Processes(Agreement):
         given = value()
         for rank in ranks:
             if rank != 0:
-                dist.send_object_list([given], dst=rank, group=self._host)
+                self._send(given, rank)
         return given if 0 in ranks else None
 
     def further_group(self) -> Optional[dist.ProcessGroup]:
         """A group of all ranks that nothing else uses, on the device; None in a run of one process. All ranks call."""
-        return self._new_group(range(self._world)) if self._world > 1 else None
+        return dist.new_group(timeout=_seconds(_COLLECTIVE_SECONDS)) if self._world > 1 else None
 
     def further_replica_group(self) -> Optional[dist.ProcessGroup]:
         """A group as `replica_group`, for a second thread: two must not share one. All ranks call."""
         if self._world == 1:
             return None
         stages = self.topology.stages
-        groups = [self._new_group(range(stage, self._world, stages)) for stage in range(stages)]
-        return groups[self.topology.stage]
+        ranks = [list(range(stage, self._world, stages)) for stage in range(stages)]
+        return [dist.new_group(each, timeout=_seconds(_COLLECTIVE_SECONDS)) for each in ranks][self.topology.stage]
 
-    def _new_group(self, ranks: range) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS))
+    def _send(self, value: Any, rank: int) -> None:
+        dist.send_object_list([value], dst=rank, group=self._host)
 
     def _receive(self, rank: int) -> Any:
         values: List[Any] = [None]
@@ -150,10 +132,7 @@ class Processes(Agreement):
         return values
 
     def agree(self, value: int) -> int:
-        """The largest `value` that any rank gave at the call before this one; the same on all ranks.
-
-        A call late, so that no rank ever waits for the slowest: for what need not be known at once, such as a stop.
-        """
+        """The largest `value` that any rank gave at the call before this one; so no rank waits for the slowest."""
         if self._world == 1:
             return value
         before = self._agreed()
@@ -162,12 +141,10 @@ class Processes(Agreement):
         return before
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called it."""
         if self._world > 1:
             dist.barrier(group=self._host)
 
     def part(self) -> None:
-        """The end of a run in which nothing failed: waits for the others, and releases the groups."""
         if self._world == 1 or not dist.is_initialized():
             return
         self._agreed()
@@ -187,21 +164,20 @@ class Processes(Agreement):
 class _Watch:
     """Ends this process at once when another is gone, whatever this one waits for (1711.04325 ran on MPI_Abort).
 
-    Each rank has a thread that says every few seconds to the rank after it that it lives, and another that listens to
-    the rank before it. If that one dies, the connection breaks; if it is stopped or hangs, or its host loses power, it
-    falls silent. Then this rank leaves, too, and so it goes round. NCCL would wait for ever.
+    Each rank has a thread that sends a heartbeat to the rank after it every few seconds, and another that listens to
+    the rank before it. If that one dies, the connection breaks; if it is stopped or hangs, or its host loses power,
+    the heartbeats end. This rank then exits too, so the failure propagates to all ranks. NCCL would wait for ever.
     """
 
     def __init__(self, topology: Topology, silence: float):
-        """Args: silence: seconds without a word after which a rank counts as lost."""
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS))
+        """Args: silence: seconds without a heartbeat after which a rank counts as lost."""
+        self._group = dist.new_group(backend="gloo", timeout=_seconds(_RENDEZVOUS_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._name, self._silence = describe(topology), silence
         self._done = threading.Event()
-        self._threads = [
-            threading.Thread(target=task, name="watch", daemon=True) for task in (self._speak, self._listen)
-        ]
+        tasks = (self._speak, self._listen)
+        self._threads = [threading.Thread(target=task, name="watch", daemon=True) for task in tasks]
         for thread in self._threads:
             thread.start()
 
@@ -212,17 +188,17 @@ class _Watch:
             thread.join()
 
     def _speak(self) -> None:
-        with contextlib.suppress(RuntimeError):  # who should hear it is gone; that comes round to this rank
-            while not self._done.wait(min(_WORD_SECONDS, self._silence / 4)):
+        with contextlib.suppress(RuntimeError):  # the receiver is gone; this rank learns that by the one before it
+            while not self._done.wait(min(_HEARTBEAT_SECONDS, self._silence / 4)):
                 dist.send(torch.tensor([_ALIVE]), self._after, group=self._group)
             dist.send(torch.tensor([_DONE]), self._after, group=self._group)
 
     def _listen(self) -> None:
-        word = torch.tensor([_ALIVE])
-        while word.item() == _ALIVE:
+        heartbeat = torch.tensor([_ALIVE])
+        while heartbeat.item() == _ALIVE:
             since = time.monotonic()
             try:
-                dist.irecv(word, self._before, group=self._group).wait(datetime.timedelta(seconds=self._silence))
+                dist.irecv(heartbeat, self._before, group=self._group).wait(_seconds(self._silence))
             except RuntimeError:
                 self._lost(silent=time.monotonic() - since > 0.9 * self._silence)
 
@@ -232,7 +208,7 @@ class _Watch:
                 f"{self._name}: rank {self._before} has said nothing for {self._silence:g} s: it is stopped or hangs, "
                 "or its host is gone; leaving"
             )
-        time.sleep(1.0)  # a rank that fails by itself is to say why before others say that it is gone
+        time.sleep(1.0)  # a rank that fails by itself prints its reason first
         if _quiet_code is not None:
             leave("", _quiet_code)
         leave(f"{self._name}: rank {self._before} is gone; leaving")
@@ -259,14 +235,14 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def leave_quietly(code: int) -> None:
-    """This process is about to end with `code`, and another says why: that one's end is no news."""
+    """This process is about to end with `code`, and another prints why: that one's end is no news."""
     global _quiet_code
     _quiet_code = code
 
 
 def leave(message: str, code: int = 1) -> None:
-    """Ends this process without cleaning up: to take leave of ranks that are gone would wait for them."""
-    _last_word.acquire()  # two threads may find at the same moment that a rank is gone: one tells it
+    """Ends this process without cleaning up, which would wait for ranks that are gone."""
+    _last_word.acquire()  # two threads may find at the same moment that a rank is gone: one prints
     if message:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -274,23 +250,17 @@ def leave(message: str, code: int = 1) -> None:
 
 
 def _join(topology: Topology, device: torch.device) -> None:
-    """torch.distributed's initialisation, with the time-outs and the words of this program."""
+    """torch.distributed's initialisation, with the time limits and the messages of this program."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
             "MASTER_ADDR and MASTER_PORT must name the host and a free port where the ranks meet; "
             "start by ./run_pod.sh, or set them"
         )
-    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = datetime.timedelta(seconds=_RENDEZVOUS_SECONDS)
     try:
-        if not serves:
-            _await(host, int(port))
-        shared = dist.TCPStore(host, int(port), None, serves, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
-        stages = [int(text) for text in _gather_in(store, topology, str(topology.stages), timeout)]
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
+        store, stages = _meet(topology, (host, int(port)))
+    except (OSError, RuntimeError) as error:
+        first = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{describe(topology)} did not meet all {topology.world} ranks at {host}:{port} within "
             f"{_RENDEZVOUS_SECONDS:.0f} s ({first}); check that all were started and that the address is right"
@@ -301,32 +271,32 @@ def _join(topology: Topology, device: torch.device) -> None:
         raise ConfigError(text if topology.is_main else "")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    collective = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
+    collective = _seconds(_COLLECTIVE_SECONDS)
     store.set_timeout(collective)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=collective)
 
 
-def _await(host: str, port: int) -> None:
-    """Until the master listens: torch's store would tell of each vain attempt at length. Raises RuntimeError."""
+def _meet(topology: Topology, place: Tuple[str, int]) -> Tuple[dist.Store, List[int]]:
+    """The store that all ranks have reached, and `parallel.stages` of each. Raises OSError or RuntimeError."""
+    from torch.distributed.elastic.utils.store import synchronize
+
+    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     end = time.monotonic() + _RENDEZVOUS_SECONDS
-    while True:
+    while not serves:  # torch's store would print each failed attempt at length
         try:
-            socket.create_connection((host, port), timeout=1.0).close()
-            return
-        except OSError as error:
+            socket.create_connection(place, timeout=1.0).close()
+            break
+        except OSError:
             if time.monotonic() > end:
-                raise RuntimeError(error.strerror or str(error)) from None
+                raise
         time.sleep(0.2)
+    shared = dist.TCPStore(*place, None, serves, _seconds(_RENDEZVOUS_SECONDS), wait_for_workers=False)
+    store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    own = str(topology.stages).encode()
+    texts = synchronize(store, own, topology.rank, topology.world, "stages/", _RENDEZVOUS_SECONDS)
+    return store, [int(text) for text in texts]
 
 
-def _gather_in(store: dist.Store, topology: Topology, text: str, timeout: datetime.timedelta) -> List[str]:
-    """`text` of every rank, before there are groups. The main rank, which may serve the store, goes on last."""
-    ranks = range(topology.world)
-    store.set(f"here/{topology.rank}", text)
-    store.wait([f"here/{rank}" for rank in ranks], timeout)
-    texts = [store.get(f"here/{rank}").decode() for rank in ranks]
-    store.set(f"seen/{topology.rank}", "")
-    if topology.is_main:
-        store.wait([f"seen/{rank}" for rank in ranks], timeout)
-    return texts
+def _seconds(number: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=number)

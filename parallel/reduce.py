@@ -27,7 +27,7 @@ class Reduction(Running):
             inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.
 
     Buckets of the buffer, from its end, where the last layers are, to its start, are launched in this order on every
-    replica. No other collective may use the group between arm() and finish().
+    replica. No other collective may use the group between arm() and the call that ends the exchange.
     """
 
     def __init__(
@@ -45,15 +45,11 @@ class Reduction(Running):
     ):
         """
         Args:
-            gradients: float32 [length], contiguous: what autograd or `collect` fills.
-            places: first element of each parameter in `gradients`, and the parameter; in the order of the buffer.
-            group: of the replicas; rank in the group = replica. None: all processes.
+            gradients, places, collect, group: as in Setup. None: all processes.
             method, order: "dense" or "half", "fast" or "tree".
             wire: what "half" sends, torch.float16 or torch.bfloat16.
             micro_batches: of a step over all replicas, a multiple of their number; for "half".
             bucket_bytes: of float32 gradients in a bucket.
-            collect: called with the index in `places` of each parameter whose gradient is ready in an armed backward
-                pass, before this gradient is sent; for gradients that autograd does not itself add into `gradients`.
         """
         assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
         assert method in ("dense", "half") and order in ("fast", "tree"), (method, order)
@@ -61,17 +57,14 @@ class Reduction(Running):
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
         self._sum = _create_sum(group, method, order, wire, micro_batches, min(size, len(gradients)))
-        # Whether arm() has an effect. A sum as a tree exists only after the last addition of the step.
+        # A sum as a tree exists only after the last addition of the step.
         self.overlaps = self._sum is not None and order == "fast"
         self._launched = 0
         self._armed = False
         self._waiting: List[Set[int]] = []
-        self._hooks = []
         if self.overlaps:
-            self._hooks = [
+            for index, (_, parameter) in enumerate(places):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
-                for index, (_, parameter) in enumerate(places)
-            ]
             spans = [(start, start + parameter.numel()) for start, parameter in places]
             self._needs = [
                 {index for index, (first, last) in enumerate(spans) if first < end and last > start}
@@ -79,46 +72,32 @@ class Reduction(Running):
             ]
 
     def arm(self) -> None:
-        """Announce the step's last backward pass: buckets are sent as soon as their gradients are ready.
-
-        Without effect where `overlaps` is False: order "tree", method "half", one replica.
-        """
-        assert not self._armed, "finish() comes before the next arm()"
+        """Announce the step's last backward pass: buckets are sent as soon as their gradients are ready."""
+        assert not self._armed, "the exchange comes before the next arm()"
         if self.overlaps:
             self._armed = True
             self._waiting = [set(needed) for needed in self._needs]
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        self.finish(None if buffer is self._gradients else buffer)
-
-    def finish(self, gradients: Optional[torch.Tensor] = None) -> None:
         """Sends what is not yet on its way, waits, and leaves the sum over replicas in the buffer.
 
         On CUDA "waits" concerns the current stream, not the host.
 
         Args:
-            gradients: float32 [length], to be summed in place instead of the buffer given at first; only where
-                nothing was armed.
+            buffer: float32 [length]; another than the gradients only where nothing was armed.
 
         Raises:
             RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
-        assert gradients is None or not self._armed, "an armed backward pass has sent parts of the first buffer"
+        assert buffer is self._gradients or not self._armed, "an armed backward pass has sent parts of the gradients"
         self._armed = False
         if self._sum is None:
             return
-        buffer = self._gradients if gradients is None else gradients
         assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
         while self._launched < len(self._buckets):
             self._launch(buffer)
         self._sum.finish()
         self._launched = 0
-
-    def close(self) -> None:
-        """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _ready(self, index: int, _: nn.Parameter) -> None:
         if not self._armed:
@@ -154,7 +133,7 @@ class _AllReduce:
 
 
 class _Flight(NamedTuple):
-    """A bucket on its way: float32 [n], two rows [replicas * share] of what travels, and what has to be awaited."""
+    """A bucket on its way: float32 [n], two rows [replicas * share] of what travels, and the work to wait for."""
 
     bucket: torch.Tensor
     memory: torch.Tensor
@@ -166,9 +145,9 @@ class _Flight(NamedTuple):
 class _ShardedSum:
     """Sums as a binary tree over replicas, each replica its share of a bucket, in two exchanges.
 
-    The second exchange of a bucket begins when the next bucket is launched, by this rule and not by when the first
-    one is complete: so all replicas call the collectives in one order. Two buckets are on their way at a time. What
-    fills a bucket up to equal shares is whatever the memory held: its sum is not looked at.
+    The second exchange of a bucket begins when the next bucket is launched, not when the first one is complete: so all
+    replicas call the collectives in one order. Two buckets are on their way at a time. What fills a bucket up to equal
+    shares is whatever the memory held: its sum is not read.
     """
 
     def __init__(
@@ -178,12 +157,7 @@ class _ShardedSum:
         factors: Tuple[float, float, float],
         largest: int,
     ):
-        """
-        Args:
-            wire: dtype that travels.
-            factors: of what a replica sends, of the sum of these, and of what comes back.
-            largest: elements of the largest bucket.
-        """
+        """Args: factors: of what a replica sends, of the sum of these, and of what comes back. largest: bucket."""
         self._group, self._wire, self._factors = group, wire, factors
         self._replicas = distributed.get_world_size(group)
         self._largest = self._share(largest) * self._replicas
@@ -230,9 +204,9 @@ class _ShardedSum:
 
 def _create_sum(group, method: str, order: str, wire: torch.dtype, micro_batches: int, largest: int):
     """None where there is nothing to add."""
-    if distributed.get_world_size(group) == 1:
-        return None
     replicas = distributed.get_world_size(group)
+    if replicas == 1:
+        return None
     if method == "half":
         assert wire in (torch.float16, torch.bfloat16) and micro_batches % replicas == 0, (wire, micro_batches)
         # The middle one last: the mean of all replicas is as far from underflow as that of one.

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import distributed
 
 from parallel.exchange import Running
 from parallel.selection import largest
-from parallel.shares import StageShares
 from parallel.sparse import Sparse, SparseSum, Total
+from recipe.randomness import bits32, key
+
+# Histograms of magnitudes: bins by exponent and three bits of the mantissa, each at most an eighth wide.
+_BINS = 2048
+_SHIFT = 20
+_SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold, their number is exact to 6 %
 
 
 class Rules(NamedTuple):
-    """Rules of a sparse exchange; see recipe/exchange.py.
+    """Rules of a sparse exchange, as recipe/exchange.py describes them.
 
     pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: torch.float32 or torch.float16. density: of update
-    `step`, from 0; 1 sends the whole gradient. conserve: gTop-k keeps what merging leaves out. momentum: of the
-    momentum correction; None without. masks: momentum of what is sent starts again from 0. by_threshold: stages
-    share the values to send by where the largest are, not by size.
+    `step`, from 0; 1 sends the whole gradient. momentum: of the momentum correction; None without. masks: factor
+    masking. by_threshold: stages share the values to send by where the largest are, not by size.
     """
 
     pattern: str
@@ -82,14 +86,7 @@ class SparseExchange(Running):
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Replaces this replica's gradient by what all replicas send of theirs, the same bits on all of them.
-
-        Args:
-            buffer: float32 [length], the sum over this replica's micro batches, times the loss scale.
-            step: number of the update, from 0.
-            divisor: float32 [], of the buffer: the loss scale times the micro batches of all replicas. The residual is
-                kept divided by it, so that neither may change.
-        """
+        """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = self._all_finite(buffer)
         _zero_unless(finite, buffer)
         self._take_in(buffer, divisor, finite)
@@ -107,8 +104,8 @@ class SparseExchange(Running):
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        state = {"residual": self.residual, "velocity": self.velocity}
-        return {name: tensor for name, tensor in state.items() if tensor is not None}
+        velocity = {} if self.velocity is None else {"velocity": self.velocity}
+        return {"residual": self.residual, **velocity}
 
     def _all_finite(self, buffer: torch.Tensor) -> torch.Tensor:
         lowest, highest = torch.aminmax(buffer)
@@ -130,7 +127,7 @@ class SparseExchange(Running):
 
     def _exchange_all(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
         buffer.copy_(self.residual)
-        _sum_dense(buffer, self._group)
+        self._add_up(buffer)
         _zero_unless(~finite, self.residual)
 
     def _exchange_dense(self) -> Optional[torch.Tensor]:
@@ -139,8 +136,12 @@ class SparseExchange(Running):
             return None
         own = self.residual[self._dense]  # of this step alone: zeros if that is not finite
         self.residual[self._dense] = 0.0
-        _sum_dense(own, self._group)
+        self._add_up(own)
         return own
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        if self._group is not None:
+            distributed.all_reduce(tensor, group=self._group)
 
     def _exchange_largest(self, buffer: torch.Tensor, count: int, finite: torch.Tensor) -> Total:
         """The sum of the replicas' largest entries; leaves the buffer empty, and the rest in the residual."""
@@ -167,17 +168,64 @@ class SparseExchange(Running):
         return min(max(1, own), len(self.residual))
 
 
+class StageShares:
+    """Estimates, from a fixed sample of every stage, how many of a model's largest values lie in each."""
+
+    def __init__(self, length: int, stages: int, stage: int, everyone: distributed.ProcessGroup):
+        """
+        Args:
+            length: elements of this stage's buffer, fillers (zeros) included.
+            stages, stage: their number, and that of this process.
+            everyone: all replicas and stages.
+        """
+        self._stages, self._stage, self._everyone = stages, stage, everyone
+        self._places: Optional[torch.Tensor] = None  # None: all
+        if length > _SAMPLE:
+            drawn = bits32(key("stage shares"), torch.arange(_SAMPLE))
+            self._places = (drawn * length) >> 32
+        self._weight = length / min(length, _SAMPLE)
+
+    def __call__(self, values: torch.Tensor, count: int) -> List[int]:
+        """Number of values that each stage sends of the replica's `count`; the same on all replicas and stages.
+
+        Every process calls, with its stage's values, float32 [length]. Waits for the device.
+        """
+        sampled = values if self._places is None else values[self._places.to(values.device)]
+        magnitudes = (sampled.view(torch.int32) & 0x7FFFFFFF) >> _SHIFT
+        counts = torch.zeros(self._stages, _BINS, dtype=torch.float64, device=values.device)
+        counts[self._stage] = torch.bincount(magnitudes, minlength=_BINS).double() * self._weight
+        distributed.all_reduce(counts, group=self._everyone)
+        replicas = distributed.get_world_size(self._everyone) // self._stages
+        return divided(counts.cpu() / replicas, count)
+
+
+def divided(histograms: torch.Tensor, count: int) -> List[int]:
+    """`count` divided over stages in proportion to what each has among the largest values.
+
+    Args:
+        histograms: float64 [stages, bins], values of each stage by magnitude, ascending.
+        count: at least the number of stages: every stage gets one or more.
+    """
+    whole = histograms.sum(0)
+    above = whole.flip(0).cumsum(0).flip(0)  # values in this bin and in those above it
+    border = int((above >= min(float(count), above[0].item())).nonzero()[-1])
+    beyond = histograms[:, border + 1 :].sum(1)
+    part = (count - beyond.sum()) / whole[border]
+    exact = (beyond + part * histograms[:, border]).tolist()
+    counts = [max(1, int(share)) for share in exact]
+    while sum(counts) < count:  # what rounding down took
+        counts[max(range(len(counts)), key=lambda stage: exact[stage] - counts[stage])] += 1
+    while sum(counts) > count:  # what stages got that have none of the largest
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
 def _zero_unless(wanted: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fills the tensor with zeros unless `wanted`, bool []; on a GPU the host does not wait to know."""
     if tensor.device.type != "cpu":
         tensor.copy_(torch.where(wanted, tensor, 0.0))
     elif not wanted:
         tensor.zero_()
-
-
-def _sum_dense(tensor: torch.Tensor, group: Optional[distributed.ProcessGroup]) -> None:
-    if group is not None:
-        distributed.all_reduce(tensor, group=group)
 
 
 def _contained(indices: torch.Tensor, others: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,8 @@ class Sparse(Method):
     def rounds(self, replicas: int) -> int:
         """Messages one after the other until all replicas have the result."""
 
-    @property
-    def pattern(self) -> str:
-        """Name of the pattern in `parallel.sparse.SparseSum`."""
-        return "gather"
-
     def entries(self, elements: int) -> int:
-        """Values that a replica sends of so many, once densities have come down."""
+        """Values that a replica sends of so many, after the warm-up of densities."""
         return max(1, round(self.section.density * elements))
 
     def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
@@ -57,7 +52,7 @@ class Sparse(Method):
         elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
         return SparseExchange(
             Rules(
-                pattern=self.pattern,
+                pattern=getattr(section, "pattern", "gather"),
                 wire=getattr(torch, section.sent),
                 density=lambda step: section.density_at(step, setup.steps_per_epoch),
                 conserve=getattr(section, "conserve", True),
@@ -110,10 +105,6 @@ class GTopk(Sparse):
     def taken_by(self, section: Exchange) -> Exchange:
         return section.to(self.section.method, pattern=self.section.pattern)
 
-    @property
-    def pattern(self) -> str:
-        return self.section.pattern
-
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("butterfly", "tree")]
@@ -126,7 +117,7 @@ class GTopk(Sparse):
 
 
 def _section(section: Exchange, method: str, **keys: Any) -> Exchange:
-    """That of a sparse method as it is once densities have come down, with what another section says of it."""
+    """That of a sparse method after the warm-up of densities, with the keys of another section that it has, too."""
     if not (section.sparse or isinstance(section, Auto)):
         return Exchange(method=method, density=section.density, **keys)
     return section.to(method, delay=0, density_warmup=[], dense_steps=0, wire=section.sent, **keys)

@@ -27,7 +27,7 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.replicas // self.served * self.stages
 
     @property
@@ -56,8 +56,8 @@ class Topology:
         return self.stage == self.stages - 1
 
 
-# Where each launcher writes the number of processes, this one's number, and that on its host. torchrun's names come
-# first: it may itself run inside a SLURM step. SLURM_STEP_NUM_TASKS is set by srun alone, not in a batch script.
+# Variables for the number of processes, this one's number, and that on its host. torchrun's come first: it may itself
+# run inside a SLURM step. SLURM_STEP_NUM_TASKS is set by srun alone, not in a batch script.
 _LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     ("SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -80,7 +80,7 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
             if world == 1:
                 break
             rank, local_rank = (_number(environment, name, launcher) for name in names[1:])
-            if not rank < world:
+            if rank >= world:
                 raise ConfigError(f"{names[1]} {rank} is not below {names[0]} {world} in the environment; unset both")
             return _divided(recipe, world, rank, local_rank)
     replicas, stages = recipe.parallel.replicas or 1, recipe.parallel.stages

@@ -17,7 +17,7 @@ class Boundary(NamedTuple):
 
 
 class Work(ABC):
-    """One step, as the schedule asks for its pieces. Micro batches are numbered from 0 within the replica's share."""
+    """One step in pieces, which a schedule calls. Micro batches are numbered from 0 within the replica's share."""
 
     @abstractmethod
     def images(self, number: int) -> torch.Tensor:
@@ -37,11 +37,11 @@ class Work(ABC):
 
     @abstractmethod
     def after_backward(self, part: int, last: bool) -> None:
-        """It is done: gradients lie in the parameters of that part."""
+        """That pass is done: gradients lie in the parameters of that part."""
 
     @abstractmethod
     def span(self, kind: str, number: int) -> ContextManager[Any]:
-        """Around what is to show in the timeline."""
+        """A context for what appears in the timeline."""
 
 
 class SingleProcess:

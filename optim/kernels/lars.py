@@ -76,11 +76,8 @@ class TritonLarsUpdate(LarsUpdate):
 
 
 class Programs:
-    """Which rows each program takes: never of two parameters.
-
-    count: of programs. owners: number of each one's parameter. rows: its first row. ends: the row behind the
-    parameter's last. All int32 [count].
-    """
+    """Rows of `count` programs, never of two parameters. int32 [count]: owners: parameter. rows: first row. ends: row
+    behind the parameter's last."""
 
     def __init__(self, layout: Layout):
         edges = [start // ROW for start in layout.starts.values()] + [layout.length // ROW]

@@ -1,14 +1,19 @@
 """The launchers' board: what is written is read, by and from those who share the secret, and nobody waits for it."""
 
+import contextlib
 import json
 import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from parallel.board import Board, MastersBoard, _checked, _exactly, _send
+from parallel import hosts
+from parallel.board import Board, MastersBoard, Outcome, _Entries, _exactly, _send
+from parallel.rendezvous import Others, Stopped
+from recipe.errors import UserError
 
 SECRET = "shared"
 ENDED = {"code": 1, "line": "rank 1 failed", "last": False, "abrupt": True}
@@ -40,7 +45,7 @@ def test_hosts_read_what_each_has_written(master):
         eventually(lambda board=board: 1 in board.read(0))
         there = board.read(0)
         assert [there[host]["shape"] for host in range(3)] == ["3 replicas", "from 1", "from 2"]
-        assert (there[0]["port"], there[2]["news"]) == (7, ENDED)
+        assert (there[0]["port"], there[2]["news"]) == (7, Outcome(**ENDED))
         assert max(board.silent(host) for host in range(3)) < 30
     boards[1].write(1, shape="again")
     eventually(lambda: boards[1].read(1))
@@ -64,18 +69,6 @@ def test_without_the_secret_nothing_is_written_or_read(master):
     assert master.silent(1) == float("inf")
 
 
-def test_a_message_that_was_overheard_is_worth_nothing(master):
-    with socket.create_connection(("127.0.0.1", master.port)) as connection:
-        challenge, heard = _exactly(connection, 16, time.monotonic() + 30), Recorder()
-        message = {"host": 1, "attempt": 0, "challenge": "x", "entries": {"news": ENDED}}
-        _send(heard, SECRET.encode(), challenge + b"ask", message, time.monotonic() + 30)
-    with socket.create_connection(("127.0.0.1", master.port)) as connection:
-        _exactly(connection, 16, time.monotonic() + 30)
-        connection.sendall(heard.sent)
-        assert connection.recv(1) == b""
-    assert list(master.read(0)) == [0]
-
-
 class Recorder:
     sent = b""
 
@@ -86,18 +79,37 @@ class Recorder:
         self.sent += data
 
 
+def signed(challenge, **changes):
+    """A message of host 1 to a master that has given this challenge."""
+    heard = Recorder()
+    message = {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "news": ENDED}, **changes}
+    _send(heard, SECRET.encode(), challenge + b"ask", message, time.monotonic() + 30)
+    return heard.sent
+
+
 @pytest.mark.parametrize(
     "words",
-    [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, struct.pack(">I", 10) + bytes(42), struct.pack(">I", 1 << 31)],
+    [
+        *(b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, struct.pack(">I", 10) + bytes(42), struct.pack(">I", 1 << 31)),
+        signed(bytes(16)),  # overheard: of another challenge
+        *({"host": 0}, {"host": 3}, {"host": True}, {"attempt": 2}, {"attempt": -1}, {"entries": []}, {"more": 1}),
+        {"entries": {"who": "1", "shape": ["a"]}},
+    ],
+    ids=str,
 )
 def test_what_is_no_message_changes_nothing(master, words):
     with socket.create_connection(("127.0.0.1", master.port)) as connection:
-        connection.sendall(words)
-    asks_and_sleeps = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(20)]
+        challenge = _exactly(connection, 16, time.monotonic() + 30)
+        connection.sendall(signed(challenge, **words) if isinstance(words, dict) else words)
+        with contextlib.suppress(OSError):  # reset, where it is closed with words unread
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    silent = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(20)]
     board = Board("127.0.0.1", master.port, 2, 3, SECRET)
     board.write(0, shape="heard")
     eventually(lambda: 2 in board.read(0))
-    for connection in asks_and_sleeps:
+    assert list(master.read(0)) == [0, 2]
+    for connection in silent:
         connection.close()
 
 
@@ -113,9 +125,11 @@ def test_nobody_waits_for_a_master_that_never_answers():
             assert board.silent(0) >= before + 0.2
 
 
-def test_a_master_that_is_gone_is_known_at_once(master):
-    board = Board("127.0.0.1", free_port(), 1, 2, SECRET)
-    board.write(0, shape="mine")
+def test_a_master_that_is_gone_is_noticed_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        board = Board(*server.getsockname(), 1, 2, SECRET)
+        board.write(0, shape="mine")
+        server.accept()[0].close()
     eventually(lambda: board.gone)
 
 
@@ -140,30 +154,38 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
     "entries",
     [
         {"news": {**ENDED, "code": 0}},
-        {"news": {**ENDED, "code": True}},
-        {"news": {**ENDED, "code": 3}},
-        {"news": {**ENDED, "code": [1]}},
-        {"news": {**ENDED, "line": "x" * 1001}},
-        {"news": {**ENDED, "more": 1}},
-        {"end": {"code": 0}},
-        {"end": {**ENDED, "last": 1}},
-        {"end": "0"},
-        {"port": 0},
-        {"port": 65536},
-        {"port": "80"},
-        {"shape": ["a"]},
-        {"shape": "x" * 1001},
-        {"read": 1},
-        {"unknown": "x"},
+        *({"end": {**ENDED, "code": code}} for code in (True, False, 3, [1], "0", None)),
+        *({"end": {**ENDED, **changes}} for changes in ({"line": "x" * 1001}, {"more": 1}, {"last": 1})),
+        *({"end": "0"}, {"port": 0}, {"port": 65536}, {"port": "80"}, {"shape": ["a"]}, {"shape": "x" * 1001}),
+        *({"read": 1}, {"unknown": "x"}, {"who": 1}),
     ],
+    ids=str,
 )
-def test_what_is_not_as_it_should_be_is_left_out(entries):
-    assert _checked({**entries, "who": "kept"}) == {"who": "kept"}
-    assert json.loads(json.dumps(_checked({"end": {**ENDED, "code": 0}}))) == {"end": {**ENDED, "code": 0}}
-    assert _checked([entries]) == {}
+def test_entries_that_are_not_as_they_should_be_are_refused(entries):
+    with pytest.raises(ValueError, match="validation error"):
+        _Entries.model_validate_json(json.dumps({"who": "1", **entries}))
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def test_a_message_does_not_steer_the_terminal():
+    read = _Entries.model_validate_json(json.dumps({"who": "1", "end": {**ENDED, "code": 0, "line": "\x1b[2Jdone"}}))
+    assert read.given() == {"who": "1", "end": Outcome(0, "\\x1b[2Jdone", last=False, abrupt=True)}
+
+
+@pytest.mark.parametrize("this", [0, 1])
+def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch, this):
+    answered, signals = threading.Event(), SimpleNamespace(stopping=False, hurry=False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *names, **options: answered.wait(60) and [])
+    threading.Timer(0.3, lambda: setattr(signals, "stopping", True)).start()
+    with pytest.raises(Stopped):
+        Others(hosts.Hosts(2, this, "slow.example", 1), "", signals, 5.0, SECRET).gather(0)
+    answered.set()
+
+
+@pytest.mark.parametrize("name", ["a" * 64 + ".example", "no such name"])
+def test_what_is_no_name_is_reported(name):
+    with pytest.raises(UserError, match=f"^--master {name}: .*; give a name or an address that exists$"):
+        hosts.listen(hosts.Hosts(2, 0, name, 1))
+    board = Board(name, 1, 1, 2, SECRET)
+    board.write(0, shape="mine")
+    eventually(lambda: board.fault)
+    assert not board.gone

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from parallel.parent_death import bound_to_parent, die_with_parent
-from tests.conftest import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]  # not from tests.conftest, which loads torch
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 
 
@@ -22,44 +22,31 @@ def test_the_program_is_what_runs():
     assert (done.returncode, done.stdout) == (7, "['a b', '$c']\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
-def test_a_child_dies_with_a_parent_that_is_killed():
-    code = (
-        "import subprocess, sys, time\nfrom parallel.parent_death import bound_to_parent\n"
-        f"child = subprocess.Popen(bound_to_parent({SLEEP!r}))\nprint(child.pid, flush=True)\ntime.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "up\n"
-        parent.kill()
-        deadline = time.monotonic() + 60
-        while _lives(child):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-
 def rest(*place):
     Path(os.environ["MARKS"], str(os.getpid())).touch()
     time.sleep(300)
 
 
-# What starts processes: as a program that shows nothing else.
+# What starts processes, each in a program of its own, and how many.
 STARTERS = {
-    **{
-        way: f"multiprocessing.get_context('{way}').Process(target=begin).start()"
-        for way in ("fork", "spawn", "forkserver")
-    },
-    "benchmarks.ranks": "from benchmarks import ranks; ranks.run(2, rest)",
-    "tests.world": "from tests import world; world.run(1, rest, connect=False)",
+    "multiprocessing": (
+        "for way in 'fork', 'spawn', 'forkserver': multiprocessing.get_context(way).Process(target=begin).start()",
+        3,
+    ),
+    "bound_to_parent": ("subprocess.Popen(bound_to_parent([sys.executable, '-c', REST]), cwd=ROOT)", 1),
+    "benchmarks.ranks": ("from benchmarks import ranks; ranks.run(2, rest)", 2),
+    "tests.world": ("from tests import world; world.run(1, rest, connect=False)", 1),
     "benchmarks.evidence": (
         "from benchmarks.evidence import runs; runs.train = rest; runs.RUNS = Path(__file__).parent / 'runs'; "
-        "runs.train_all(lambda: [runs.Run((), 0, base='configs/quickstart.yaml')], 1, print)"
+        "runs.train_all(lambda: [runs.Run((), 0, base='configs/quickstart.yaml')], 1, print)",
+        1,
     ),
 }
+REST = "from tests.parallel.test_parent_death import rest; rest()"
 PROGRAM = """
-import multiprocessing, time
+import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from tests.parallel.test_parent_death import begin, rest
+from tests.parallel.test_parent_death import REST, ROOT, begin, bound_to_parent, rest
 if __name__ == "__main__":
     {start}
     time.sleep(300)
@@ -71,13 +58,25 @@ def begin():
     rest(0)
 
 
-@pytest.mark.multiprocess
+def of(starter, number, *marks):
+    return pytest.param(starter, number, marks=marks, id=f"{starter} {number.name}")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 @pytest.mark.parametrize(
-    ("starter", "number"), [*((name, signal.SIGKILL) for name in STARTERS), ("benchmarks.ranks", signal.SIGTERM)]
+    ("starter", "number"),
+    [
+        *(of(name, signal.SIGKILL) for name in ("multiprocessing", "bound_to_parent")),
+        *(
+            of(name, signal.SIGKILL, pytest.mark.slow)
+            for name in ("benchmarks.ranks", "tests.world", "benchmarks.evidence")
+        ),
+        of("benchmarks.ranks", signal.SIGTERM, pytest.mark.slow),
+    ],
 )
 def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, number):
-    (tmp_path / "starts.py").write_text(PROGRAM.format(start=STARTERS[starter]))
+    start, count = STARTERS[starter]
+    (tmp_path / "starts.py").write_text(PROGRAM.format(start=start))
     marks = tmp_path / "marks"
     marks.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARKS": str(marks)}
@@ -85,7 +84,7 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, num
         bound_to_parent([sys.executable, str(tmp_path / "starts.py")]), cwd=ROOT, env=environment
     ) as parent:
         deadline = time.monotonic() + 120
-        while len(list(marks.iterdir())) < (2 if starter == "benchmarks.ranks" else 1):
+        while len(list(marks.iterdir())) < count:
             assert time.monotonic() < deadline and parent.poll() is None
             time.sleep(0.05)
         parent.send_signal(number)

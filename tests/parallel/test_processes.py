@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host; several real processes on the loopback."""
+"""What ranks send each other on the host, and how they end together; several real processes on the loopback."""
 
 import os
 import signal
@@ -17,12 +17,8 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
 
 
-def processes(rank, size, stages=1):
-    return Processes(Topology(size // stages, stages, rank, rank), CPU)
-
-
 def talk(rank, size):
-    group = processes(rank, size, stages=2)
+    group = Processes(Topology(size // 2, 2, rank, rank), CPU, silence=1.5)
     gathered = group.gather(rank * 10)
     to_main = group.gather_to_main({"rank": rank}, range(2))
     loaded = group.from_main(lambda: {"from": rank})
@@ -31,6 +27,7 @@ def talk(rank, size):
     stages = group.sum_over_stages(torch.tensor([1.0 + rank])).item()
     agreed = [group.agree(value) for value in (rank, 0, 0)]
     members = [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)]
+    time.sleep(3.5)  # ranks that rest are not given up
     group.wait_for_all()
     group.part()
     return gathered, to_main, loaded, own, total, stages, agreed, members
@@ -68,8 +65,8 @@ def _fails_on(failing, rank):
     return function
 
 
-def complain(rank, size, which):
-    group, messages = processes(rank, size), []
+def complain(rank, size):
+    group, messages = Processes(Topology(size, 1, rank, rank), CPU), []
     for call in (lambda: group.together(_fails_on((1, 2), rank)), lambda: group.from_main(_fails_on((0,), rank))):
         try:
             call()
@@ -80,11 +77,11 @@ def complain(rank, size, which):
 
 
 def test_the_error_of_one_is_the_error_of_all_and_told_once():
-    assert world.run(3, complain, "", connect=False) == [["", "no images on 0"], ["no images on 1", ""], ["", ""]]
+    assert world.run(3, complain, connect=False) == [["", "no images on 0"], ["no images on 1", ""], ["", ""]]
 
 
 def die(rank, size, who):
-    processes(rank, size)
+    Processes(Topology(size, 1, rank, rank), CPU)
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
@@ -106,33 +103,20 @@ def test_a_rank_that_dies_takes_the_others_with_it(size, who):
 
 
 def fall_silent(rank, size, who):
-    Processes(Topology(size, 1, rank, rank), CPU, silence=2.0)
+    Processes(Topology(size, 1, rank, rank), CPU, silence=1.5)
     if rank == who:
-        subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {os.getpid()}"])  # nobody else would
+        subprocess.Popen(["sh", "-c", f"sleep 8; kill -KILL {os.getpid()}"])  # nobody else would
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(100)
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
-def test_a_rank_that_falls_silent_is_named_and_given_up(size, who):
-    ended = ranks.run(size, fall_silent, who)
-    after = (who + 1) % size
-    name = f"rank {after} (replica {after}, stage 0)"
-    silent = f"{name}: rank {who} has said nothing for 2 s: it is stopped or hangs, or its host is gone; leaving"
-    assert ended[after][:3] == (1, [], [silent])
-    others = [ended[rank] for rank in range(size) if rank not in (who, after)]
-    assert all(each.code == 1 and each.errors[0].endswith(f"rank {after} is gone; leaving") for each in others)
-    assert max(each.later for each in [ended[after], *others]) < ended[who].later
-
-
-def rest(rank, size):
-    group = Processes(Topology(size, 1, rank, rank), CPU, silence=2.0)
-    time.sleep(5)
-    group.part()
-
-
-def test_ranks_that_rest_are_not_given_up():
-    assert world.run(2, rest, connect=False) == [None, None]
+def test_a_rank_that_falls_silent_is_named_and_given_up():
+    """By the next rank, whose end the third reports; before the silent one is killed."""
+    silent, after, third = ranks.run(3, fall_silent, 0)
+    reason = "rank 0 has said nothing for 1.5 s: it is stopped or hangs, or its host is gone; leaving"
+    assert after[:3] == (1, [], [f"rank 1 (replica 1, stage 0): {reason}"])
+    assert (third.code, third.errors) == (1, ["rank 2 (replica 2, stage 0): rank 1 is gone; leaving"])
+    assert max(after.later, third.later) < silent.later
 
 
 def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):

@@ -1,26 +1,29 @@
-"""The exchange between processes: exact, alike on all replicas, in one order, early where it may be."""
+"""The exchange of whole gradients: exact, alike on all replicas, in one order, early where it may be."""
 
 import math
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from optim.gradients import TreeSum
 from parallel import reduce
 from tests import world
+from tests.parallel import threads
 
-pytestmark = pytest.mark.multiprocess
-
-EXACT = [("dense", "fast"), ("dense", "tree")]
-ALL = [*EXACT, ("half", "fast"), ("half", "tree")]
 UNIT = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
+VARIANTS = [{"order": "fast"}, {"order": "tree"}, *({"method": "half", "wire": wire} for wire in UNIT)]
+BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
 def create(gradients, places=(), method="dense", order="fast", wire=torch.float16, micro_batches=60, **further):
     return reduce.Reduction(
         gradients, places, None, method=method, order=order, wire=wire, micro_batches=micro_batches, **further
     )
+
+
+def finish(exchange, buffer):
+    exchange(buffer, 0, torch.ones(()))
 
 
 def same_bits(tensors):
@@ -36,64 +39,59 @@ def random_gradients(rank, length=1003):
 # Random buffers -------------------------------------------------------------------------------------------------
 
 
-def sums_of_random(rank, size, variants):
-    """For each variant the sum of the replicas' gradients; buckets of 97 elements, which no replica count divides."""
+def sums_of_random(rank, size):
+    """For each of VARIANTS the sum of the replicas' gradients, twice the same."""
     results = []
-    for variant in variants:
-        gradients = random_gradients(rank)
-        exchange = create(gradients, bucket_bytes=4 * 97, **variant)
-        exchange.finish()
-        again = random_gradients(rank)
-        exchange.finish(again)
+    for variant in VARIANTS:
+        gradients, again = random_gradients(rank), random_gradients(rank)
+        exchange = create(gradients, bucket_bytes=BUCKET, **variant)
+        finish(exchange, gradients)
+        finish(exchange, again)
         assert torch.equal(gradients, again)
         results.append(gradients)
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_sum_of_float32(size):
-    """An element is added size - 1 times in whatever order, with an error of half a unit of float32 each."""
+def assert_sums(results):
+    """Of float32: an element is added size - 1 times in whatever order, with an error of half a unit of float32 each.
+
+    In half what a replica sends and what comes back is rounded: means over 60 micro batches, so errors count as many
+    times as these."""
+    size, sums = len(results), list(zip(*results))
     given = torch.stack([random_gradients(rank) for rank in range(size)]).double()
-    bound = (size - 1) * 2.0**-24 * given.abs().sum(0) * 1.001
-    results = world.run(size, sums_of_random, [{"method": method, "order": order} for method, order in EXACT])
-    for results_of_replicas in zip(*results):
-        assert same_bits(results_of_replicas)
-        assert ((results_of_replicas[0].double() - given.sum(0)).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_sum_in_half_is_rounded_twice(size):
-    """What a replica sends and what comes back: means over micro batches, so errors count as many times as these."""
-    variants = [{"method": "half", "order": "fast", "wire": wire} for wire in UNIT]
-    results = world.run(size, sums_of_random, variants)
-    own = torch.stack([random_gradients(rank) for rank in range(size)]).double() * size / 60
-    for wire, results_of_replicas in zip(UNIT, zip(*results)):
-        assert same_bits(results_of_replicas)
-        relative, absolute = UNIT[wire]
+    assert all(same_bits(each) for each in sums)
+    for each in sums[:2]:
+        bound = (size - 1) * 2.0**-24 * given.abs().sum(0) * 1.001
+        assert ((each[0].double() - given.sum(0)).abs() <= bound).all()
+    own = given * size / 60
+    for (relative, absolute), each in zip(UNIT.values(), sums[2:]):
         first = (own.abs() * relative + absolute).mean(0)
         bound = first + (own.mean(0).abs() + first) * relative + absolute + 2.0**-21 * own.abs().mean(0)
-        error = (results_of_replicas[0].double() / 60 - own.mean(0)).abs()
+        error = (each[0].double() / 60 - own.mean(0)).abs()
         assert (error <= bound).all()
         assert (error > bound / 4).any()  # so it did travel in this dtype
 
 
-def allocations(rank, size):
-    """Shapes that torch.empty was asked for in three exchanges of 11 buckets."""
-    shapes, empty = [], torch.empty
-    torch.empty = lambda *shape, **options: shapes.append(shape) or empty(*shape, **options)
-    exchange = create(random_gradients(rank), order="tree", bucket_bytes=4 * 97)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_sums_are_exact_to_their_roundings_and_alike_on_all_replicas(size):
+    assert_sums(threads.run(size, sums_of_random))
+
+
+def kept(rank, size):
+    gradients = random_gradients(rank)
+    exchange = create(gradients, order="tree", bucket_bytes=BUCKET)
     for _ in range(3):
-        exchange.finish()
-    return shapes
+        finish(exchange, gradients)
+    return [tuple(each.shape) for each in exchange._sum._free]
 
 
 def test_memory_beside_the_buffer_is_that_of_two_buckets():
-    assert world.run(2, allocations) == [[(2, 98)] * 2] * 2
+    assert threads.run(2, kept) == [[(2, 98)] * 2] * 2
 
 
 def special(rank, size, values):
     gradients = torch.tensor(values[rank])
-    create(gradients, method="half", micro_batches=2).finish()
+    finish(create(gradients, method="half", micro_batches=2), gradients)
     return gradients
 
 
@@ -101,8 +99,7 @@ def test_half_passes_on_what_is_not_finite_and_what_is_tiny():
     """The mean of 2 x 40000 fits float16; 70000, inf and NaN are found by a check; 2 ** -24 is its least number."""
     tiny = 2.0**-24
     values = [[40000.0, 70000.0, math.inf, math.nan, tiny, 1.0], [40000.0, 1.0, -math.inf, 1.0, tiny, 2.0]]
-    results = world.run(2, special, values)
-    for result in results:
+    for result in threads.run(2, special, values):
         assert result.isfinite().tolist() == [True, False, False, False, True, True]
         assert result[[0, 4, 5]].tolist() == [80000.0, 2 * tiny, 3.0]
 
@@ -113,39 +110,34 @@ def tree_over_replicas(rank, size, leaves):
     for leaf in mine:
         tree.leaf().add_(leaf)
         tree.add()
-    create(torch.zeros(leaves.shape[1]), order="tree", bucket_bytes=4 * 100).finish(tree.total)
+    finish(create(torch.zeros(leaves.shape[1]), order="tree", bucket_bytes=4 * 100), tree.total)
     return tree.total
 
 
 def test_dense_tree_continues_the_tree_of_micro_batches():
     leaves = torch.stack([random_gradients(number) for number in range(12)])
-    expected = world.run(1, tree_over_replicas, leaves)
+    expected = threads.run(1, tree_over_replicas, leaves)
     for size in (2, 4):
-        assert same_bits([*expected, *world.run(size, tree_over_replicas, leaves)]), size
+        assert same_bits([*expected, *threads.run(size, tree_over_replicas, leaves)]), size
     rows = leaves[:5]
     odd = ((rows[0] + rows[1]) + (rows[2] + rows[3])) + rows[4]
-    assert same_bits([odd, *world.run(5, tree_over_replicas, rows)])
+    assert same_bits([odd, *threads.run(5, tree_over_replicas, rows)])
 
 
-def without_communication(rank, size, method):
-    for name in ("all_reduce", "all_to_all_single"):
-        setattr(distributed, name, None)
-    gradients = random_gradients(rank)
-    parameter = nn.Parameter(torch.ones(3))
+def single(rank, size, method):
+    gradients, parameter = random_gradients(rank), nn.Parameter(torch.ones(3))
     exchange = create(gradients, [(0, parameter)], method=method)
     exchange.arm()
     parameter.sum().backward()
-    exchange.finish()
-    return (
-        exchange.overlaps,
-        bool(parameter._post_accumulate_grad_hooks),
-        torch.equal(gradients, random_gradients(rank)),
-    )
+    finish(exchange, gradients)
+    assert not exchange.overlaps and not parameter._post_accumulate_grad_hooks
+    assert torch.equal(gradients, random_gradients(rank))
+    return reduce.distributed.this.launched
 
 
-@pytest.mark.parametrize(("method", "size"), [("dense", 1), ("half", 1)])
-def test_nothing_is_done_where_nothing_is_to_do(method, size):
-    assert world.run(size, without_communication, method) == [(False, False, True)] * size
+@pytest.mark.parametrize("method", ["dense", "half"])
+def test_a_single_replica_sends_nothing(method):
+    assert threads.run(1, single, method) == [[]]
 
 
 # Backward passes ------------------------------------------------------------------------------------------------
@@ -155,12 +147,13 @@ class Replica:
     """A small model with its gradients in a flat buffer, as optim/half_weights.py lays them out."""
 
     def __init__(self, rank, dtype=torch.float32):
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
-        self.model = nn.Sequential(*layers).to(dtype)
+        generator = torch.Generator().manual_seed(0)
+        self.layers = [nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 16, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]
+        self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1], nn.Tanh(), self.layers[2])
         self.inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1 + rank)).to(dtype)
         self.places, length = [], 0
         for parameter in self.model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
             self.places.append((length, parameter))
             length += -(-parameter.numel() // 16) * 16
         self.gradients = torch.zeros(length)
@@ -174,14 +167,12 @@ class Replica:
 
 
 def early_and_late(rank, size, method, order):
-    """(own gradients, sum sent late, sum sent early twice, what happened in the early steps)."""
-    events = []
-    for name in ("all_reduce", "all_to_all_single"):
-        setattr(distributed, name, _recorded(getattr(distributed, name), events))
-    replica = Replica(rank)
+    """(own gradients, sum sent late, sum sent early twice, how many were launched at what point of the early steps)."""
+    launched = getattr(reduce.distributed, "this", None) and reduce.distributed.this.launched
+    points, replica = [], Replica(rank)
     first = next(replica.model.parameters())
-    first.register_hook(lambda gradient: events.append("first layer"))
-    exchange = create(replica.gradients, replica.places, method, order, bucket_bytes=4 * 97)
+    first.register_hook(lambda gradient: points.append(len(launched or ())))
+    exchange = create(replica.gradients, replica.places, method, order, bucket_bytes=BUCKET)
 
     def step(arms):
         replica.gradients.zero_()
@@ -189,42 +180,53 @@ def early_and_late(rank, size, method, order):
         if arms:
             exchange.arm()
         replica.backward(1)
-        events.append("end")
+        points.append(len(launched or ()))
         own = replica.gradients.clone()
-        exchange.finish()
+        finish(exchange, replica.gradients)
         return own, replica.gradients.clone()
 
     own, late = step(arms=False)
-    events.clear()
-    sums = [step(arms=True)[1] for _ in range(2)]
-    return own, late, sums, events
+    points.clear()
+    if launched:
+        launched.clear()
+    return own, late, [step(arms=True)[1] for _ in range(2)], points
 
 
-def _recorded(function, events):
-    def call(*args, **kwargs):
-        events.append("launch")
-        return function(*args, **kwargs)
-
-    return call
-
-
-@pytest.mark.parametrize(("method", "order"), ALL)
-def test_what_is_sent_early_is_what_is_sent_late(method, order):
-    """496 elements, 6 buckets: the last layers' are sent before the first layer has its gradient, all before the end.
-
-    The bits are those of the late exchange: the same buckets go through the same additions.
-    """
-    results = world.run(3, early_and_late, method, order)
+def assert_early_is_late(results, method):
+    """The bits are those of the late exchange: the same buckets go through the same additions."""
     own = torch.stack([result[0] for result in results]).double()
     tolerance = 1e-6 if method == "dense" else 2e-3  # two roundings of 2 ** -11 and some for cancellation
-    for _, late, sums, events in results:
+    for _, late, sums, _ in results:
         assert same_bits([results[0][1], late, *sums])
         assert (late.double() - own.sum(0)).abs().max() <= tolerance * own.abs().sum(0).max()
-        launches = ["launch"] * 6
-        if order == "tree":
-            assert events == ["first layer", "first layer", "end", *launches] * 2
+
+
+@pytest.mark.parametrize(("method", "order"), [(m, order) for m in ("dense", "half") for order in ("fast", "tree")])
+def test_what_is_sent_early_is_what_is_sent_late(method, order):
+    """6 buckets: the last layers' are sent before the first layer has its gradient, all before the end."""
+    results = threads.run(3, early_and_late, method, order)
+    assert_early_is_late(results, method)
+    collectives = 1 if method == "dense" and order == "fast" else 2  # a bucket
+    for *_, points in results:
+        if order == "tree":  # at the first layer of both passes, and at the end, of each step
+            assert points == [0, 0, 0, *[6 * collectives] * 3]
         else:
-            assert events == ["first layer", *launches[:3], "first layer", *launches[3:], "end"] * 2
+            per_step = [points[:3], [point - 6 * collectives for point in points[3:]]]
+            assert per_step == [[0, *([3, 6] if method == "dense" else [5, 11])]] * 2
+
+
+def by_gloo(rank, size):
+    return sums_of_random(rank, size), early_and_late(rank, size, "dense", "fast")
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_send_by_gloo_get_the_same():
+    """The same bits, but for the order of the library's own sum."""
+    results = world.run(3, by_gloo)
+    assert_sums([sums for sums, _ in results])
+    for (sums, _), expected in zip(results, threads.run(3, sums_of_random)):
+        assert all(same_bits(pair) for pair in zip(sums[1:], expected[1:]))
+    assert_early_is_late([result for _, result in results], "dense")
 
 
 def orders_that_differ(rank, size):
@@ -238,35 +240,34 @@ def orders_that_differ(rank, size):
         (right.sum() * (left.sum() * torch.ones(()))).backward()
     else:
         (left.sum() * (right.sum() * torch.ones(()))).backward()
-    exchange.finish()
+    finish(exchange, gradients)
     return gradients
 
 
 def test_buckets_go_in_one_order_whatever_the_order_of_the_backward_pass():
-    for result in world.run(3, orders_that_differ):
+    for result in threads.run(3, orders_that_differ):
         assert result.tolist() == [6.0] * 6 + [18.0] * 2
 
 
 def without_a_gradient(rank, size):
     """The last backward pass does not reach the middle layer, for which an earlier one has left a gradient."""
     replica = Replica(rank)
-    exchange = create(replica.gradients, replica.places, bucket_bytes=4 * 97)
+    exchange = create(replica.gradients, replica.places, bucket_bytes=BUCKET)
     replica.backward(0)
     own = replica.gradients.clone()
     exchange.arm()
-    first, last = replica.model[0], replica.model[4]
-    (first(replica.inputs[1]).sum() + last(torch.ones(16)).sum()).backward()
-    exchange.finish()
+    (replica.layers[0](replica.inputs[1]).sum() + replica.layers[2](torch.ones(16)).sum()).backward()
+    finish(exchange, replica.gradients)
     middle = slice(replica.places[2][0], replica.places[4][0])
     return own[middle], replica.gradients[middle]
 
 
 def test_a_parameter_without_a_gradient_is_exchanged_too():
-    results = world.run(2, without_a_gradient)
+    results = threads.run(2, without_a_gradient)
     assert all(torch.equal(result[1], results[0][0] + results[1][0]) for result in results)
 
 
-def collected(rank, size, closes):
+def collected(rank, size):
     replica = Replica(rank, torch.bfloat16)
     indices, own = [], torch.zeros_like(replica.gradients)
 
@@ -277,39 +278,36 @@ def collected(rank, size, closes):
         parameter.grad = None
         indices.append(index)
 
-    exchange = create(replica.gradients, replica.places, bucket_bytes=4 * 97, collect=collect)
+    exchange = create(replica.gradients, replica.places, bucket_bytes=BUCKET, collect=collect)
     replica.backward(0)
     assert not indices, "collected while unarmed"
     replica.model.zero_grad()
     exchange.arm()
-    if closes:
-        exchange.close()
     replica.backward(1)
-    exchange.finish()
+    finish(exchange, replica.gradients)
     return sorted(indices), own, replica.gradients
 
 
 def test_gradients_are_collected_before_they_are_sent():
-    results = world.run(2, collected, False)
+    results = threads.run(2, collected)
     for indices, _, total in results:
         assert indices == list(range(6))
         assert total.any() and torch.equal(total, results[0][1] + results[1][1])
-    assert [indices for indices, *_ in world.run(2, collected, True)] == [[], []]
 
 
 def misused(rank, size):
     replica = Replica(rank)
-    exchange = create(replica.gradients, replica.places, bucket_bytes=4 * 97)
+    exchange = create(replica.gradients, replica.places, bucket_bytes=BUCKET)
     exchange.arm()
     with pytest.raises(AssertionError, match="before the next arm"):
         exchange.arm()
-    with pytest.raises(AssertionError, match="has sent parts of the first buffer"):
-        exchange.finish(torch.zeros_like(replica.gradients))
+    with pytest.raises(AssertionError, match="has sent parts of the gradients"):
+        finish(exchange, torch.zeros_like(replica.gradients))
     replica.backward(0)
     with pytest.raises(AssertionError, match="came after it was sent"):
         replica.backward(1)
-    exchange.finish()
+    finish(exchange, replica.gradients)
 
 
 def test_misuse_is_refused():
-    world.run(2, misused)
+    threads.run(2, misused)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import distributed
 
-from parallel import shares
-from parallel.shares import StageShares, divided
-from tests import world
+from parallel import sparse_exchange
+from parallel.sparse_exchange import StageShares, divided
+from tests.parallel import threads
 
 
 def values_of(rank, length):
@@ -18,10 +17,9 @@ def values_of(rank, length):
 def share(rank, size, lengths, count):
     stage = rank % 2
     own = values_of(rank, lengths[stage])
-    return StageShares(len(own), 2, stage, distributed.group.WORLD)(own, count)
+    return StageShares(len(own), 2, stage, "everyone")(own, count)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("lengths", [(30_000, 20_000), (600_000, 400_000)])
 def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
     """Two replicas of two stages; the second pair of lengths is sampled.
@@ -29,7 +27,7 @@ def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
     The bins are an eighth wide, and 2^18 of 400,000 values have 2 % above the threshold to within 2 %.
     """
     count = sum(lengths) // 50
-    found = world.run(4, share, lengths, count)
+    found = threads.run(4, share, lengths, count)
     assert all(each == found[0] for each in found)
     assert sum(found[0]) == count
     both = torch.cat([values_of(rank, lengths[rank % 2]) for rank in range(4)]).abs()
@@ -43,14 +41,14 @@ def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
 @pytest.mark.parametrize("count", [3, 4, 10, 37, 99, 100])
 def test_shares_add_up(count):
     """Whatever has to be rounded; no stage goes without."""
-    histograms = torch.zeros(3, shares._BINS, dtype=torch.float64)
+    histograms = torch.zeros(3, sparse_exchange._BINS, dtype=torch.float64)
     histograms[0, 5:9], histograms[1, 7:12], histograms[2, 3] = 10, 8, 20
     found = divided(histograms, count)
     assert sum(found) == count and min(found) >= 1
 
 
 def test_the_largest_bins_come_first():
-    histograms = torch.zeros(2, shares._BINS, dtype=torch.float64)
+    histograms = torch.zeros(2, sparse_exchange._BINS, dtype=torch.float64)
     histograms[0, 100], histograms[0, 90], histograms[1, 95] = 4, 50, 6
     assert divided(histograms, 10) == [4, 6]
     assert divided(histograms, 7) == [4, 3]
@@ -58,6 +56,6 @@ def test_the_largest_bins_come_first():
 
 
 def test_a_gradient_of_zeros_is_shared_by_size():
-    histograms = torch.zeros(2, shares._BINS, dtype=torch.float64)
+    histograms = torch.zeros(2, sparse_exchange._BINS, dtype=torch.float64)
     histograms[0, 0], histograms[1, 0] = 300, 100
     assert divided(histograms, 40) == [30, 10]

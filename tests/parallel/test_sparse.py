@@ -125,8 +125,9 @@ def by_gloo(rank, size, calls):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("size", [4, 5])
-def test_ranks_that_send_by_gloo_get_the_same(size):
+def test_ranks_that_send_by_gloo_get_the_same():
+    """Five: no power of two, so ranks take every part of a tree and a butterfly."""
+    size = 5
     calls = [(pattern, wire) for pattern in sparse.PATTERNS for wire in WIRES]
     for found, expected in zip(world.run(size, by_gloo, calls), threads.run(size, several, calls)):
         for (total, kept, counts), (other, others_kept, others_counts) in zip(found, expected):
@@ -233,6 +234,7 @@ CASES = [
     for count in (1, 31, PLACES - 1)
     for seed in range(4)
 ]
+FEW = [case for case in CASES if case[4] == 0 and (case[3] == 31 or case[0] == "one against all")]
 
 
 @functools.lru_cache(maxsize=None)
@@ -246,10 +248,10 @@ def gradient(rank, kind, seed, step):
     return KINDS[kind](rank, drawn(REPLICAS, seed, step), drawn(rank, seed, step))
 
 
-def exchanged(rank, size):
-    """Of each of CASES: the updates of all steps, and what this replica keeps."""
+def exchanged(rank, size, cases):
+    """Of each case: the updates of all steps, and what this replica keeps."""
     found = []
-    for kind, pattern, wire, count, seed in CASES:
+    for kind, pattern, wire, count, seed in cases:
         rules = Rules(pattern, wire, lambda step, count=count: count / PLACES)
         exchange = SparseExchange(rules, PLACES, [PLACES], 0, (), GROUP, None, torch.device("cpu"))
         updates = [gradient(rank, kind, seed, step).clone() for step in range(STEPS)]
@@ -259,10 +261,11 @@ def exchanged(rank, size):
     return found
 
 
-def test_twelve_replicas_lose_no_gradient_and_agree_on_every_bit_in_384_cases():
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_twelve_replicas_lose_no_gradient_and_agree_on_every_bit(cases):
     """sum(gradients) = sum of updates + sum(residuals), exactly."""
-    assert len(CASES) == 384
-    for case, *found in zip(CASES, *threads.run(REPLICAS, exchanged)):
+    assert (len(FEW), len(CASES)) == (40, 384)
+    for case, *found in zip(cases, *threads.run(REPLICAS, exchanged, cases)):
         kind, _, _, count, seed = case
         updates, _ = found[0]
         for others, _ in found:

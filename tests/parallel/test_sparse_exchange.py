@@ -125,8 +125,7 @@ def test_momentum_correction(masks):
 
 def test_dense_steps_with_momentum_correction_are_momentum_sgd():
     """Whole gradients: the update is the momentum of their sum. And what was kept before is sent along."""
-    density = {0: 0.04, 1: 1.0}
-    updates, states = run(2, {"density": DensityOf(density, 1.0), "momentum": 0.9})
+    updates, states = run(2, {"density": lambda step: 1.0 if step else 0.04, "momentum": 0.9})
     velocity = torch.zeros(LENGTH)
     total, expected = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step, update in enumerate(updates):
@@ -139,18 +138,8 @@ def test_dense_steps_with_momentum_correction_are_momentum_sgd():
     assert not any(state["residual"].any() for state in states)
 
 
-class DensityOf:
-    """A density for some steps, and one for all others; picklable."""
-
-    def __init__(self, densities, otherwise):
-        self.densities, self.otherwise = densities, otherwise
-
-    def __call__(self, step):
-        return self.densities.get(step, self.otherwise)
-
-
 def test_the_density_is_that_of_the_step():
-    updates, _ = run(2, {"density": DensityOf({0: 0.5, 1: 0.1}, 0.02)})
+    updates, _ = run(2, {"density": lambda step: {0: 0.5, 1: 0.1}.get(step, 0.02)})
     assert [int((update != 0).sum()) for update in updates[:4]] == [150, 30, 6, 6]
 
 
@@ -195,7 +184,7 @@ def steps_left_out(rank, size, kind):
 
 
 def test_a_dense_step_that_is_not_finite_changes_nothing():
-    kind = {"density": DensityOf({1: 1.0}, COUNT / LENGTH)}
+    kind = {"density": lambda step: 1.0 if step == 1 else COUNT / LENGTH}
     disturbed, states = run(2, kind, 2, 1.0, (), ((1, 0),))
     _, before = run(2, kind, 1)
     assert disturbed[1].isnan().any()

@@ -22,20 +22,22 @@ def poprun(total, local, first):
     }
 
 
-def test_one_process_serves_the_only_replica(tiny):
-    place = from_environment(tiny(), {})
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        torchrun(1, 0),
+        slurm(1, 0),
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script, where SLURM starts nothing by itself
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_single_process_computes_all_stages_of_the_only_replica(tiny, stages, environment):
+    place = from_environment(tiny(f"parallel.stages={stages}"), environment)
     assert place == Topology()
     assert place.is_main and place.is_first and place.is_last
     assert (place.world, place.replicas, place.stages) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("launcher", [torchrun, slurm])
-def test_a_launcher_that_starts_one_process_changes_nothing(tiny, launcher):
-    assert from_environment(tiny(), launcher(1, 0)) == Topology()
-
-
-def test_one_process_runs_all_stages_itself(tiny):
-    assert from_environment(tiny("parallel.stages=2"), {}) == Topology()
 
 
 @pytest.mark.parametrize("launcher", [torchrun, slurm])
@@ -53,11 +55,6 @@ def test_the_stages_of_a_replica_are_neighbours(tiny, launcher):
 def test_torchrun_inside_a_slurm_step_has_the_say(tiny):
     environment = {**slurm(2, 1), **torchrun(4, 3, 1)}
     assert from_environment(tiny(), environment) == Topology(4, 1, 3, 1)
-
-
-def test_a_slurm_batch_script_is_one_process(tiny):
-    """SLURM sets SLURM_NTASKS and SLURM_PROCID there, too, but starts nothing by itself."""
-    assert from_environment(tiny(), {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Topology()
 
 
 @pytest.mark.parametrize(("replicas", "served"), [("8", 8), ("auto", 1)])

@@ -8,13 +8,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from parallel import sparse, sparse_exchange
+import torch
+
+from parallel import reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
 
 class Threads:
-    """What `parallel/sparse.py` and `parallel/sparse_exchange.py` use of torch.distributed, among threads."""
+    """What the exchanges use of torch.distributed, among threads. this.launched: collectives of this thread so far."""
 
     def __init__(self, size):
         self.size = size
@@ -44,18 +46,35 @@ class Threads:
     def irecv(self, *arguments, **keywords):
         return SimpleNamespace(wait=lambda: self.recv(*arguments, **keywords))
 
-    def all_gather(self, messages, message, group):
-        for rank in range(self.size):
-            self.send(message, group, rank, ("gather", group))
-        for rank, row in enumerate(messages.view(self.size, -1)):
-            self.recv(row, group, rank, ("gather", group))
+    def _collective(self, name, messages, group, end, async_op):
+        """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their order)."""
+        self.this.launched.append(name)
+        for rank, message in enumerate(messages):
+            self.send(message, group, rank, (name, group))
 
-    def all_reduce(self, tensor, group):
-        rows = tensor.new_empty(self.size, *tensor.shape)
-        self.all_gather(rows, tensor, group)
-        tensor.copy_(rows[0])
-        for row in rows[1:]:
-            tensor.add_(row)
+        def wait():
+            tag, own = (name, group), self.this.rank
+            end([self._box(rank, own, tag).get(timeout=SECONDS) for rank in range(self.size)])
+
+        return SimpleNamespace(wait=wait) if async_op else wait()
+
+    def all_gather(self, output, own, group, async_op=False):
+        return self._collective("all_gather", [own] * self.size, group, _filling(output), async_op)
+
+    def all_to_all_single(self, output, own, group, async_op=False):
+        return self._collective("all_to_all", own.view(self.size, -1), group, _filling(output), async_op)
+
+    def all_reduce(self, tensor, group, async_op=False):
+        def add(rows):
+            tensor.copy_(rows[0])
+            for row in rows[1:]:
+                tensor.add_(row)
+
+        return self._collective("all_reduce", [tensor] * self.size, group, add, async_op)
+
+
+def _filling(output):
+    return lambda rows: output.copy_(torch.stack(rows).view_as(output))
 
 
 def run(size, function, *arguments):
@@ -63,11 +82,11 @@ def run(size, function, *arguments):
     threads = Threads(size)
 
     def on_rank(rank):
-        threads.this.rank = rank
+        threads.this.rank, threads.this.launched = rank, []
         return function(rank, size, *arguments)
 
-    names = [(sparse, "distributed", threads), (sparse_exchange, "distributed", threads)]
-    names.append((sparse, "all_gather", threads.all_gather))
+    names = [(module, "distributed", threads) for module in (reduce, sparse, sparse_exchange)]
+    names += [(module, "all_gather", threads.all_gather) for module in (reduce, sparse)]
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
     try:
         for place in names:
