@@ -27,7 +27,13 @@ ADDITIONS = {
     "exchange": ("exchange.method=part", "exchange.part=0.25"),
     "source": ("data.source=stripes", "data.contrast=100"),
     "logger": ("log.losses=true",),
+    "model": ("model.name=patches", "model.channels=8"),
 }
+
+
+def tiny(name):
+    """The small recipe, of which another family of models has no width and depth."""
+    return [key for key in TINY if name != "model" or not key.startswith(("model.width", "model.depth"))]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def runs(tmp_path_factory):
     """Folder of a run by what was added to it; of the one of "" nothing was."""
     folder = tmp_path_factory.mktemp("runs")
     lines = [
-        json.dumps([name, str(QUICKSTART), *TINY, *overrides, f"run.output={folder}/{name or 'plain'}"])
+        json.dumps([name, str(QUICKSTART), *tiny(name), *overrides, f"run.output={folder}/{name or 'plain'}"])
         for name, overrides in (("", ()), *ADDITIONS.items())
     ]
     done = subprocess.run(

@@ -229,7 +229,7 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
 def _start_from(engine: Engine, model: Model, processes: Agreement, say: Callable[[str], None]) -> None:
     """The weights of another run or file as the first ones of this run."""
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
-    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, new_classifier=True))
+    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
     say(f"starting from {stored.path}{new}")

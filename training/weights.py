@@ -10,10 +10,10 @@ from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 import torch
 
 from data.sources import open_source
-from models.efficientnet import timm_name
+from models.families import timm_name
 from recipe import loading
 from recipe.bounded import parse_json
-from recipe.config import Recipe
+from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError, printable
 from training.checkpoint import CheckpointFolder, load, unpickled
 
@@ -95,18 +95,19 @@ def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
 
 
 def fitted(
-    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], new_classifier: bool
+    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], section: Model, new_classifier: bool
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
     """The stored tensors under the names of a model, and the names of those that do not come from the file.
 
     Args:
         shapes: the model's parameters and persistent buffers. The file may use these names or timm's.
+        section: of the recipe, whose family knows timm's names.
         new_classifier: whether a classifier for another number of classes may be left out.
 
     Raises:
         CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
     """
-    by_timm = {timm_name(name): name for name in shapes}
+    by_timm = {timm_name(section, name): name for name in shapes}
     found = {}
     for name, tensor in stored.tensors.items():
         ours = name if name in shapes else by_timm.get(name)
@@ -122,11 +123,12 @@ def fitted(
         problem = _problem(found.get(name), shape)
         if not problem:
             continue
-        if new_classifier and timm_name(name).startswith(_CLASSIFIER):
+        is_classifier = timm_name(section, name).startswith(_CLASSIFIER)
+        if new_classifier and is_classifier:
             found.pop(name, None)
             fresh.append(name)
         else:
-            raise CheckpointError(f"{stored.path}: {name} {problem}{_remedy(name, found.get(name))}")
+            raise CheckpointError(f"{stored.path}: {name} {problem}{_remedy(is_classifier, found.get(name))}")
     return found, fresh
 
 
@@ -136,8 +138,8 @@ def _problem(tensor: Optional[torch.Tensor], shape: Tuple[int, ...]) -> str:
     return "" if tuple(tensor.shape) == tuple(shape) else f"is {list(tensor.shape)}, the model's is {list(shape)}"
 
 
-def _remedy(name: str, tensor: Optional[torch.Tensor]) -> str:
-    if tensor is not None and timm_name(name).startswith(_CLASSIFIER):
+def _remedy(is_classifier: bool, tensor: Optional[torch.Tensor]) -> str:
+    if tensor is not None and is_classifier:
         return f"; set model.classes={len(tensor)}"
     return "; give the recipe that these weights were trained by"
 
