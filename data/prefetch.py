@@ -18,9 +18,8 @@ _PATIENCE = 10.0  # seconds that a thread gets to end: it may be waiting for a s
 class Prefetcher:
     """An iterator over micro batches whose images are on the device; labels and indices stay on the CPU.
 
-    A thread takes up to `depth` of them ahead. For CUDA it puts them into page-locked memory and copies them by a
-    stream of its own, so that copies run beside the computation; the stream that computes waits for the copy alone,
-    and memory is not given to others before that stream is done with it.
+    A thread takes up to `depth` of them ahead. For CUDA it copies them from page-locked memory by a stream of its own,
+    beside the computation; memory is not reused before the computing stream is done with it.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
@@ -29,12 +28,12 @@ class Prefetcher:
             batches: with a method `close`, which is called in the end.
             depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
         """
-        self._device = device
-        self._waits = _DeviceWaits(device) if device.type == "cuda" else _HostWaits()
-        self._started = False
-        move = _ToCuda(device) if device.type == "cuda" else _stay
+        cuda = device.type == "cuda"
+        self._device, self._started = device, False
+        self._waits = _DeviceWaits(device) if cuda else _HostWaits()
+        move = _ToCuda(device) if cuda else _stay
         self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
-        # Also when nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
+        # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
 
     def __iter__(self) -> "Prefetcher":
@@ -48,7 +47,8 @@ class Prefetcher:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             batch.images.record_stream(stream)
-        self._waits.end(counts=self._started)
+        if self._started:
+            self._waits.end()
         self._started = True
         return batch
 
@@ -65,10 +65,11 @@ class _Moved(NamedTuple):
     """A batch whose images are on their way to the device, and the event of their arrival on CUDA."""
 
     batch: MicroBatch
-    copied: Optional[torch.cuda.Event]
+    copied: Optional[torch.cuda.Event] = None
 
 
 _Move = Callable[[MicroBatch], _Moved]
+_stay: _Move = _Moved
 
 
 class _ToCuda:
@@ -87,16 +88,10 @@ class _ToCuda:
         return _Moved(batch._replace(images=images, labels=labels, indices=indices), copied)
 
 
-def _stay(batch: MicroBatch) -> _Moved:
-    return _Moved(batch, None)
-
-
 def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:
     """Each batch when it is needed."""
-    try:
+    with contextlib.closing(batches):
         yield from map(move, batches)
-    finally:
-        batches.close()
 
 
 class _Ahead:
@@ -120,8 +115,7 @@ class _Ahead:
         try:
             raise taken
         finally:
-            # An error that holds the frame that holds it would keep alive, until garbage is collected, all that the
-            # frames above hold, such as workers.
+            # An error in a frame that its traceback holds would keep alive what the frames above hold, such as workers.
             del taken
 
     def close(self) -> None:
@@ -140,7 +134,7 @@ class _Ahead:
             while not self._stop.is_set():
                 # No name for the batch: only those in the queue stay alive.
                 self._ready.put(self._move(next(self._batches)))
-        except BaseException as error:  # handed over, to be raised where the batch is missed
+        except BaseException as error:  # raised again where the batch is missed
             self._ready.put(error)
         finally:
             self._batches.close()
@@ -155,9 +149,8 @@ class _HostWaits:
     def begin(self) -> None:
         self._start = time.perf_counter()
 
-    def end(self, counts: bool) -> None:
-        if counts:
-            self._seconds += time.perf_counter() - self._start
+    def end(self) -> None:
+        self._seconds += time.perf_counter() - self._start
 
     def seconds(self) -> float:
         return self._seconds
@@ -166,21 +159,18 @@ class _HostWaits:
 class _DeviceWaits:
     """Waiting for images as the device sees it, which works through its queue while the host waits.
 
-    One event is recorded before and one behind each wait: between them the stream has nothing to do. They are read
-    once the device has passed them, so nothing waits for them.
+    The stream has nothing to do between two events around each wait. They are read once the device has passed them.
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._seconds = device, 0.0
         self._pending: Deque[Tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._seconds = 0.0
 
     def begin(self) -> None:
         self._before = self._recorded()
 
-    def end(self, counts: bool) -> None:
-        if counts:
-            self._pending.append((self._before, self._recorded()))
+    def end(self) -> None:
+        self._pending.append((self._before, self._recorded()))
         self.seconds()
 
     def seconds(self) -> float:
