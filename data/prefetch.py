@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Deque, Iterator, NamedTuple, Optional, Union
 
 import torch
 
@@ -28,10 +28,8 @@ class Prefetcher:
             batches: with a method `close`, which is called in the end.
             depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
         """
-        cuda = device.type == "cuda"
-        self._device, self._started = device, False
-        self._waits = _DeviceWaits(device) if cuda else _HostWaits()
-        move = _ToCuda(device) if cuda else _stay
+        self._device, self._started, self._waits = device, False, _Waits(device)
+        move = _ToCuda(device) if device.type == "cuda" else _Moved
         self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
         # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
@@ -41,14 +39,14 @@ class Prefetcher:
 
     def __next__(self) -> MicroBatch:
         """Raises what `batches` raises, at the place where it was raised."""
-        self._waits.begin()
+        before = self._waits.mark()
         batch, copied = next(self._ahead)
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             batch.images.record_stream(stream)
         if self._started:
-            self._waits.end()
+            self._waits.add(before)
         self._started = True
         return batch
 
@@ -69,7 +67,6 @@ class _Moved(NamedTuple):
 
 
 _Move = Callable[[MicroBatch], _Moved]
-_stay: _Move = _Moved
 
 
 class _ToCuda:
@@ -140,46 +137,31 @@ class _Ahead:
             self._batches.close()
 
 
-class _HostWaits:
-    """Waiting for images as the thread that computes sees it."""
+class _Waits:
+    """Waiting for images: as the thread that computes sees it, or on CUDA the device, which may still have work to do.
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        self._start = time.perf_counter()
-
-    def end(self) -> None:
-        self._seconds += time.perf_counter() - self._start
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
-class _DeviceWaits:
-    """Waiting for images as the device sees it, which works through its queue while the host waits.
-
-    The stream has nothing to do between two events around each wait. They are read once the device has passed them.
+    Two marks, around each wait, are times, or events between which the stream has nothing to do; these are read once
+    the device has passed them.
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._seconds = device, 0.0
-        self._pending: Deque[Tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._device = device if device.type == "cuda" else None
+        self._pending: Deque[tuple] = deque()
+        self._seconds = 0.0
 
-    def begin(self) -> None:
-        self._before = self._recorded()
-
-    def end(self) -> None:
-        self._pending.append((self._before, self._recorded()))
-        self.seconds()
-
-    def seconds(self) -> float:
-        while self._pending and self._pending[0][1].query():
-            before, after = self._pending.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
-        return self._seconds
-
-    def _recorded(self) -> torch.cuda.Event:
+    def mark(self) -> Union[float, torch.cuda.Event]:
+        if self._device is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def add(self, before: Union[float, torch.cuda.Event]) -> None:
+        self._pending.append((before, self.mark()))
+        self.seconds()
+
+    def seconds(self) -> float:
+        while self._pending and (self._device is None or self._pending[0][1].query()):
+            before, after = self._pending.popleft()
+            self._seconds += after - before if self._device is None else before.elapsed_time(after) / 1000
+        return self._seconds

@@ -5,7 +5,6 @@ Those of an EfficientNet are here; `models.efficientnet` builds the same blocks 
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Callable, Dict, NamedTuple
 
@@ -73,7 +72,10 @@ def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
 
 @SHAPES.implements(EfficientNet)
 def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
-    rounded = functools.partial(round_channels, width=model.width)
+    def rounded(channels: int) -> int:
+        """Channels at the model's width: the nearest multiple of 8 that is not below nine tenths of it."""
+        return _divisible(channels * model.width)
+
     found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
     channels, size = rounded(STEM_CHANNELS), image_size
     layers = _Layers(model)
@@ -125,11 +127,6 @@ def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str,
         )
         for name, shape in blocks(model, image_size).items()
     }
-
-
-def round_channels(channels: int, width: float) -> int:
-    """Channels at a width multiplier: the nearest multiple of 8 that is not below nine tenths of it."""
-    return _divisible(channels * width)
 
 
 def groups_of(channels: int, group_size: int) -> int:

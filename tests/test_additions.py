@@ -33,7 +33,8 @@ ADDITIONS = {
 
 def tiny(name):
     """The small recipe, of which another family of models has no width and depth."""
-    return [key for key in TINY if name != "model" or not key.startswith(("model.width", "model.depth"))]
+    foreign = ("model.width", "model.depth") if name == "model" else ()
+    return [*(key for key in TINY if not key.startswith(foreign)), "run.steps=4", "log.every_steps=1"]
 
 
 @pytest.fixture(scope="module")

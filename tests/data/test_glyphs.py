@@ -53,15 +53,11 @@ def test_there_are_a_thousand_classes_of_which_a_recipe_takes_the_first():
     for font in FONTS:
         known = FT2Font(os.path.join(FOLDER, f"{font}.ttf")).get_charmap()
         assert [glyph for glyph in GLYPHS if ord(glyph) not in known] == [], font
-
-
-@pytest.mark.parametrize("images", [5, 1003])
-def test_classes_are_balanced(images):
-    labels = source(0, images=images).labels
-    assert (labels.dtype, labels.shape) == (np.int64, (images,))
-    counts = np.bincount(labels, minlength=10)
-    assert len(counts) == 10
-    assert counts.max() - counts.min() <= 1
+    for images in (5, 1003):
+        labels = source(0, images=images).labels
+        assert (labels.dtype, labels.shape) == (np.int64, (images,))
+        counts = np.bincount(labels, minlength=10)
+        assert len(counts) == 10 and np.ptp(counts) <= 1
 
 
 @pytest.mark.parametrize(("size", "difficulty"), [(8, 1.0), (33, 0), (33, 0.01)])
@@ -78,8 +74,8 @@ def test_an_image_is_rgb_planes_and_a_function_of_its_number(size, difficulty):
 
 
 def test_no_two_images_are_the_same():
-    splits = [source(0, images=200, split=split) for split in ("train", "validation")]
-    assert len(np.unique(np.concatenate([pixels(split) for split in splits]).reshape(400, -1), axis=0)) == 400
+    splits = [source(0, images=100, split=split) for split in ("train", "validation")]
+    assert len(np.unique(np.concatenate([pixels(split) for split in splits]).reshape(200, -1), axis=0)) == 200
     assert [split.name(17) for split in splits] == ["glyphs/train/17", "glyphs/validation/17"]
 
 

@@ -21,19 +21,19 @@ KINDS = [(True, True), (True, False), (False, True), (False, False)]
 EPS = 1e-3
 
 # Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for each group.
-SHAPES = [(2, 12, 7, 5), (1, 8, 8, 8), (3, 16, 1, 1), (2, 4, 13, 5)]
+SHAPES = [(1, 12, 5, 3), (1, 8, 4, 4), (2, 8, 1, 1), (2, 4, 7, 3)]
 FLOAT32 = torch.finfo(torch.float32).eps
 
 # NumPy, of which the interpreter is made, warns where a GPU is silent: exp of more than 88 is infinite, 1 over that 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
-@pytest.fixture(params=["whole", "divided"])
+@pytest.fixture(params=[pytest.param("whole", marks=pytest.mark.slow), "divided"])
 def tiles(request, monkeypatch):
-    """Tiles as they are hold an image of these tests whole; those of 64 elements divide channels and pixels."""
+    """Tiles as they are hold an image of these tests whole; those of 16 elements divide channels and pixels."""
     if request.param == "divided":
-        monkeypatch.setattr(group_norm, "_TILE", 64)
-        monkeypatch.setattr(group_norm, "_ROW", 8)
+        monkeypatch.setattr(group_norm, "_TILE", 16)
+        monkeypatch.setattr(group_norm, "_ROW", 4)
         monkeypatch.setattr(group_norm, "_MERGED", 4)
 
 
@@ -77,8 +77,14 @@ def assert_close(actual, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("shape", "apply_act", "shift"),
-    [*((SHAPES[0], *kind) for kind in KINDS), *((shape, *KINDS[0]) for shape in SHAPES[1:])],
+    ("tiles", "shape", "apply_act", "shift"),
+    [
+        *(("divided", SHAPES[0], *kind) for kind in KINDS),
+        *(("whole", shape, *KINDS[0]) for shape in SHAPES),
+        *(pytest.param("whole", SHAPES[0], *kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        *(pytest.param("divided", shape, *KINDS[0], marks=pytest.mark.slow) for shape in SHAPES[1:]),
+    ],
+    indirect=["tiles"],
 )
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift, shape, tiles):
@@ -123,8 +129,8 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
 
     A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
     """
-    norm = layer(8)
-    x, dy = drawn((1, 8, 12, 11), layout=layout, mean=1000.0), drawn((1, 8, 12, 11), layout=layout, seed=2)
+    norm = layer(4)
+    x, dy = drawn((1, 4, 7, 5), layout=layout, mean=1000.0), drawn((1, 4, 7, 5), layout=layout, seed=2)
     expected = exact(norm, x, dy)
     torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
     for actual, other, correct in zip(results(FusedGroupNormAct.of(norm), x, dy), torchs, expected):
@@ -152,9 +158,8 @@ def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles)
     """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
     norm = FusedGroupNormAct.of(layer(4))
     x, dy = drawn(SHAPES[3], layout=layout), drawn((2, 4, 1, 1), seed=2).expand(SHAPES[3])
-    whole = dy.contiguous(memory_format=layout)
-    first = results(norm, x, whole)
-    for again in (whole, dy, dy.contiguous(memory_format=FORMATS[layout == FORMATS[0]])):
+    first = results(norm, x, dy.contiguous(memory_format=layout))
+    for again in (dy, dy.contiguous(memory_format=FORMATS[layout == FORMATS[0]])):
         assert all(torch.equal(one, other) for one, other in zip(first, results(norm, x, again)))
     alone = results(norm, x[1:], dy[1:])
     assert torch.equal(alone[0], first[0][1:]) and torch.equal(alone[1], first[1][1:])
@@ -162,7 +167,7 @@ def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles)
 
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_the_memory_format_is_kept(layout):
-    for shape in SHAPES:
+    for shape in SHAPES[::2]:
         x = drawn(shape, layout=layout)
         y, dx = results(FusedGroupNormAct.of(layer(shape[1])), x, drawn(shape))[:2]
         assert y.stride() == x.stride() and dx.stride() == x.stride()
@@ -188,7 +193,7 @@ def test_images_need_no_gradient():
 
 
 def test_far_from_zero_silu_is_flat_or_straight():
-    """exp overflows there in float32, which leaves 0 and no NaN."""
+    """There exp overflows in float32, which leaves 0 and no NaN."""
     norm = layer(8)
     with torch.no_grad():
         norm.weight.fill_(300)
@@ -206,7 +211,7 @@ def test_only_the_input_is_kept_for_the_backward_pass():
         FusedGroupNormAct.of(norm)(x)
     known = {tensor.data_ptr() for tensor in (x, norm.weight, norm.bias)}
     assert {tensor.data_ptr() for tensor in kept} >= known
-    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 2 * 4
+    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 1 * 4
 
 
 def test_a_second_derivative_another_dtype_and_other_channels_are_refused():
