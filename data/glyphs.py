@@ -38,7 +38,7 @@ GLYPHS = (
 )
 
 _MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
-_KEPT_BYTES = 2**27  # of pixels, up to which a set's images are kept once drawn; drawing takes longer than a small step
+_CACHED_BYTES = 2**27  # of pixels, up to which a set is kept once drawn; drawing takes longer than a small step
 
 
 class GlyphsSource(Source):
@@ -77,23 +77,23 @@ class GlyphsSource(Source):
         return f"glyphs/{self._split}/{index}"
 
     def read(self, index: int) -> torch.Tensor:
-        kept = self._kept()
-        if kept is None:
+        cached = self._cached()
+        if cached is None:
             return self._drawn(index)
-        pixels, drawn = kept
+        pixels, drawn = cached
         if not drawn[index]:
             pixels[index] = self._drawn(index)
             drawn[index] = True
         return pixels[index]
 
     def draw_ahead(self) -> None:
-        """Draw all images, if they are kept, so that forked processes need not."""
-        if self._kept() is not None:
+        """Draw all images, if they are cached, so that forked processes need not."""
+        if self._cached() is not None:
             for index in range(len(self.labels)):
                 self.read(index)
 
-    def _kept(self) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
-        return _kept(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
+    def _cached(self) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
+        return _cached(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
 
     def _drawn(self, index: int) -> torch.Tensor:
         """uint8 [3, size, size]."""
@@ -134,14 +134,14 @@ def _open(data: Glyphs, classes: int, split: str) -> Source:
 
 
 @functools.lru_cache(maxsize=2)  # training and validation
-def _kept(
+def _cached(
     images: int, classes: int, split: str, size: int, difficulty: float
 ) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
     """Images of a set that this process has drawn, uint8 [images, 3, size, size], and which, bool [images].
 
     Memory is taken as it is filled. None for a set too large.
     """
-    if images * 3 * size * size > _KEPT_BYTES:
+    if images * 3 * size * size > _CACHED_BYTES:
         return None
     return torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool)
 

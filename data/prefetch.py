@@ -29,7 +29,7 @@ class Prefetcher:
             depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
         """
         self._device, self._started, self._waits = device, False, _Waits(device)
-        move = _ToCuda(device) if device.type == "cuda" else _Moved
+        move = _to_cuda(device) if device.type == "cuda" else _Moved
         self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
         # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
@@ -69,20 +69,20 @@ class _Moved(NamedTuple):
 _Move = Callable[[MicroBatch], _Moved]
 
 
-class _ToCuda:
-    """Copies to a CUDA device, by a stream of their own."""
+def _to_cuda(device: torch.device) -> _Move:
+    """Copying to a CUDA device by a stream of its own."""
+    side = torch.cuda.Stream(device)
 
-    def __init__(self, device: torch.device):
-        self._device, self._side = device, torch.cuda.Stream(device)
-
-    def __call__(self, batch: MicroBatch) -> _Moved:
-        with torch.cuda.stream(self._side):
+    def move(batch: MicroBatch) -> _Moved:
+        with torch.cuda.stream(side):
             images = batch.images if batch.images.is_cuda else batch.images.pin_memory()
-            images = images.to(self._device, non_blocking=True)
+            images = images.to(device, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record(self._side)
+            copied.record(side)
         labels, indices = batch.labels.pin_memory(), batch.indices.pin_memory()
         return _Moved(batch._replace(images=images, labels=labels, indices=indices), copied)
+
+    return move
 
 
 def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:

@@ -132,12 +132,12 @@ def begin_work(worker: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    _say_nothing_when_orphaned(parent.pid)
+    _quiet_when_orphaned(parent.pid)
     if _WAITS_FOR_SIGNALS:
         threading.Thread(target=_await_termination, args=(parent.pid, os.getppid()), daemon=True).start()
 
 
-def _say_nothing_when_orphaned(parent: int) -> None:
+def _quiet_when_orphaned(parent: int) -> None:
     """Print no traceback of the connection that a killed training process leaves broken."""
     before = sys.excepthook
 

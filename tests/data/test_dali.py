@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from data import dali
 from data.batches import Request
 from data.dali import DaliReader
 from data.encoded import EncodedSource
@@ -211,15 +210,6 @@ def test_images_may_change_their_size_from_epoch_to_epoch(album):
     changing = train(album, image_size=sizes.__getitem__, workers=4)
     expected = train(album, last=2, image_size=32) + train(album, first=2, image_size=48)
     assert contents(changing) == contents(expected)
-
-
-def test_small_micro_batches_are_decoded_together(album, monkeypatch):
-    """Four images for each of two threads take three micro batches of three."""
-    runs = []
-    start = dali._Dali.start
-    monkeypatch.setattr(dali._Dali, "start", lambda self, jobs: (runs.append(len(jobs)), start(self, jobs))[1])
-    by_dali(album, Training(section(), 3), rows=3, threads=2)
-    assert runs == [9, 9, 9, 3]
 
 
 def test_closing_early_leaves_neither_threads_nor_memory_behind(album):

@@ -25,7 +25,7 @@ FOLDER = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
 
 @pytest.fixture(autouse=True)
 def _nothing_drawn_before():
-    data.glyphs._kept.cache_clear()
+    data.glyphs._cached.cache_clear()
 
 
 def source(difficulty, classes=10, images=400, split="train", size=32):
@@ -139,7 +139,7 @@ def test_every_part_is_seen_except_at_difficulty_0(monkeypatch):
     """Each is left out in turn, with the same draws. Some images have no lines or no other glyphs anyway."""
     before = [pixels(source(difficulty), 20) for difficulty in (0, 1)]
     for part, replacement in WITHOUT.items():
-        data.glyphs._kept.cache_clear()
+        data.glyphs._cached.cache_clear()
         with monkeypatch.context() as patch:
             place, name = data.glyphs.ImageFilter if "." in part else data.glyphs, part.split(".")[-1]
             patch.setattr(place, name, partial(replacement, getattr(place, name)))
@@ -196,7 +196,7 @@ def test_small_sets_are_drawn_once_a_process_ahead_if_asked(monkeypatch):
 
 
 def test_large_sets_are_drawn_as_they_are_asked_for(monkeypatch):
-    monkeypatch.setattr(data.glyphs, "_KEPT_BYTES", 20 * 3 * 32 * 32 - 1)
+    monkeypatch.setattr(data.glyphs, "_CACHED_BYTES", 20 * 3 * 32 * 32 - 1)
     large, drawn = source(0.5, images=20), []
     monkeypatch.setattr(GlyphsSource, "_drawn", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
     large.draw_ahead()

@@ -100,16 +100,6 @@ def test_of_two_images_at_the_same_place_the_one_before_stays_before(monkeypatch
     assert sized([4096], 2048).order(0, 0).tolist() == sorted(range(4096), key=keys.__getitem__)
 
 
-def test_each_image_moves_by_less_than_the_window_and_some_by_half_of_it():
-    """Half, because those behind move into its place: all keys are ahead by half a window on average."""
-    counts, window = [100] * 50, 300
-    before, after = sized(counts, 1).order(1, 2), sized(counts, window).order(1, 2)
-    place = np.empty(5000, np.int64)
-    place[before] = np.arange(5000)
-    moved = place[after] - np.arange(5000)
-    assert 0.5 * window < np.abs(moved).max() < window
-
-
 def test_orders_of_epochs_and_seeds_are_unrelated_and_never_change():
     """Of 2000 in 40 shards, shards' order rules: 40 ranks have a standard deviation of 1 / sqrt(39) = 0.16.
 

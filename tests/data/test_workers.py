@@ -25,7 +25,7 @@ def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error
     shown, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
     monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: shown.append(kind))
     monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    workers._say_nothing_when_orphaned(7)
+    workers._quiet_when_orphaned(7)
     sys.excepthook(error, error(), None)
     assert shown == ([] if quiet else [error])
     sys.excepthook(ValueError, ValueError(), None)

@@ -124,13 +124,6 @@ def test_groups_divide_the_channels_and_hold_at_least_the_asked_size():
             assert groups_of(channels, size) == max(n for n in allowed if channels % n == 0)
 
 
-def test_widths_in_between_can_be_built():
-    for hundredths in range(25, 201, 35):
-        for group_size, expansion in ((16, 4), (5, 3)):
-            sizes = {"width": hundredths / 100, "depth": 0.1, "group_size": group_size, "expansion": expansion}
-            on_meta(name="efficientnet_b0", **sizes)
-
-
 def test_normalisation_groups_that_do_not_divide_are_the_users_to_mend():
     with pytest.raises(ConfigError, match=r"model\.norm_groups 5 does not divide a layer of \d+ channels; use model"):
         on_meta(norm_groups=5)
