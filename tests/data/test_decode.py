@@ -1,13 +1,12 @@
 """Decoding: pixels against Pillow and values known by hand, parts against the whole, damaged files against an error."""
 
-import ctypes
 import io
 import itertools
-import multiprocessing
+import os
 import struct
+import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,9 @@ from PIL import Image, ImageOps
 
 from data import jpeg
 from data.base import Box, Pixels, UnreadableImage
-from data.decode import MAX_PIXELS, decode, read_header
+from data.decode import MAX_PIXELS, decode
 from data.encoded import EncodedImage
+from tests.conftest import ROOT
 
 
 def picture(height=37, width=52):
@@ -195,39 +195,40 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(data, reason):
         decode(data, "bomb")
 
 
-def memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def measure_decoding(answers):
-    """Pairs of bytes: taken at the peak, foreseen."""
-    for mode, kind, options in (
-        *(("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("L", "PNG", {}), ("P", "PNG", {}), ("RGB", "thin", {})),
-        *(("CMYK", "JPEG", {}), ("RGB", "JPEG", {"progressive": True, "subsampling": 0})),
-    ):
-        size, kind = ((1, 2_000_000), "PNG") if kind == "thin" else ((2000, 1000), kind)
-        data = encoded(Image.new(mode, size), kind, **options)
-        decode(data, "once before")  # for what is loaded at the first use
-        # Memory that is freed goes back at once, or else it would be there before the next image.
-        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = memory("VmRSS")
-        decode(data, "large")
-        answers.put((memory("VmHWM") - before, read_header(data, "large").memory))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_decoding_takes_no_more_memory_than_was_foreseen():
     """At the peak, of a process of its own; 4 MB for what does not grow with the image."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    process = context.Process(target=measure_decoding, args=(answers,))
-    process.start()
-    for taken, foreseen in [answers.get(timeout=120) for _ in range(7)]:
+    code = """
+import io
+from PIL import Image
+from data.decode import decode, read_header
+def encoded(mode, kind, size, **options):
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind, **options)
+    return file.getvalue()
+def memory(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+for mode, kind, options in (
+    ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("L", "PNG", {}), ("P", "PNG", {}), ("RGB", "thin", {}),
+    ("CMYK", "JPEG", {}), ("RGB", "JPEG", {"progressive": True, "subsampling": 0}),
+):
+    size, kind = ((1, 2_000_000), "PNG") if kind == "thin" else ((2000, 1000), kind)
+    decode(encoded(mode, kind, (8, 8), **options), "small")
+    data = encoded(mode, kind, size, **options)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = memory("VmRSS")
+    decode(data, "large")
+    print(memory("VmHWM") - before, read_header(data, "large").memory)
+"""
+    # Memory that is freed goes back at once, or else it would be there before the next image.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
+    assert len(found) == 7
+    for taken, foreseen in found:
         assert 0.7 * foreseen - 4e6 < taken < foreseen + 4e6
-    process.join()
 
 
 def photograph(height=150, width=211):

@@ -21,7 +21,7 @@ KINDS = [(True, True), (True, False), (False, True), (False, False)]
 EPS = 1e-3
 
 # Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for each group.
-SHAPES = [(1, 12, 5, 3), (1, 8, 4, 4), (2, 8, 1, 1), (2, 4, 7, 3)]
+SHAPES = [(2, 12, 7, 5), (1, 8, 8, 8), (3, 16, 1, 1), (2, 4, 13, 5)]
 FLOAT32 = torch.finfo(torch.float32).eps
 
 # NumPy, of which the interpreter is made, warns where a GPU is silent: exp of more than 88 is infinite, 1 over that 0.
@@ -30,15 +30,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 @pytest.fixture(params=[pytest.param("whole", marks=pytest.mark.slow), "divided"])
 def tiles(request, monkeypatch):
-    """Tiles as they are hold an image of these tests whole; those of 16 elements divide channels and pixels."""
+    """Tiles as they are hold an image of these tests whole; those of 64 elements divide channels and pixels."""
     if request.param == "divided":
-        monkeypatch.setattr(group_norm, "_TILE", 16)
-        monkeypatch.setattr(group_norm, "_ROW", 4)
+        monkeypatch.setattr(group_norm, "_TILE", 64)
+        monkeypatch.setattr(group_norm, "_ROW", 8)
         monkeypatch.setattr(group_norm, "_MERGED", 4)
 
 
-def layer(channels, apply_act=True, shift=True, dtype=torch.float32):
-    norm = GroupNormAct(channels, 4, EPS, apply_act, shift)
+def layer(channels, apply_act=True, shift=True, dtype=torch.float32, groups=4):
+    norm = GroupNormAct(channels, groups, EPS, apply_act, shift)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
@@ -130,8 +130,8 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
 
     A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
     """
-    norm = layer(4)
-    x, dy = drawn((1, 4, 7, 5), layout=layout, mean=1000.0), drawn((1, 4, 7, 5), layout=layout, seed=2)
+    norm = layer(8)
+    x, dy = drawn((1, 8, 12, 11), layout=layout, mean=1000.0), drawn((1, 8, 12, 11), layout=layout, seed=2)
     expected = exact(norm, x, dy)
     torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
     for actual, other, correct in zip(results(FusedGroupNormAct.of(norm), x, dy), torchs, expected):
@@ -157,8 +157,8 @@ def test_variance_between_tiles_counts(layout, tiles):
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles):
     """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
-    norm = FusedGroupNormAct.of(layer(4))
-    x, dy = drawn(SHAPES[3], layout=layout), drawn((2, 4, 1, 1), seed=2).expand(SHAPES[3])
+    norm = FusedGroupNormAct.of(layer(2, groups=2))
+    x, dy = drawn((2, 2, 13, 5), layout=layout), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 13, 5)
     first = results(norm, x, dy.contiguous(memory_format=layout))
     for again in (dy, dy.contiguous(memory_format=FORMATS[layout == FORMATS[0]])):
         assert all(torch.equal(one, other) for one, other in zip(first, results(norm, x, again)))
@@ -204,7 +204,7 @@ def test_only_the_input_is_kept_for_the_backward_pass():
         FusedGroupNormAct.of(norm)(x)
     known = {tensor.data_ptr() for tensor in (x, norm.weight, norm.bias)}
     assert {tensor.data_ptr() for tensor in kept} >= known
-    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 1 * 4
+    assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 2 * 4
 
 
 def test_a_second_derivative_another_dtype_and_other_channels_are_refused():
