@@ -40,7 +40,7 @@ _Opened = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job,
 
 
 class DaliReader:
-    """Loads requested micro batches as data/reader.py does; the pixels differ by the rounding of resampling.
+    """Loads requested micro batches as data/reader.py does, except for the rounding of resampling.
 
     Images that are made on a GPU stay there. A box is always decoded at its own size.
     """
@@ -55,8 +55,7 @@ class DaliReader:
             threads: of DALI, for all that it does not do on a GPU.
             device: where images are made.
 
-        Raises:
-            DataError: DALI is not there.
+        Raises DataError: DALI is not there.
         """
         try:
             import nvidia.dali  # noqa: F401

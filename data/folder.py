@@ -24,11 +24,10 @@ _Identities = FrozenSet[Tuple[int, int]]  # device and number of folders
 
 
 class FolderSource(EncodedSource):
-    """The images of a folder of class folders.
+    """The images of a folder of class folders, in the order of class and path as bytes, the same everywhere.
 
-    Classes come in the order of their names, images in the order of class and path (both compared as bytes,
-    so the order is the same everywhere). Hidden files and folders, other files, files beside the class
-    folders, and links that lead back to a folder around them are left out.
+    Hidden files and folders, other files, files beside the class folders, and links that lead back to a folder around
+    them are left out.
     """
 
     def __init__(self, folder: str):

@@ -51,7 +51,7 @@ def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float],
 
 
 class Frame(NamedTuple):
-    """The part of an image that is shown: a box of it, resized, of that the middle, mirrored or not."""
+    """The part of an image that the model gets: the middle of a resized box, mirrored or not."""
 
     box: Box  # in the image's pixels, the image upright
     height: int  # of the resized box
@@ -72,11 +72,13 @@ class Frame(NamedTuple):
 
 
 class Transform(abc.ABC):
-    """The work on each image of a split; goes to worker processes."""
+    """The work on each image of a split; goes to worker processes.
+
+    size: pixels a side of the result. index: of the image in its source.
+    """
 
     @abc.abstractmethod
-    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
-        """Frame of an image. Args: size: pixels a side of the result. index: of the image in its source."""
+    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame: ...
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Change the pixels of the frame, or not. Args: pixels: uint8 [3, size, size]."""

@@ -1,7 +1,4 @@
-"""Dropout and stochastic depth whose draws are a function of (seed, step, micro batch, block name).
-
-So stages, recomputation and resume draw what one undisturbed process would draw.
-"""
+"""Dropout and stochastic depth, whose draws are a function of (seed, step, micro batch, block name)."""
 
 from __future__ import annotations
 

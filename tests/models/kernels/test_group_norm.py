@@ -16,7 +16,6 @@ from models.kernels.group_norm import FusedGroupNormAct, replaces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = [(True, True), (True, False), (False, True), (False, False)]
 EPS = 1e-3
 
