@@ -1,4 +1,4 @@
-"""The interface of a source of images."""
+"""Sources of images: what each is asked for, and the registry of them."""
 
 import abc
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -35,9 +35,7 @@ class Image(abc.ABC):
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
         """The pixels of a box, or of the whole image: uint8 [3, height, width], RGB. Raises UnreadableImage.
 
-        Args:
-            enough: pixels a side that will do: the box may come at a half, a quarter or an eighth of its size, as
-                long as neither side has fewer. None: at its own size.
+        With `enough` the box may come at a half, a quarter or an eighth of its size, if no side gets fewer pixels.
         """
 
 
@@ -50,12 +48,8 @@ class Pixels(Image):
         self.height, self.width = pixels.shape[1:]
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        return self._pixels if box is None else cut(self._pixels, box)
-
-
-def cut(pixels: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a box's pixels. Args: pixels: [3, height, width]."""
-    return pixels[:, box.top : box.top + box.height, box.left : box.left + box.width]
+        top, left, height, width = box or (0, 0, self.height, self.width)
+        return self._pixels[:, top : top + height, left : left + width]
 
 
 class Source(abc.ABC):
@@ -84,32 +78,28 @@ class Source(abc.ABC):
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
         """Several images, in the order of `indices`; in the place of one that cannot be opened, the error."""
-        return [self._opened(index) for index in indices]
+        opened: List[Union[Image, UnreadableImage]] = []
+        for index in indices:
+            try:
+                opened.append(self.open(index))
+            except UnreadableImage as error:
+                opened.append(error)
+        return opened
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The order in which an epoch visits the images: int64 [n], a permutation; a function of (seed, epoch)."""
+        """Order in which an epoch visits the images: int64 [n], a permutation; a function of (seed, epoch)."""
         return permutation(seed, epoch, len(self))
-
-    def _opened(self, index: int) -> Union[Image, UnreadableImage]:
-        try:
-            return self.open(index)
-        except UnreadableImage as error:
-            return error
 
 
 class Names:
     """Names by number, held in one block of bytes.
 
-    As strings, the 1.28 million paths of ImageNet would take twice as much, and each worker would come to own a copy,
-    because to use a string is to write its reference count.
+    Strings would take twice the memory, and each worker would come to own a copy: reading one writes its reference
+    count.
     """
 
     def __init__(self, blocks: Sequence[bytes], lengths: Sequence[np.ndarray]):
-        """
-        Args:
-            blocks: names one after the other, without separators.
-            lengths: integers [names], bytes of each name in a block.
-        """
+        """Args: blocks: names without separators. lengths: integers [names], bytes of each name in a block."""
         self._block = b"".join(blocks)
         self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
 
@@ -125,7 +115,7 @@ SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """An epoch's random order of `size` images: int64 [size], a permutation of range(size).
 
-    Images are sorted by 32 random bits each, of which no two are the same, because `bits32` of one draw maps
-    numbers one to one. So the order depends on no library's generator or sort, which may change between versions.
+    Images are sorted by 32 random bits each, which are all different, as `bits32` of one draw maps numbers one to one.
+    So the order depends on no library's generator or sort.
     """
     return np.argsort(bits32(key("order", seed, epoch), np.arange(size, dtype=np.int64)))

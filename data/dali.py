@@ -1,8 +1,8 @@
 """Micro batches by NVIDIA DALI: several are decoded, cropped and resized in one run of its threads, or of a GPU.
 
-DALI draws nothing and keeps no state: it shows the transform's `frame` of an image, as the other reader does, so order,
-resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses go the
-other reader's way, one by one, so that an image's pixels never depend on those beside it.
+DALI draws nothing and keeps no state: it makes the transform's `frame` of an image, as the other reader does, so order,
+resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses are made
+by the other reader's functions, one by one, so that an image's pixels never depend on those beside it.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _IMAGES_PER_THREAD = 4  # of one run, at least: threads end at about the same ti
 class _Job(NamedTuple):
     """An image for DALI: the box that it decodes, and which part of that it resizes to which square.
 
-    The part is given by its first and last corner, in pixels and fractions of them; it is mirrored where these are
-    swapped. Pixels around it in the box count at its edges, as where a larger picture is resized and then cut.
+    The part is given by its first and last corner, in fractions of pixels; it is mirrored if these are swapped. Pixels
+    around it in the box count at its edges, as if a larger picture were resized and then cut.
     """
 
     encoded: np.ndarray  # uint8 [bytes]
@@ -33,14 +33,14 @@ class _Job(NamedTuple):
     shape: Tuple[int, int]
     first: Tuple[float, float]
     last: Tuple[float, float]
-    size: int
+    size: Tuple[int, int]
 
 
-_Shown = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job, if it is not for DALI
+_Opened = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job, if it is not for DALI
 
 
 class DaliReader:
-    """Loads requested micro batches as data/reader.py does; the pixels differ by the rounding of resampling.
+    """Loads requested micro batches as data/reader.py does, except for the rounding of resampling.
 
     Images that are made on a GPU stay there. A box is always decoded at its own size.
     """
@@ -55,8 +55,7 @@ class DaliReader:
             threads: of DALI, for all that it does not do on a GPU.
             device: where images are made.
 
-        Raises:
-            DataError: DALI is not there.
+        Raises DataError: DALI is not there.
         """
         try:
             import nvidia.dali  # noqa: F401
@@ -78,52 +77,51 @@ class DaliReader:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with contextlib.closing(_Dali(self._rows * self._together, self._threads, self._device)) as dali:
             before: List[Request] = []
-            shown_before: List[_Shown] = []
-            for asked in _groups(requests, self._together):
-                shown = self._opened(asked)
+            opened_before: List[_Opened] = []
+            for group in _groups(requests, self._together):
+                opened = self._opened(group)
                 made = dali.made()
-                dali.start([job for _, job in shown if job is not None])
-                yield from self._loaded(before, shown_before, made, stream)
-                before, shown_before = asked, shown
-            yield from self._loaded(before, shown_before, dali.made(), stream)
+                dali.start([job for _, job in opened if job is not None])
+                yield from self._loaded(before, opened_before, made, stream)
+                before, opened_before = group, opened
+            yield from self._loaded(before, opened_before, dali.made(), stream)
 
-    def _opened(self, requests: List[Request]) -> List[_Shown]:
-        indices = [index for request in requests for index in request.indices]
-        epochs = [request.epoch for request in requests for _ in request.indices]
-        shown: List[_Shown] = []
-        for index, epoch, image in zip(indices, epochs, self._source.open_all(indices)):
+    def _opened(self, requests: List[Request]) -> List[_Opened]:
+        wanted = [(index, request) for request in requests for index in request.indices]
+        opened: List[_Opened] = []
+        for (index, request), image in zip(wanted, self._source.open_all([index for index, _ in wanted])):
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
-                job = _job(image, self._transform.frame(image, requests[0].image_size, epoch, index))
-            shown.append((image, job))
-        return shown
+                job = _job(image, self._transform.frame(image, request.image_size, request.epoch, index))
+            opened.append((image, job))
+        return opened
 
     def _loaded(
         self,
         requests: List[Request],
-        images: List[_Shown],
+        opened: List[_Opened],
         made: List[Optional[torch.Tensor]],
         stream: Optional["torch.cuda.Stream"],
     ) -> List[Loaded]:
         """The micro batches of a group of requests. Args: made: of the images with a job."""
+        images, pixels = iter(opened), iter(made)
         on_stream: ContextManager[Any] = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         with on_stream:
-            shown, pixels = iter(images), iter(made)
-            loaded = [self._micro_batch(request, shown, pixels) for request in requests]
+            loaded = [self._micro_batch(request, images, pixels) for request in requests]
         if stream is not None:
             # Whoever takes the images uses another stream, and DALI is given back its memory after this.
             stream.synchronize()
         return loaded
 
     def _micro_batch(
-        self, request: Request, shown: Iterator[_Shown], pixels: Iterator[Optional[torch.Tensor]]
+        self, request: Request, opened: Iterator[_Opened], pixels: Iterator[Optional[torch.Tensor]]
     ) -> Loaded:
-        """Take a request's images from `shown`, and those that DALI made from `pixels`."""
+        """Take a request's images from `opened`, and those that DALI made from `pixels`."""
         shape = self._rows, 3, request.image_size, request.image_size
         images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
 
         def finished(index: int) -> torch.Tensor:
-            image, job = next(shown)
+            image, job = next(opened)
             made = None if job is None else next(pixels)
             if isinstance(image, UnreadableImage):
                 raise image
@@ -150,26 +148,32 @@ class _Dali:
             return
         if self._pipeline is None:
             self._pipeline = self._built()
-        feed = self._pipeline.feed_input
-        feed("encoded", [job.encoded for job in jobs])
-        feed("anchor", np.array([job.anchor for job in jobs], np.int32))
-        feed("shape", np.array([job.shape for job in jobs], np.int32))
-        feed("first", np.array([job.first for job in jobs], np.float32))
-        feed("last", np.array([job.last for job in jobs], np.float32))
-        feed("size", np.array([(job.size, job.size) for job in jobs], np.float32))
+        self._pipeline.feed_input("encoded", [job.encoded for job in jobs])
+        for name in ("anchor", "shape"):
+            self._pipeline.feed_input(name, np.array([getattr(job, name) for job in jobs], np.int32))
+        for name in ("first", "last", "size"):
+            self._pipeline.feed_input(name, np.array([getattr(job, name) for job in jobs], np.float32))
         self._pipeline.schedule_run()
 
     def made(self) -> List[Optional[torch.Tensor]]:
         """Images of the started jobs, uint8 [3, size, size] each; None where DALI fails, as on damaged files."""
         jobs = self._jobs
-        batch = self._output()
-        if batch is not None:
-            return list(batch.permute(0, 3, 1, 2))
-        made: List[Optional[torch.Tensor]] = [None] * len(jobs)
-        # One image fails the run of all, and the error does not name it.
-        for place, job in enumerate(jobs if len(jobs) > 1 else ()):
+        if not jobs:
+            return []
+        try:
+            (images,) = self._pipeline.share_outputs()
+            self._pipeline.release_outputs()
+        except RuntimeError:  # invalidates the pipeline
+            self._pipeline = None
+            if len(jobs) == 1:
+                return [None]
+        else:
+            # DALI's executor leaves outputs alone as long as somebody holds them.
+            return list(torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2))
+        made: List[Optional[torch.Tensor]] = []
+        for job in jobs:  # one image fails the run of all, and the error does not name it
             self.start([job])
-            (made[place],) = self.made()
+            made += self.made()
         return made
 
     def close(self) -> None:
@@ -177,22 +181,11 @@ class _Dali:
         self._pipeline = None
         self._jobs = []
 
-    def _output(self) -> Optional[torch.Tensor]:
-        """uint8 [jobs, size, size, 3], or None if there are no jobs or DALI fails."""
-        if not self._jobs:
-            return None
-        try:
-            (images,) = self._pipeline.share_outputs()
-            self._pipeline.release_outputs()
-        except RuntimeError:
-            # An error invalidates the pipeline.
-            self._pipeline = None
-            return None
-        # DALI's executor leaves outputs alone as long as somebody holds them.
-        return torch.from_dlpack(images.as_tensor())
-
     def _built(self) -> Any:
         from nvidia.dali import Pipeline, fn, types
+
+        def given(name: str, dtype: Any) -> Any:
+            return fn.external_source(name=name, ndim=1, dtype=dtype)
 
         cuda = self._device.type == "cuda"
         pipeline = Pipeline(
@@ -202,24 +195,23 @@ class _Dali:
             prefetch_queue_depth=1,
         )
         with pipeline:
-            encoded = fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True)
-            anchor, shape = (fn.external_source(name=name, ndim=1, dtype=types.INT32) for name in ("anchor", "shape"))
-            first, last, size = (
-                fn.external_source(name=name, ndim=1, dtype=types.FLOAT) for name in ("first", "last", "size")
-            )
             decoded = fn.decoders.image_slice(
-                encoded,
-                anchor,
-                shape,
+                fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True),
+                given("anchor", types.INT32),
+                given("shape", types.INT32),
                 axis_names="HW",
                 device="mixed" if cuda else "cpu",
                 output_type=types.RGB,
                 adjust_orientation=False,
-                # Threads of several ranks would all be bound to the same cores.
-                affine=False,
+                affine=False,  # threads of several ranks would all be bound to the same cores
             )
             resized = fn.resize(
-                decoded, size=size, roi_start=first, roi_end=last, interp_type=types.INTERP_LINEAR, antialias=True
+                decoded,
+                size=given("size", types.FLOAT),
+                roi_start=given("first", types.FLOAT),
+                roi_end=given("last", types.FLOAT),
+                interp_type=types.INTERP_LINEAR,
+                antialias=True,
             )
             pipeline.set_outputs(resized)
         pipeline.build()
@@ -239,16 +231,10 @@ def _groups(requests: Iterable[Request], most: int) -> Iterator[List[Request]]:
 
 
 def _job(image: EncodedImage, frame: Frame) -> _Job:
-    box = frame.box
+    box, size = frame.box, frame.size
     down, right = box.height / frame.height, box.width / frame.width
-    top, bottom = frame.top * down, (frame.top + frame.size) * down
-    sides = frame.left * right, (frame.left + frame.size) * right
+    top, bottom = frame.top * down, (frame.top + size) * down
+    sides = frame.left * right, (frame.left + size) * right
     first, last = reversed(sides) if frame.flip else sides
-    return _Job(
-        np.frombuffer(image.encoded, np.uint8),
-        (box.top, box.left),
-        (box.height, box.width),
-        (top, first),
-        (bottom, last),
-        frame.size,
-    )
+    encoded = np.frombuffer(image.encoded, np.uint8)
+    return _Job(encoded, (box.top, box.left), (box.height, box.width), (top, first), (bottom, last), (size, size))

@@ -1,8 +1,6 @@
-"""Encoded bytes to pixels: the one place where JPEG and PNG files are decoded.
+"""JPEG and PNG files to pixels. torchvision decodes nearly all JPEGs, Pillow the rest and all PNGs.
 
-torchvision decodes the JPEGs that it decodes rightly, which are nearly all; Pillow decodes the rest. All
-PNGs are Pillow's: torchvision's PNG decoder ends the process with a segmentation fault on damaged data
-(seen with 0.29.2), and 16-bit files come out of it differently from version to version.
+torchvision's PNG decoder (seen in 0.29.2) ends the process on damaged data, and its versions differ on 16 bits.
 """
 
 import io
@@ -40,22 +38,16 @@ class Header(NamedTuple):
 
 
 def decode(encoded: bytes, name: str) -> torch.Tensor:
-    """Decode a JPEG or PNG file to RGB.
+    """Decode a JPEG or PNG file to RGB: uint8 [3, height, width], not necessarily contiguous.
 
-    Grey, palette and CMYK images become RGB as Pillow's `convert("RGB")` makes them; alpha is dropped; of 16
-    bits the high 8 are kept; EXIF orientation is applied.
+    Grey, palette and CMYK images become RGB as by Pillow's `convert("RGB")`; alpha is dropped; of 16 bits the high 8
+    are kept; EXIF orientation is applied.
 
-    Args:
-        encoded: the whole file.
-        name: what errors call it, usually its path.
-
-    Returns:
-        uint8 [3, height, width], not necessarily contiguous.
+    Args: encoded: the whole file. name: what errors call it, usually its path.
 
     Raises:
-        UnreadableImage: an empty, damaged or truncated file, one that is neither JPEG nor PNG, one of more than
-            `MAX_PIXELS` pixels or that takes more than `MAX_MEMORY` (both refused before it is decoded), or one for
-            which there is no memory.
+        UnreadableImage: the file is empty, damaged, truncated, neither JPEG nor PNG, too large (`MAX_PIXELS`,
+            `MAX_MEMORY`; refused before it is decoded), or there is no memory for it.
     """
     header = read_header(encoded, name)
     try:
@@ -72,7 +64,7 @@ def decode(encoded: bytes, name: str) -> torch.Tensor:
 
 
 def read_header(encoded: bytes, name: str) -> Header:
-    """Size, kind and orientation of a file. Raises UnreadableImage as `decode` does, as far as the header shows."""
+    """Size, kind and orientation of a file. Raises UnreadableImage as `decode`, as far as the header shows."""
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
     if encoded.startswith(b"\xff\xd8"):
@@ -83,16 +75,15 @@ def read_header(encoded: bytes, name: str) -> Header:
         raise UnreadableImage(f"{name}: neither JPEG nor PNG")
     if header is None:
         raise UnreadableImage(f"{name}: truncated or damaged")
+    size = f"{header.width} x {header.height} pixels"
     if not header.width * header.height:
-        raise UnreadableImage(f"{name}: {header.width} x {header.height} pixels")
+        raise UnreadableImage(f"{name}: {size}")
     if header.width * header.height > MAX_PIXELS:
-        raise UnreadableImage(
-            f"{name}: {header.width} x {header.height} pixels exceed the limit of {MAX_PIXELS:,} pixels"
-        )
+        raise UnreadableImage(f"{name}: {size} exceed the limit of {MAX_PIXELS:,} pixels")
     if header.memory > MAX_MEMORY:
         raise UnreadableImage(
-            f"{name}: {header.width} x {header.height} pixels of this kind take {header.memory:,} bytes of memory to "
-            f"decode, above the limit of {MAX_MEMORY:,}"
+            f"{name}: {size} of this kind take {header.memory:,} bytes of memory to decode, above the limit of "
+            f"{MAX_MEMORY:,}"
         )
     return header
 
@@ -104,8 +95,7 @@ def no_memory(name: str, width: int, height: int) -> UnreadableImage:
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
     """Read up to the frame header; None if the data end before it."""
-    orientation = 1
-    position = 2
+    orientation, position = 1, 2
     while True:
         # Like libjpeg: skip stray bytes up to a marker, and the fill bytes that may precede its code.
         position = encoded.find(0xFF, position)
@@ -131,34 +121,27 @@ def _jpeg_header(encoded: bytes) -> Optional[Header]:
 
 
 def _png_header(encoded: bytes) -> Optional[Header]:
-    """Read the first chunk; None if it or the last chunk is not there.
-
-    Pillow would accept a file that ends after its pixels, but not every file that ends within them.
-    """
+    """Read the first chunk; None if it or the last chunk is not there, which Pillow does not always notice."""
     if encoded[12:16] != b"IHDR" or encoded.rfind(b"IEND") < 33:
         return None
     width, height = struct.unpack_from(">II", encoded, 16)
-    # The chunk may come before or after the pixels. Compressed pixels that happen to contain its name
-    # fail the checks of what follows it.
+    # The chunk may come before or after the pixels, which may contain its name: what follows is checked.
     position = encoded.find(b"eXIf")
     orientation = 1 if position < 0 else _orientation(encoded[position + 4 :])
-    channels = 1 if encoded[25] in _PNG_ONE_CHANNEL else 4
-    return Header(width, height, False, orientation, 33, _pillow_memory(width, height, channels))
+    memory = _pillow_memory(width, height, 1 if encoded[25] in _PNG_ONE_CHANNEL else 4)
+    return Header(width, height, False, orientation, 33, memory)
 
 
 def _pillow_memory(width: int, height: int, channels: int) -> int:
-    """Bytes at the peak, when the image as it is stored, its RGB and two copies of that are there at once.
+    """Bytes at the peak: the image as it is stored, its RGB, two copies of that, and pointers to the rows.
 
-    Pillow keeps one channel in a byte a pixel, more in four; and a pointer to each row. Measured: 11.0 and 14.0 bytes
-    a pixel, 30.0 with one pixel a row.
+    Measured: 11.0 bytes a pixel with one channel, 14.0 with more, 30.0 with one pixel a row.
     """
     return height * (width * ((1 if channels == 1 else 4) + 4 + 3 + 3) + 2 * 8)
 
 
 def _orientation(exif: bytes) -> int:
-    """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none.
-
-    Damaged EXIF data do not make an image unreadable: they count as 1.
+    """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none or the data are damaged.
 
     Source: CIPA DC-008 (Exif 2.32), sections 4.5.2 and 4.6.4.
     """
@@ -191,15 +174,14 @@ def mirrored(orientation: int) -> Tuple[bool, bool]:
 
 
 def _decode_torchvision(encoded: bytes) -> torch.Tensor:
-    # The operator, not torchvision.io.decode_jpeg around it: since 0.29 that warns at every call. The copy
-    # into a bytearray is there because torch warns of tensors over memory that cannot be written.
+    # The operator: torchvision.io.decode_jpeg warns at every call (since 0.29). A copy: torch warns of tensors over
+    # memory that cannot be written.
     return torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), _RGB)
 
 
 def _decode_pillow(encoded: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
-        # About oddities that do not matter here, such as a palette with transparency or damaged EXIF data.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of palettes with transparency and damaged EXIF data
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as image:
             if image.mode.startswith("I"):  # 16-bit grey, which convert("RGB") would clip at 255
                 grey = (np.asarray(image) >> 8).astype(np.uint8)

@@ -21,7 +21,12 @@ class DigitsSource(Source):
             grey, labels = file["images"], file["labels"].astype(np.int64)
         self.place = "data.source=digits"
         self.classes = tuple(str(digit) for digit in range(10))
-        self._numbers = _numbers(labels, split)
+        # Every fifth of each class in a random order validates. The key is a constant: figures of different runs
+        # compare only as long as the split never changes.
+        shuffle = bits32(key("digits split"), np.arange(len(labels), dtype=np.int64))
+        validates = np.zeros(len(labels), dtype=bool)
+        validates[np.lexsort((shuffle, labels))[::5]] = True
+        self._numbers = np.flatnonzero(validates == (split == "validation"))
         self.labels = labels[self._numbers]
         grey = (grey[self._numbers].astype(np.uint16) * 255 + 8) // 16
         self._images = torch.from_numpy(grey.astype(np.uint8))[:, None].repeat(1, 3, 1, 1)
@@ -36,15 +41,3 @@ class DigitsSource(Source):
 @SOURCES.implements(Digits)
 def _open(data: Digits, classes: int, split: str) -> Source:
     return DigitsSource(split)
-
-
-def _numbers(labels: np.ndarray, split: str) -> np.ndarray:
-    """Numbers of the digits of a split, ascending. Every fifth of each class in a random order validates.
-
-    The key is a constant: figures of different runs compare only as long as the split never changes.
-    """
-    shuffle = bits32(key("digits split"), np.arange(len(labels), dtype=np.int64))
-    by_class = np.lexsort((shuffle, labels))
-    validates = np.zeros(len(labels), dtype=bool)
-    validates[by_class[::5]] = True
-    return np.flatnonzero(validates if split == "validation" else ~validates)

@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 
 from data import decode, jpeg
-from data.base import Box, Image, Source, UnreadableImage, cut
+from data.base import Box, Image, Pixels, Source, UnreadableImage
 from data.local import read_file
 
 _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
@@ -16,8 +16,8 @@ class EncodedImage(Image):
     """A JPEG or PNG file, checked as far as its header.
 
     Of a JPEG only the part inside the box is decoded where that is less work and the platform has a decoder for it;
-    the pixels are those of the whole image. At a half, a quarter or an eighth of its size it is decoded by a discrete
-    cosine transform of that size; then the box ends at whole pixels of the small image, up to one of them outside.
+    the pixels are those of the whole image. A box that comes smaller ends at whole pixels of the small image, up to
+    one of them outside.
 
     Attributes:
         encoded: the whole file.
@@ -41,15 +41,19 @@ class EncodedImage(Image):
             part = self._part(box, enough) if self.plain else None
         except MemoryError:
             raise decode.no_memory(self._name, self.width, self.height) from None
-        return cut(decode.decode(self.encoded, self._name), box) if part is None else part
+        return Pixels(decode.decode(self.encoded, self._name)).pixels(box) if part is None else part
 
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
         """The box by a decoder of parts, or None if that is for the decoder of whole images."""
-        stored = _stored(box, self.height, self.width, self.orientation)
-        factor = jpeg.largest_factor(min(box.height, box.width), enough)
+        top, left, height, width = box
+        vertical, horizontal = decode.mirrored(self.orientation)  # the way back of decode.upright
+        top = self.height - top - height if vertical else top
+        left = self.width - left - width if horizontal else left
+        stored = Box(left, top, width, height) if self.orientation >= 5 else Box(top, left, height, width)
+        factor = jpeg.largest_factor(min(height, width), enough)
         if factor > 1:
             pixels = jpeg.scaled(self.encoded, stored, factor, *self._stored_size)
-        elif box.height * box.width <= _LARGEST_PART * self.height * self.width:
+        elif height * width <= _LARGEST_PART * self.height * self.width:
             pixels = jpeg.region(self.encoded, stored)
         else:
             return None
@@ -78,14 +82,3 @@ class EncodedSource(Source):
 
     def read(self, index: int) -> torch.Tensor:
         return self.open(index).pixels()
-
-
-def _stored(box: Box, height: int, width: int, orientation: int) -> Box:
-    """A box of an upright image of height x width, in the pixels as they are stored: the way back of decode.upright."""
-    top, left, h, w = box
-    vertical, horizontal = decode.mirrored(orientation)
-    if vertical:
-        top = height - top - h
-    if horizontal:
-        left = width - left - w
-    return Box(left, top, w, h) if orientation >= 5 else Box(top, left, h, w)

@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import os
-from typing import Dict, FrozenSet, Iterator, List, Tuple
+from collections import Counter
+from pathlib import Path
+from typing import FrozenSet, Iterator, List, Tuple, Union
 
 import numpy as np
 
@@ -22,24 +24,18 @@ _Identities = FrozenSet[Tuple[int, int]]  # device and number of folders
 
 
 class FolderSource(EncodedSource):
-    """The images of a folder of class folders.
+    """The images of a folder of class folders, in the order of class and path as bytes, the same everywhere.
 
-    Classes come in the order of their names, images in the order of class and path (both compared as bytes,
-    so the order is the same everywhere). Hidden files and folders, other files, files beside the class
-    folders, and links that lead back to a folder around them are left out.
+    Hidden files and folders, other files, files beside the class folders, and links that lead back to a folder around
+    them are left out.
     """
 
     def __init__(self, folder: str):
-        """Scan `folder`.
-
-        Raises:
-            DataError: it is missing or cannot be listed, has no class folders, or one without images.
-        """
+        """Raises DataError: the folder cannot be listed, or has no class folders or one without images."""
         self.place, self._folder = folder, os.fsencode(folder)
         scan = _Scan(folder)
         blocks: List[bytes] = []
         lengths: List[np.ndarray] = []
-        counts = []
         digest = hashlib.sha256()
         names = scan.classes()
         for name in names:
@@ -51,11 +47,10 @@ class FolderSource(EncodedSource):
                 )
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
-            counts.append(len(paths))
             digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
         self.digest = digest.hexdigest()
         self.classes = tuple(printable(name) for name in names)
-        self.labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
+        self.labels = np.repeat(np.arange(len(names), dtype=np.int64), [len(each) for each in lengths])
         self._paths = Names(blocks, lengths)
         self.notes = scan.notes()
 
@@ -71,7 +66,6 @@ class FolderSource(EncodedSource):
 
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
-    """Open a split. Both splits must have the same class folders; without a training folder the validation's count."""
     place = split_folder(data, split)
     train = os.path.join(str(data.root), data.train_folder)
     if split == "validation" and os.path.isdir(train):
@@ -91,64 +85,53 @@ class _Scan:
 
     def __init__(self, folder: str):
         self._place, self._folder = folder, os.fsencode(folder)
-        self._kinds: Dict[str, int] = {}
+        self._kinds: Counter[str] = Counter()
         self._files: List[bytes] = []  # the first of other kinds
         self._loops: List[bytes] = []
         self._around: _Identities = frozenset()
 
     def classes(self) -> Tuple[str, ...]:
         """Names of the class folders, in the order of their labels. Raises DataError."""
-        self._around = _ancestors(self._folder)
-        names = sorted(
-            entry.name
-            for entry in _entries(self._folder)
-            if not entry.name.startswith(b".") and self._is_folder(entry, entry.name, self._around)
-        )
-        if not names:
+        path = Path(os.path.realpath(self._place))
+        self._around = frozenset(_identity(folder) for folder in (path, *path.parents))
+        entries = [entry for entry in _entries(self._folder) if self._is_folder(entry, entry.name, self._around)]
+        if not entries:
             raise DataError(f"{self._place}: no class folders; it must hold one folder of images per class")
-        return tuple(os.fsdecode(name) for name in names)
+        return tuple(os.fsdecode(name) for name in sorted(entry.name for entry in entries))
 
-    def images(self, name: bytes) -> Iterator[bytes]:
-        """Paths, relative to the folder, of the images at any depth in its class folder `name`, in no order."""
-        return self._images(name, self._around)
+    def images(self, below: bytes, around: _Identities = frozenset()) -> Iterator[bytes]:
+        """Paths, relative to the folder, of the images at any depth in its folder `below`, in no order.
 
-    def _images(self, below: bytes, around: _Identities) -> Iterator[bytes]:
-        """Args: around: the folders that `below` lies in."""
+        Args: around: the folders between this one and `below`.
+        """
         folder = os.path.join(self._folder, below)
-        around |= {_identity(folder)}
+        around = around | self._around | {_identity(folder)}
         for entry in _entries(folder):
-            if entry.name.startswith(b"."):
-                continue
             path = below + b"/" + entry.name
-            # Extensions first: asking for the kind of every file can cost a call to the file system each. An image's
-            # name on something that is no file is found when it is read.
-            if entry.name.lower().endswith(_EXTENSIONS):
+            kind = os.path.splitext(entry.name)[1].lower()
+            # Extensions first: the kind of an entry can cost a call to the file system. An image's name on something
+            # that is no file is found when it is read.
+            if kind in _EXTENSIONS:
                 yield path
             elif self._is_folder(entry, path, around):
-                yield from self._images(path, around)
-            else:
-                self._leave_out(path)
+                yield from self.images(path, around)
+            elif kind in _OTHER_IMAGES:
+                self._kinds[kind.decode()] += 1
+                self._files += [path] if len(self._files) < _NAMED else []
 
     def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: _Identities) -> bool:
         """Whether an entry is a folder, or a link to one that does not lead back to those `around`."""
         try:
             if not entry.is_dir():
                 return False
+            leads_back = entry.is_symlink() and _identity(entry.path) in around
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise DataError(f"{os.fsdecode(entry.path)}: {error.strerror}") from None
             leads_back = True
-        else:
-            leads_back = entry.is_symlink() and _identity(entry.path) in around
         if leads_back:
             self._loops.append(path)
         return not leads_back
-
-    def _leave_out(self, path: bytes) -> None:
-        kind = os.path.splitext(path)[1].lower()
-        if kind in _OTHER_IMAGES:
-            self._kinds[kind.decode()] = self._kinds.get(kind.decode(), 0) + 1
-            self._files += [path] if len(self._files) < _NAMED else []
 
     def notes(self) -> Tuple[str, ...]:
         """A line for each kind of thing that was left out."""
@@ -172,24 +155,15 @@ def _first(paths: List[bytes]) -> str:
 
 
 def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
+    """What is in a folder and not hidden."""
     try:
         with os.scandir(folder) as entries:
-            return list(entries)
+            return [entry for entry in entries if not entry.name.startswith(b".")]
     except OSError as error:
         raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
 
 
-def _ancestors(folder: bytes) -> _Identities:
-    """Device and number of a folder and of those around it."""
-    path = os.path.realpath(folder)
-    found = set()
-    while os.path.dirname(path) != path:
-        found.add(_identity(path))
-        path = os.path.dirname(path)
-    return frozenset(found)
-
-
-def _identity(folder: bytes) -> Tuple[int, int]:
+def _identity(folder: Union[bytes, Path]) -> Tuple[int, int]:
     try:
         found = os.stat(folder)
     except OSError as error:

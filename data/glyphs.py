@@ -1,7 +1,6 @@
-"""Glyphs: images of up to a thousand kinds of characters, drawn when they are needed; no download.
+"""Glyphs: images of up to a thousand kinds of characters in matplotlib's fonts, drawn when they are needed.
 
-Shapes come from the fonts inside matplotlib. What is drawn of them is a function of the image's number, so nothing
-is stored, but small sets are drawn once a process; Pillow 10.4 and 13.0 draw the same pixels.
+An image is a function of its number; small sets are drawn once a process. Pillow 10.4 and 13.0 draw the same pixels.
 """
 
 import functools
@@ -23,9 +22,8 @@ from recipe.randomness import Stream, bits32, key
 # The first is the only one at difficulty 0.
 FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSerif-Italic")
 # By class; never reorder. Of the glyphs that all fonts have, those that resemble an earlier one were left out (Greek
-# Alpha for A, O for 0, c for C). Resemblance: the highest cosine of their images over fonts and 0 and 10 degrees of
-# rotation, fitted to 20 of 24 pixels and blurred by (1, 2, 1) / 4. It is at most 0.966 among digits and Latin letters,
-# which come first; of the rest, by code point, those below 0.92 come next, then those below 0.945.
+# Alpha for A, O for 0). Resemblance is the highest cosine of their images over fonts and rotations by 0 and 10 degrees:
+# at most 0.966 among digits and Latin letters, then by code point those below 0.92, then those below 0.945.
 GLYPHS = (
     "0123456789ABCDEFGHJKLMNPQRSTUVWXYZabdefghkmnopqrtuy#$%&()*+/:;<=>?@^~¢£¤§©«¬±¶»¿Æ×ÞæþŒƁƄƆƇƑƒƔƕƛƜƝƢƤƦ"
     "ƧƩƫƴƸƺƾǁǂǶȜȠȡȤȴȵȸȹȻȾȿɀɁɕɖɘɚɝɧɬɮɰɱɲɳɸɹɻɽʁʇʍʎʐʑʕʛʝʞʤʦʧʩʪʫʬʭʮʯ˦˧˨˩ΞΨαβζνχωϗϙϚϞϟϠϻЂЉЋЏДЖЛФЧЪЫЮЯѣҐҔҖҘҚңҥҬ"
@@ -40,22 +38,19 @@ GLYPHS = (
 )
 
 _MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
-_KEPT_BYTES = 2**27  # of pixels, up to which a set's images are kept once drawn; drawing takes longer than a small step
+_CACHED_BYTES = 2**27  # of pixels, up to which a set is kept once drawn; drawing takes longer than a small step
 
 
 class GlyphsSource(Source):
     """One glyph an image, in more fonts, poses, colours and clutter the higher the difficulty.
 
     Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1 all of these are
-    drawn at random, over pieces of other glyphs, behind lines, blurred and noisy; a person can still read them.
-    Some glyphs mirror others (b and d), so recipes do better with data.flip=0.
-
-    Fonts and other tools belong to the process, so that pickling is cheap.
+    random, over pieces of other glyphs, behind lines, blurred and noisy; a person can still read them. Some glyphs
+    mirror others (b and d), so recipes do better with data.flip=0.
     """
 
     def __init__(self, classes: int, images: int, split: str, size: int, difficulty: float):
-        """Prepare to draw.
-
+        """
         Args:
             classes: the first so many of GLYPHS.
             images: how many there are; a class has as many as any other, or one more.
@@ -66,7 +61,6 @@ class GlyphsSource(Source):
         Raises:
             DataError: more classes than glyphs; or no fonts.
         """
-        assert classes > 0 and size > 1 and 0 <= difficulty <= 1, (classes, size, difficulty)
         if classes > len(GLYPHS):
             raise DataError(
                 f"data.source=glyphs: model.classes is {classes}, but there are glyphs for {len(GLYPHS)}; "
@@ -75,9 +69,7 @@ class GlyphsSource(Source):
         self.place = "data.source=glyphs"
         self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
         self.labels = np.arange(images, dtype=np.int64) % classes
-        self._split = split
-        self._size = size
-        self._difficulty = difficulty
+        self._split, self._size, self._difficulty = split, size, difficulty
         self._folder = _font_folder()
         _tools(self._folder, size)  # errors come now, and forked workers inherit them
 
@@ -85,22 +77,23 @@ class GlyphsSource(Source):
         return f"glyphs/{self._split}/{index}"
 
     def read(self, index: int) -> torch.Tensor:
-        kept = self._kept()
-        if kept is None:
+        cached = self._cached()
+        if cached is None:
             return self._drawn(index)
-        if not kept.drawn[index]:
-            kept.pixels[index] = self._drawn(index)
-            kept.drawn[index] = True
-        return kept.pixels[index]
+        pixels, drawn = cached
+        if not drawn[index]:
+            pixels[index] = self._drawn(index)
+            drawn[index] = True
+        return pixels[index]
 
     def draw_ahead(self) -> None:
-        """Draw all images, if they are kept, so that forked processes need not."""
-        if self._kept() is not None:
+        """Draw all images, if they are cached, so that forked processes need not."""
+        if self._cached() is not None:
             for index in range(len(self.labels)):
                 self.read(index)
 
-    def _kept(self) -> "Optional[_Kept]":
-        return _kept(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
+    def _cached(self) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
+        return _cached(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
 
     def _drawn(self, index: int) -> torch.Tensor:
         """uint8 [3, size, size]."""
@@ -140,19 +133,17 @@ def _open(data: Glyphs, classes: int, split: str) -> Source:
     return GlyphsSource(classes, data.images(split), split, data.glyph_size, data.glyph_difficulty)
 
 
-class _Kept(NamedTuple):
-    """The images of a set that this process has drawn, or was forked with."""
-
-    pixels: torch.Tensor  # uint8 [images, 3, size, size]
-    drawn: np.ndarray  # bool [images], which of them are
-
-
 @functools.lru_cache(maxsize=2)  # training and validation
-def _kept(images: int, classes: int, split: str, size: int, difficulty: float) -> Optional[_Kept]:
-    """Room for a set's images, which takes memory as it is filled; None for a set too large."""
-    if images * 3 * size * size > _KEPT_BYTES:
+def _cached(
+    images: int, classes: int, split: str, size: int, difficulty: float
+) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
+    """Images of a set that this process has drawn, uint8 [images, 3, size, size], and which, bool [images].
+
+    Memory is taken as it is filled. None for a set too large.
+    """
+    if images * 3 * size * size > _CACHED_BYTES:
         return None
-    return _Kept(torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool))
+    return torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool)
 
 
 def _font_folder() -> str:
@@ -186,8 +177,7 @@ def _tools(folder: str, size: int) -> _Tools:
                 encoded = file.read()
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; it comes with matplotlib: install that again") from None
-        # From memory: forked workers would share the position in an open file. Raqm, which not every Pillow has,
-        # lays out single glyphs alike but takes longer.
+        # From memory: forked workers would share the position in an open file. Raqm is slower, and not in every Pillow.
         for fonts, em in (large, size), (small, size // 2):
             fonts.append(ImageFont.truetype(io.BytesIO(encoded), em, layout_engine=ImageFont.Layout.BASIC))
     words = bits32(key("glyphs noise"), np.arange(-(-6 * size * size // 4), dtype=np.int64))
@@ -208,10 +198,7 @@ def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
 
 
 def _posed(glyph: str, font: ImageFont.FreeTypeFont, size: int, hard: float, stream: Stream) -> Image.Image:
-    """Coverage of the glyph in a random pose: "L" image of size x size.
-
-    The longer side of its box, upright, is a drawn share of the image: capitals and small letters look alike.
-    """
+    """Coverage of the glyph in a random pose: "L" image of size x size; its longer side, upright, is a random share."""
     upright = _upright(glyph, font)
     left, top, right, bottom = upright.getbbox()
 
@@ -248,7 +235,7 @@ def _colour(stream: Stream, light: bool, hard: float) -> Tuple[int, ...]:
 
 
 def _add_scrap(image: Image.Image, scrap: Image.Image, stream: Stream) -> None:
-    """Put another glyph, a small one, around the border, which cuts it: the whole and central one is meant."""
+    """Put another glyph, a small one, around the border, which cuts it."""
     turn, distance, red, green, blue, *_ = _bytes(stream)
     angle, distance = 2 * math.pi / 256 * turn, image.width * (0.45 + 0.2 / 255 * distance)
     left = (image.width - scrap.width) / 2 + distance * math.cos(angle)
@@ -277,7 +264,6 @@ def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
     levels = noise.reshape(pixels.shape) * np.int16(strength)
     levels >>= 8
     levels += pixels
-    # A third of the time of np.clip, for small images.
-    np.maximum(levels, 0, out=levels)
+    np.maximum(levels, 0, out=levels)  # np.clip takes three times as long for small images
     np.minimum(levels, 255, out=levels)
     return levels.astype(np.uint8)

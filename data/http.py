@@ -9,10 +9,7 @@ class BoundedHttp(HTTPFileSystem):
     """Stops reading once more bytes came than were requested: servers may ignore ranges, swell, or never end."""
 
     async def _cat_file(self, url: str, start: Optional[int] = None, end: Optional[int] = None, **kwargs: Any) -> bytes:
-        """Bytes `start` to `end` of a file, or a few more than that where the server gives more.
-
-        Without `start` no range is requested, as a server may not know them.
-        """
+        """Bytes `start` to `end`, or a few more where the server gives more. Without `start` no range is requested."""
         if end is None or start == end:
             return await super()._cat_file(url, start, end, **kwargs)
         options = {**self.kwargs, **kwargs}
@@ -21,11 +18,11 @@ class BoundedHttp(HTTPFileSystem):
         if start is not None:
             options["headers"]["Range"] = f"bytes={start}-{end - 1}"
         session = await self.set_session()
+        content = bytearray()
         async with session.get(self.encode_url(url), **options) as answer:
             self._raise_not_found_for_status(answer, url)
-            content = bytearray()
             async for part in answer.content.iter_any():
                 content += part
                 if len(content) > end - (start or 0):
                     break
-            return bytes(content)
+        return bytes(content)

@@ -1,8 +1,4 @@
-"""Parts of JPEGs, and JPEGs at a fraction of their size, both by libjpeg-turbo.
-
-nvimgcodec, which comes with DALI, decodes a box: the pixels are bit for bit those of the whole image, so machines
-without it only take longer. simplejpeg decodes at a fraction of the size.
-"""
+"""Boxes of JPEGs by nvimgcodec, which comes with DALI, and JPEGs at a fraction of their size by simplejpeg."""
 
 import os
 import threading
@@ -21,21 +17,18 @@ _local = threading.local()
 
 def largest_factor(side: int, enough: Optional[int]) -> int:
     """By how much a side can be divided so that `enough` pixels remain: 8, 4, 2 or 1."""
-    if enough is None:
-        return 1
-    return next((factor for factor in _FACTORS if side >= factor * enough), 1)
+    return next((factor for factor in _FACTORS if enough is not None and side >= factor * enough), 1)
 
 
 def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Optional[torch.Tensor]:
-    """A box at a fraction of its size, or None if the decoder refuses the file.
+    """A box at a fraction of its size: uint8 [3, about box.height / factor, about box.width / factor].
+
+    None if the decoder refuses the file.
 
     Args:
         encoded: a complete JPEG of height x width pixels.
         box: in its pixels as they are stored.
         factor: 2, 4 or 8.
-
-    Returns:
-        uint8 [3, about box.height / factor, about box.width / factor].
     """
     try:
         whole = simplejpeg.decode_jpeg(
@@ -49,11 +42,9 @@ def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Op
 
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
-    """A box, uint8 [3, box.height, box.width], as it is in the whole image; or None if it cannot be had by itself.
+    """A box, uint8 [3, box.height, box.width], with the bits of the whole image; None if the decoder cannot make it.
 
-    Args:
-        encoded: a complete JPEG.
-        box: in its pixels as they are stored.
+    Args: encoded: a complete JPEG. box: in its pixels as they are stored.
     """
     tools = _nvimgcodec()
     if tools is None:
@@ -72,12 +63,9 @@ def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
 
 def _nvimgcodec() -> Optional[tuple]:
     """The library, a decoder and its parameters, made once in each thread and process; None where there is none."""
-    if getattr(_local, "process", None) != os.getpid():
-        _local.process, _local.tools = os.getpid(), _make_nvimgcodec()
-    return _local.tools
-
-
-def _make_nvimgcodec() -> Optional[tuple]:
+    if getattr(_local, "process", None) == os.getpid():
+        return _local.tools
+    _local.process, _local.tools = os.getpid(), None
     # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
@@ -86,4 +74,5 @@ def _make_nvimgcodec() -> Optional[tuple]:
         return None
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
     decoder = nvimgcodec.Decoder(device_id=_CPU, max_num_cpu_threads=1, backends=backends)
-    return nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)
+    _local.tools = nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)
+    return _local.tools

@@ -18,12 +18,8 @@ class MissingFile(DataError):
 
 
 def read_file(path: Union[str, bytes], most: int) -> bytes:
-    """A whole regular file of at most `most` bytes; named pipes, devices and sockets are not waited for.
-
-    Raises:
-        OSError: it cannot be read, is longer, or is no regular file.
-    """
-    # A pipe would otherwise be waited for, here, until somebody writes to it.
+    """A whole regular file of at most `most` bytes. Raises OSError."""
+    # A named pipe would otherwise be waited for, here, until somebody writes to it.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -46,9 +42,9 @@ class Folder(abc.ABC):
 
     place: str  # path or URL
 
-    @abc.abstractmethod
     def path(self, name: str) -> str:
         """Path or URL of a file, as errors name it."""
+        return os.path.join(self.place, name)
 
     @abc.abstractmethod
     def size(self, name: str) -> Optional[int]:
@@ -70,14 +66,8 @@ class LocalFolder(Folder):
         self.place = place
         self._opened = threading.local()
 
-    def __getstate__(self) -> dict:
-        return {"place": self.place}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(**state)
-
-    def path(self, name: str) -> str:
-        return os.path.join(self.place, name)
+    def __reduce__(self) -> tuple:
+        return LocalFolder, (self.place,)
 
     def size(self, name: str) -> Optional[int]:
         try:
@@ -95,32 +85,24 @@ class LocalFolder(Folder):
         return [self._range(one) for one in wanted]
 
     def _range(self, wanted: Range) -> Union[bytes, str]:
+        # One set of open files for all threads would need a lock, which a fork could copy while it is held.
+        files = self._opened.__dict__.setdefault("files", OrderedDict())
         try:
             try:
-                read = self._file(wanted.name).read(wanted.start, wanted.length)
+                read = self._file(files, wanted.name).read(wanted.start, wanted.length)
             except OSError:  # a file that was opened long ago may have been replaced on a network's file system
-                self._files().pop(wanted.name, None)
-                read = self._file(wanted.name).read(wanted.start, wanted.length)
+                files.pop(wanted.name, None)
+                read = self._file(files, wanted.name).read(wanted.start, wanted.length)
         except OSError as error:
             return error.strerror or type(error).__name__
-        if len(read) < wanted.length:
-            return "the file ends before the image does"
-        return read
+        return read if len(read) == wanted.length else "the file ends before the image does"
 
-    def _file(self, name: str) -> "_File":
-        files = self._files()
-        file = files.pop(name, None) or _File(self.path(name))
-        files[name] = file
+    def _file(self, files: "OrderedDict[str, _File]", name: str) -> "_File":
+        """The open file, which becomes the last of `files`: those that this thread keeps open, last used last."""
+        file = files[name] = files.pop(name, None) or _File(self.path(name))
         if len(files) > _OPEN_FILES:
             files.popitem(last=False)
         return file
-
-    def _files(self) -> "OrderedDict[str, _File]":
-        """Files that this thread keeps open, last used last. One set for all threads would need a lock, which a fork
-        could copy while it is held."""
-        if not hasattr(self._opened, "files"):
-            self._opened.files = OrderedDict()
-        return self._opened.files
 
 
 class _File:
@@ -138,11 +120,9 @@ class _File:
     def read(self, start: int, length: int) -> bytes:
         """Up to `length` bytes, fewer only at the end of the file."""
         # A place is given with each read: processes after a fork share the file's own.
-        read = os.pread(self._number, length, start)
-        while 0 < len(read) < length:
+        read = more = os.pread(self._number, length, start)
+        while more and len(read) < length:
             more = os.pread(self._number, length - len(read), start + len(read))
-            if not more:
-                break
             read += more
         return read
 

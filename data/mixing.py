@@ -1,7 +1,6 @@
-"""Mixup and cutmix of a micro batch: draws on the host, images and targets mixed on the device.
+"""Mixup and cutmix of a micro batch by the rules of the published G16 recipe: draws on the host, mixing on the device.
 
-The rules are those of the published G16 recipe. Partners are rows of the same micro batch, and draws are a function
-of (seed, step, micro batch), so neither workers nor replicas nor a resumed run change them.
+Partners are rows of the same micro batch, and draws are a function of (seed, step, micro batch).
 
 Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
 """
@@ -44,17 +43,16 @@ def mixes(data: Data) -> bool:
 def draw(
     data: Data, seed: int, step: int, number: int, rows: int, valid: int, height: int, width: int
 ) -> Optional[Mixing]:
-    """Draw how a micro batch is mixed; None if the recipe neither mixes up nor cuts.
+    """Draw how a micro batch is mixed; None if the recipe does not mix.
+
+    The partner is the image before (i - 1), the donor the one two before, or before if there are only two. A single
+    image stays as it is.
 
     Args:
         seed, step, number: of the run, of the update, and of the micro batch in it over all replicas.
         rows, valid: rows of the micro batch, and how many of them are images; the others are padding.
         height, width: of the images, in pixels.
-
-    The partner is the image before (i - 1), the donor the one two before, or before where there are but two. A
-    single image has nobody to mix with and stays as it is.
     """
-    assert 0 <= valid <= rows, (valid, rows)
     if not mixes(data):
         return None
     share, box = np.ones(rows), _NO_BOX
@@ -72,14 +70,7 @@ def draw(
 
 
 def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
-    """Mix a micro batch's images as planned; the host does not wait for the device.
-
-    Args:
-        images: uint8 [N, 3, H, W], on any device; they stay as they are.
-
-    Returns:
-        float32 [N, 3, H, W] from 0 to 255, on the same device.
-    """
+    """Mix uint8 [N, 3, H, W] to float32 from 0 to 255, on the same device; the host does not wait for it."""
     mixed = _mixed_up(images.float(), plan)
     top, left, height, width = plan.box
     if height and width:
@@ -89,14 +80,9 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
 
 
 def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> torch.Tensor:
-    """Each class's share of a row's pixels.
+    """Each class's share of a row's pixels: int64 [N] to float32 [N, classes] on the same device, rows sum to 1.
 
-    Args:
-        labels: int64 [N], on any device, from 0 to classes - 1.
-        plan: None leaves one-hot targets.
-
-    Returns:
-        float32 [N, classes] on the same device; rows sum to 1.
+    Without a plan targets are one-hot.
     """
     targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
     if plan is None:
@@ -113,7 +99,7 @@ def _mixed_up(rows: torch.Tensor, plan: Mixing) -> torch.Tensor:
 
 
 def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
-    """Number of the image `distance` before each row, round the valid ones; int64 [rows]."""
+    """Number of the image `distance` before each row, cyclic over the valid ones; int64 [rows]."""
     numbers = np.arange(rows)
     numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
     return torch.from_numpy(numbers)
@@ -122,8 +108,7 @@ def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
     """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count], each image with more of itself than of another.
 
-    Philox counts, so the draws are a function of the key, and of NumPy's Beta sampler, which may change in a release
-    (NEP 19); versions 1.24 and 2.4 agree, and a test has the values.
+    The draws are a function of the key and of NumPy's Beta sampler, on which versions 1.24 and 2.4 agree.
     """
     alpha = max(alpha, _SMALLEST_ALPHA)
     drawn = np.random.Generator(np.random.Philox(key=draw)).beta(alpha, alpha, count)
@@ -134,8 +119,7 @@ def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
     """One box for a micro batch, of the image's aspect: (top, left, height, width), or that of no pixel.
 
     With probability 1.55 x cutmix - 0.96 there is none; else its share of the area is -ln(u) / 4 for u uniform in
-    [e^-4, 1). On average an image keeps 0.85 of itself at cutmix 0.85, 0.77 at 0.62 and 0.91 at 1. The centre is
-    uniform over the image, then moved as far as the box needs to lie inside, so boxes at the edges are frequent.
+    [e^-4, 1). The centre is uniform over the image, then moved so that the box lies inside.
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX

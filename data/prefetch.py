@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Deque, Iterator, NamedTuple, Optional, Union
 
 import torch
 
@@ -18,9 +18,8 @@ _PATIENCE = 10.0  # seconds that a thread gets to end: it may be waiting for a s
 class Prefetcher:
     """An iterator over micro batches whose images are on the device; labels and indices stay on the CPU.
 
-    A thread takes up to `depth` of them ahead. For CUDA it puts them into page-locked memory and copies them by a
-    stream of its own, so that copies run beside the computation; the stream that computes waits for the copy alone,
-    and memory is not given to others before that stream is done with it.
+    A thread takes up to `depth` of them ahead. For CUDA it copies them from page-locked memory by a stream of its own,
+    beside the computation; memory is not reused before the computing stream is done with it.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
@@ -29,12 +28,10 @@ class Prefetcher:
             batches: with a method `close`, which is called in the end.
             depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
         """
-        self._device = device
-        self._waits = _DeviceWaits(device) if device.type == "cuda" else _HostWaits()
-        self._started = False
-        move = _ToCuda(device) if device.type == "cuda" else _stay
+        self._device, self._started, self._waits = device, False, _Waits(device)
+        move = _to_cuda(device) if device.type == "cuda" else _Moved
         self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
-        # Also when nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
+        # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
 
     def __iter__(self) -> "Prefetcher":
@@ -42,13 +39,14 @@ class Prefetcher:
 
     def __next__(self) -> MicroBatch:
         """Raises what `batches` raises, at the place where it was raised."""
-        self._waits.begin()
+        before = self._waits.mark()
         batch, copied = next(self._ahead)
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             batch.images.record_stream(stream)
-        self._waits.end(counts=self._started)
+        if self._started:
+            self._waits.add(before)
         self._started = True
         return batch
 
@@ -65,38 +63,32 @@ class _Moved(NamedTuple):
     """A batch whose images are on their way to the device, and the event of their arrival on CUDA."""
 
     batch: MicroBatch
-    copied: Optional[torch.cuda.Event]
+    copied: Optional[torch.cuda.Event] = None
 
 
 _Move = Callable[[MicroBatch], _Moved]
 
 
-class _ToCuda:
-    """Copies to a CUDA device, by a stream of their own."""
+def _to_cuda(device: torch.device) -> _Move:
+    """Copying to a CUDA device by a stream of its own."""
+    side = torch.cuda.Stream(device)
 
-    def __init__(self, device: torch.device):
-        self._device, self._side = device, torch.cuda.Stream(device)
-
-    def __call__(self, batch: MicroBatch) -> _Moved:
-        with torch.cuda.stream(self._side):
+    def move(batch: MicroBatch) -> _Moved:
+        with torch.cuda.stream(side):
             images = batch.images if batch.images.is_cuda else batch.images.pin_memory()
-            images = images.to(self._device, non_blocking=True)
+            images = images.to(device, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record(self._side)
+            copied.record(side)
         labels, indices = batch.labels.pin_memory(), batch.indices.pin_memory()
         return _Moved(batch._replace(images=images, labels=labels, indices=indices), copied)
 
-
-def _stay(batch: MicroBatch) -> _Moved:
-    return _Moved(batch, None)
+    return move
 
 
 def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:
     """Each batch when it is needed."""
-    try:
+    with contextlib.closing(batches):
         yield from map(move, batches)
-    finally:
-        batches.close()
 
 
 class _Ahead:
@@ -120,8 +112,7 @@ class _Ahead:
         try:
             raise taken
         finally:
-            # An error that holds the frame that holds it would keep alive, until garbage is collected, all that the
-            # frames above hold, such as workers.
+            # An error in a frame that its traceback holds would keep alive what the frames above hold, such as workers.
             del taken
 
     def close(self) -> None:
@@ -140,56 +131,37 @@ class _Ahead:
             while not self._stop.is_set():
                 # No name for the batch: only those in the queue stay alive.
                 self._ready.put(self._move(next(self._batches)))
-        except BaseException as error:  # handed over, to be raised where the batch is missed
+        except BaseException as error:  # raised again where the batch is missed
             self._ready.put(error)
         finally:
             self._batches.close()
 
 
-class _HostWaits:
-    """Waiting for images as the thread that computes sees it."""
+class _Waits:
+    """Waiting for images: as the thread that computes sees it, or on CUDA the device, which may still have work to do.
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        self._start = time.perf_counter()
-
-    def end(self, counts: bool) -> None:
-        if counts:
-            self._seconds += time.perf_counter() - self._start
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
-class _DeviceWaits:
-    """Waiting for images as the device sees it, which works through its queue while the host waits.
-
-    One event is recorded before and one behind each wait: between them the stream has nothing to do. They are read
-    once the device has passed them, so nothing waits for them.
+    Two marks, around each wait, are times, or events between which the stream has nothing to do; these are read once
+    the device has passed them.
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
-        self._pending: Deque[Tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._device = device if device.type == "cuda" else None
+        self._pending: Deque[tuple] = deque()
         self._seconds = 0.0
 
-    def begin(self) -> None:
-        self._before = self._recorded()
-
-    def end(self, counts: bool) -> None:
-        if counts:
-            self._pending.append((self._before, self._recorded()))
-        self.seconds()
-
-    def seconds(self) -> float:
-        while self._pending and self._pending[0][1].query():
-            before, after = self._pending.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
-        return self._seconds
-
-    def _recorded(self) -> torch.cuda.Event:
+    def mark(self) -> Union[float, torch.cuda.Event]:
+        if self._device is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def add(self, before: Union[float, torch.cuda.Event]) -> None:
+        self._pending.append((before, self.mark()))
+        self.seconds()
+
+    def seconds(self) -> float:
+        while self._pending and (self._device is None or self._pending[0][1].query()):
+            before, after = self._pending.popleft()
+            self._seconds += after - before if self._device is None else before.elapsed_time(after) / 1000
+        return self._seconds

@@ -22,10 +22,18 @@ class Reader(Dataset):
             image = next(opened)
             if isinstance(image, UnreadableImage):
                 raise image
-            return self._transform(image, request.image_size, request.epoch, index)
+            return self._transform(image, size, request.epoch, index)
 
+        size = request.image_size
+        # Channels last in memory, as decoding and resizing give them.
+        shape, strides = (self._rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
+        if get_worker_info() is None:
+            images = torch.empty_strided(shape, strides, dtype=torch.uint8)
+        else:  # in memory that processes share, to which the answer would otherwise be copied
+            storage = torch.UntypedStorage._new_shared(self._rows * strides[0])
+            images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         opened = iter(self._source.open_all(request.indices))
-        return gathered(request, _empty(self._rows, request.image_size), self._source, pixels)
+        return gathered(request, images, self._source, pixels)
 
 
 def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Callable[[int], torch.Tensor]) -> Loaded:
@@ -33,7 +41,6 @@ def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Cal
 
     Args:
         images: room for it, uint8 [rows, 3, size, size]; rows that are not filled become 0.
-        source: knows the labels.
         pixels: from an index of the request to uint8 [3, size, size]; called for each, in order. Raises
             UnreadableImage, which is not raised out of here: torch would wrap it into the traceback of a worker.
     """
@@ -44,18 +51,8 @@ def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Cal
             images[len(indices)] = pixels(index)
         except UnreadableImage as error:
             unreadable.append(str(error))
-            continue
-        indices.append(index)
+        else:
+            indices.append(index)
     images[len(indices) :] = 0
     labels = [int(source.labels[index]) for index in indices]
     return Loaded(images, labels, indices, request.number, request.step, tuple(unreadable))
-
-
-def _empty(rows: int, size: int) -> torch.Tensor:
-    """Room for a micro batch: uint8 [rows, 3, size, size], channels last in memory, as decoding and resizing go."""
-    shape, strides = (rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
-    if get_worker_info() is None:
-        return torch.empty_strided(shape, strides, dtype=torch.uint8)
-    # A worker's answer travels in memory that processes share. Other memory would be copied there.
-    storage = torch.UntypedStorage._new_shared(rows * strides[0])
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)

@@ -3,7 +3,6 @@
 Imported only where a place is a URL. Nothing is ever listed. Whatever a server does, each call comes to an end.
 """
 
-import functools
 import os
 import threading
 import time
@@ -47,7 +46,7 @@ class _Connection(NamedTuple):
 
 
 # A function that fetches, by a connection, the files or ranges with these numbers.
-_Ask = Callable[[_Connection, List[int]], list]
+_Fetch = Callable[[_Connection, List[int]], list]
 
 
 class _NoAnswer(Exception):
@@ -61,8 +60,8 @@ class _WrongLength(Exception):
 class RemoteFolder(Folder):
     """Files behind a URL.
 
-    A failed request is tried again, three times in all, with pauses. Once that was in vain for a file, it is tried once
-    each time until it answers again, and for less time, so that a shard that is gone costs a run seconds, not hours.
+    A failed request is tried three times, with pauses. If that was in vain for a file, it is tried once each time until
+    it answers again, and for less time, so that a shard that is gone costs a run seconds, not hours.
     """
 
     def __init__(self, place: str):
@@ -79,43 +78,37 @@ class RemoteFolder(Folder):
     def __getstate__(self) -> dict:
         return {"place": self.place, "_access": self._access, "_failing": set(), "_connection": None}
 
-    def path(self, name: str) -> str:
-        return f"{self.place}/{name}"
-
     def size(self, name: str) -> Optional[int]:
         return None  # it would take a request for each file
 
     def read(self, name: str, most: int) -> bytes:
-        def ask(connection: _Connection, numbers: List[int]) -> list:
+        def fetch(connection: _Connection, numbers: List[int]) -> list:
             return [connection.system.cat_file(connection.file(name), end=most + 1)]
 
-        (answer,) = self._answers([name], ask, 0)
-        if isinstance(answer, FileNotFoundError):
-            raise MissingFile(f"{self.path(name)}: {_reason(answer)}")
+        (answer,) = self._answers([name], fetch, 0)
         if isinstance(answer, Exception):
-            raise DataError(f"{self.path(name)}: {_reason(answer)}")
+            kind = MissingFile if isinstance(answer, FileNotFoundError) else DataError
+            raise kind(f"{self.path(name)}: {_reason(answer)}")
         if len(answer) > most:
             raise DataError(f"{self.path(name)}: more than {most:,} bytes came; there is another file in its place")
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        def ask(connection: _Connection, numbers: List[int]) -> list:
+        def fetch(connection: _Connection, numbers: List[int]) -> list:
             return _ranges(connection, [wanted[number] for number in numbers])
 
-        answers = self._answers([one.name for one in wanted], ask, sum(one.length for one in wanted))
+        answers = self._answers([one.name for one in wanted], fetch, sum(one.length for one in wanted))
         return [_reason(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
-    def _answers(self, names: Sequence[str], ask: _Ask, size: int) -> list:
-        """Answers to questions about files; in the place of one that failed, the exception of the last try.
+    def _answers(self, names: Sequence[str], fetch: _Fetch, size: int) -> list:
+        """Answers to requests for files of these names; in the place of one that failed, the last try's exception.
 
-        Args:
-            names: of the file that each question is about.
-            size: bytes that all answers together have.
+        Args: size: bytes that all answers together have.
         """
         answers: List[Any] = [None] * len(names)
         pending = list(range(len(names)))
         for tried in range(1, _TRIES + 1):
-            for number, answer in self._attempt(names, pending, ask, size).items():
+            for number, answer in self._attempt(names, pending, fetch, size).items():
                 answers[number] = answer
             pending = [number for number in pending if self._is_worth_a_try(names[number], answers[number])]
             if not pending or tried == _TRIES:
@@ -134,24 +127,20 @@ class RemoteFolder(Folder):
             return self._connected().concurrent
         return not isinstance(answer, (FileNotFoundError, PermissionError))
 
-    def _attempt(self, names: Sequence[str], pending: List[int], ask: _Ask, size: int) -> Dict[int, Any]:
-        """Ask once: each file by itself where that can be done at once, so that one that hangs holds up no other."""
+    def _attempt(self, names: Sequence[str], pending: List[int], fetch: _Fetch, size: int) -> Dict[int, Any]:
+        """Request once: each file by itself where threads can, so that one that hangs holds up no other."""
         connection = self._connected()
         groups: Dict[str, List[int]] = {}
         for number in pending:
             groups.setdefault(names[number] if connection.concurrent else "", []).append(number)
-        calls = [functools.partial(ask, connection, numbers) for numbers in groups.values()]
+        if connection.concurrent:
+            patience = [(_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE for name in groups]
+        else:
+            patience = [_PATIENCE_WITH_CACHES]
         found: Dict[int, Any] = {}
-        patience = [self._patience(name, connection, size) for name in groups]
-        for numbers, answer in zip(groups.values(), _together(calls, patience)):
+        for numbers, answer in zip(groups.values(), _together(fetch, connection, [*groups.values()], patience)):
             found.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
         return found
-
-    def _patience(self, name: str, connection: _Connection, size: int) -> float:
-        """Seconds that an answer may take. Args: name: of the file, "" for several."""
-        if not connection.concurrent:
-            return _PATIENCE_WITH_CACHES
-        return (_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE
 
     def _connected(self) -> _Connection:
         """The connection of this process: those of others do not survive a fork."""
@@ -196,19 +185,20 @@ def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
     return answers
 
 
-def _together(calls: Sequence[Callable[[], Any]], patience: Sequence[float]) -> list:
-    """Results or exceptions of the calls, each in a thread; those that take longer than `patience` seconds are left
-    behind."""
+def _together(
+    fetch: _Fetch, connection: _Connection, groups: Sequence[List[int]], patience: Sequence[float]
+) -> List[Union[list, Exception]]:
+    """What each group's fetch returns or raises, each in a thread, which is abandoned after `patience` seconds."""
     answers: List[Any] = [_NoAnswer(f"no answer within {seconds:.0f} s") for seconds in patience]
 
-    def run(number: int) -> None:
+    def run(place: int) -> None:
         try:
-            answers[number] = calls[number]()
+            answers[place] = fetch(connection, groups[place])
         except Exception as error:  # each file system raises its own
-            answers[number] = error
+            answers[place] = error
 
     # Daemons: the process may end while one of them still waits.
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(groups))]
     start = time.monotonic()
     for thread in threads:
         thread.start()
@@ -226,11 +216,6 @@ def _reason(error: Exception) -> str:
     return reason
 
 
-def _forget_the_parents_loop() -> None:
-    """fsspec runs requests in a thread, of which a fork has none. Its older versions (2025.3) do not notice."""
-    reset = getattr(fsspec.asyn, "reset_lock", None)
-    if reset is not None:
-        reset()
-
-
-os.register_at_fork(after_in_child=_forget_the_parents_loop)
+# fsspec runs requests in a thread, of which a fork has none. Its older versions (2025.3) do not notice.
+if hasattr(fsspec.asyn, "reset_lock"):
+    os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)

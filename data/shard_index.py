@@ -1,13 +1,13 @@
 """The files beside tar shards: an index of each, and one manifest that names them all.
 
-Index, NAME.tar.index: a safetensors file with `offsets`, `lengths` (int64, bytes), `labels` (int32), `crc32` (uint32),
-`name_lengths` (int32), each [images], and `names` (uint8), all names one after the other. Its metadata have one key,
-"shard": JSON with the format's version, the tar's bytes and SHA-256, and what `tools.shards pack` made it from, if so.
+Index, NAME.tar.index: a safetensors file with the arrays of `Index`. Its metadata have one key, "shard": JSON with the
+format's version, the tar's bytes and SHA-256, and the plan of `tools.shards pack`, if it made the tar.
 
 Manifest, shards.json: the format's version, the classes by label, and name, bytes, images and SHA-256 of each shard.
 """
 
 import json
+import re
 from typing import Any, NamedTuple, Tuple
 
 import numpy as np
@@ -68,23 +68,23 @@ def index_name(shard: str) -> str:
 
 def encode_index(index: Index) -> bytes:
     """An index as it is stored; the same bytes for the same index."""
-    arrays = {
-        name: np.ascontiguousarray(getattr(index, name), kind) for name, kind in _ARRAYS.items() if name != "names"
-    }
-    arrays["names"] = np.frombuffer(index.names, np.uint8)
+    found = {**index._asdict(), "names": np.frombuffer(index.names, np.uint8)}
+    arrays = {name: np.ascontiguousarray(found[name], kind) for name, kind in _ARRAYS.items()}
     shard = {"format": FORMAT, "bytes": index.bytes, "sha256": index.sha256, "plan": index.plan}
     return safetensors.numpy.save(arrays, {"shard": json.dumps(shard)})
 
 
 def decode_index(encoded: bytes, place: str) -> Index:
-    """The index in a file's bytes, consistent in itself. Args: place: what errors call it. Raises DataError."""
+    """The index in a file's bytes, which is consistent. Args: place: what errors call it. Raises DataError."""
     try:
         arrays = safetensors.numpy.load(encoded)
         header = parse_json(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
         shard = parse_json(header["__metadata__"]["shard"])
         _check_format(shard["format"], f"{place}: index")
-        found = {name: _array(arrays, name) for name in _ARRAYS}
-        found["names"] = found["names"].tobytes()
+        for name, kind in _ARRAYS.items():
+            if arrays[name].dtype != kind or arrays[name].ndim != 1:
+                raise ValueError(f"{name} is {arrays[name].dtype} {list(arrays[name].shape)}")
+        found = {**{name: arrays[name] for name in _ARRAYS}, "names": arrays["names"].tobytes()}
         index = Index(**found, bytes=int(shard["bytes"]), sha256=str(shard["sha256"]), plan=str(shard["plan"]))
         _check_consistent(index)
         return index
@@ -99,10 +99,9 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
     Raises:
         DataError: it is missing or damaged, or the shard is not the one that it is of.
     """
-    name = index_name(shard.name)
-    place = folder.path(name)
+    place = folder.path(index_name(shard.name))
     try:
-        index = decode_index(folder.read(name, MOST_OF_INDEX), place)
+        index = decode_index(folder.read(index_name(shard.name), MOST_OF_INDEX), place)
     except MissingFile as error:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
     size = folder.size(shard.name)
@@ -157,8 +156,7 @@ def _check_format(version: Any, file: str) -> None:
 
 def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
     # Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
-    whole = not any("\ud800" <= letter <= "\udfff" for letter in _text(name))
-    if not name.endswith(".tar") or set("/\\\0") & set(name) or name.startswith(".") or not whole:
+    if not re.fullmatch(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*\.tar", _text(name)):
         raise ValueError(f"{name!r} is no name of a shard")
     if not all(type(number) is int and number > 0 for number in (bytes, images)):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images")
@@ -169,13 +167,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
-
-
-def _array(arrays: dict, name: str) -> np.ndarray:
-    array = arrays[name]
-    if array.dtype != _ARRAYS[name] or array.ndim != 1:
-        raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
-    return array
 
 
 def _check_consistent(index: Index) -> None:

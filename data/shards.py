@@ -1,5 +1,6 @@
-"""Images in tar shards: read by offset, near their order in the shards, from this machine or over a network."""
+"""Images in tar shards, read by offset from this machine or over a network."""
 
+import functools
 import hashlib
 import os
 import zlib
@@ -11,7 +12,7 @@ import numpy as np
 from data.base import SOURCES, Image, Names, Source, UnreadableImage, permutation
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, MissingFile, Range
-from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
+from data.shard_index import encode_manifest, read_index, read_manifest
 from recipe.errors import DataError, printable
 from recipe.images import Shards, below, split_folder
 from recipe.randomness import bits32, key
@@ -22,8 +23,8 @@ _AT_ONCE = 32  # indexes that are requested from a server
 class ShardsSource(EncodedSource):
     """Tar shards in the WebDataset convention, with the indexes and the manifest that `tools.shards` makes.
 
-    Images are numbered through the shards in the order of the manifest, and in a shard as they lie in it. Their bytes
-    are compared with the checksum of the index, in a fiftieth of the time that decoding takes.
+    Images are numbered in the order of the manifest, and in a shard as they lie in it. Their bytes are compared with
+    the checksum of the index.
     """
 
     def __init__(self, place: str, window: int):
@@ -35,14 +36,18 @@ class ShardsSource(EncodedSource):
         Raises:
             DataError: the manifest or an index is missing or damaged, or does not fit a shard.
         """
-        assert window >= 1, window
         self.place, self._folder = place, open_folder(place)
         self._window = window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
         self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
-        indexes = _read_indexes(self._folder, manifest)
+        read = functools.partial(read_index, self._folder, classes=len(manifest.classes))
+        if isinstance(self._folder, LocalFolder):
+            indexes = [read(shard) for shard in manifest.shards]
+        else:
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                indexes = list(threads.map(read, manifest.shards))
         self._starts = np.cumsum([0, *(len(index.labels) for index in indexes)])
         self.labels = np.concatenate([index.labels for index in indexes]).astype(np.int64)
         self._offsets = np.concatenate([index.offsets for index in indexes])
@@ -72,9 +77,8 @@ class ShardsSource(EncodedSource):
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Shards in random order, then images among those nearby: each moves by less than the window.
 
-        An image i places behind the first sorts at i + window x a random fraction; of two at the same place the one
-        that was before stays before. So a worker reads from few shards at a time. A window as large as all images
-        leaves nothing of the shards: then it is a random order as any source's.
+        An image i places behind the first sorts at i + window x a random fraction; ties stay in their order. So a
+        worker reads from few shards at a time. With a window of all images it is a random order as any source's.
         """
         size = len(self)
         if self._window >= size:
@@ -104,23 +108,22 @@ class ShardsSource(EncodedSource):
 
 @SOURCES.implements(Shards)
 def _open(data: Shards, classes: int, split: str) -> Source:
-    """Open a split. Both must have the same classes by label; without training shards the validation's count."""
     place, train = split_folder(data, split), below(str(data.root), data.train_folder)
     source = ShardsSource(place, data.shuffle_window)
-    if split == "validation":
-        try:
-            trained = read_manifest(open_folder(train)).classes
-        except MissingFile:
-            return source
-        if len(trained) != len(source.classes):
-            raise DataError(
-                f"{place}: {len(source.classes)} classes, but {train} has {len(trained)}; both need the same classes"
-            )
-        for label, (here, there) in enumerate(zip(source.classes, trained)):
-            if here != there:
-                raise DataError(
-                    f"{place}: label {label} is {here!r}, but in {train} it is {there!r}; both need the same classes"
-                )
+    if split == "train":
+        return source
+    try:
+        trained = read_manifest(open_folder(train)).classes
+    except MissingFile:
+        return source
+    fault = ""
+    if len(trained) != len(source.classes):
+        fault = f"{len(source.classes)} classes, but {train} has {len(trained)}"
+    elif trained != source.classes:
+        label = next(label for label, name in enumerate(trained) if name != source.classes[label])
+        fault = f"label {label} is {source.classes[label]!r}, but in {train} it is {trained[label]!r}"
+    if fault:
+        raise DataError(f"{place}: {fault}; both need the same classes")
     return source
 
 
@@ -131,11 +134,3 @@ def open_folder(place: str) -> Folder:
     from data.remote import RemoteFolder
 
     return RemoteFolder(place)
-
-
-def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
-    classes = len(manifest.classes)
-    if isinstance(folder, LocalFolder):
-        return [read_index(folder, shard, classes) for shard in manifest.shards]
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return list(threads.map(lambda shard: read_index(folder, shard, classes), manifest.shards))

@@ -1,7 +1,4 @@
-"""The images that a recipe names. A source numbers its images from 0; order, augmentation and batches are loader.py's.
-
-A source is one file that registers itself in `data.base.SOURCES` for its section class; those below come along.
-"""
+"""The images that a recipe names. A source is a file that registers itself in `SOURCES`; those below come along."""
 
 from data import digits, folder, glyphs, shards  # noqa: F401  (they register themselves)
 from data.base import SOURCES, Source
@@ -12,18 +9,14 @@ from recipe.errors import DataError
 def open_source(data: Data, classes: int, split: str) -> Source:
     """Open the images that a recipe names, after checks that need nothing decoded.
 
-    Validation labels are numbered by the training images' classes, so both splits must have the same (shards: in the
-    same order); where there are no training images (to score a checkpoint, say), the validation's own are used.
+    Both splits must have the same classes (shards: in the same order), as labels are numbered by them; without training
+    images (to score a checkpoint, say) the validation's own classes count.
 
-    Args:
-        data: the recipe's section.
-        classes: the recipe's `model.classes`.
-        split: "train" or "validation".
+    Args: classes: the recipe's `model.classes`. split: "train" or "validation".
 
     Raises:
         DataError: images that the recipe names are missing, incomplete or do not fit the recipe.
     """
-    assert split in ("train", "validation"), split
     source = SOURCES.of(data)(data, classes, split)
     if len(source.classes) != classes:
         raise DataError(

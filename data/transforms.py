@@ -1,7 +1,6 @@
-"""From an image to the pixels that the model is shown: random crops, flips and operations, centre crops.
+"""From an image to the pixels that the model gets: random crops, flips and operations, centre crops. All is uint8.
 
-The plan (`Frame`) is separate from its execution, so that a reader that decodes and crops by itself follows the same.
-Everything stays uint8; mixing of images happens on the device.
+The plan (`Frame`) is separate from its execution, so that DALI, which decodes and crops by itself, follows the same.
 """
 
 import abc
@@ -46,16 +45,13 @@ def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float],
         h = round(math.sqrt(target_area / target_aspect))
         if 0 < w <= width and 0 < h <= height:
             return Box(stream.integer(height - h + 1), stream.integer(width - w + 1), h, w)
-    h, w = height, width
-    if width / height < aspect[0]:
-        h = max(1, round(width / aspect[0]))
-    elif width / height > aspect[1]:
-        w = max(1, round(height * aspect[1]))
+    h = height if width / height >= aspect[0] else max(1, round(width / aspect[0]))
+    w = width if width / height <= aspect[1] else max(1, round(height * aspect[1]))
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
 class Frame(NamedTuple):
-    """The part of an image that is shown: a box of it, resized, of that the middle, mirrored or not."""
+    """The part of an image that the model gets: the middle of a resized box, mirrored or not."""
 
     box: Box  # in the image's pixels, the image upright
     height: int  # of the resized box
@@ -76,18 +72,20 @@ class Frame(NamedTuple):
 
 
 class Transform(abc.ABC):
-    """The work on each image of a split; goes to worker processes."""
+    """The work on each image of a split; goes to worker processes.
+
+    size: pixels a side of the result. index: of the image in its source.
+    """
 
     @abc.abstractmethod
-    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
-        """Frame of an image. Args: size: pixels a side of the result. index: of the image in its source."""
+    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame: ...
 
-    @abc.abstractmethod
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """Change the pixels of the frame. Args: pixels: uint8 [3, size, size]."""
+        """Change the pixels of the frame, or not. Args: pixels: uint8 [3, size, size]."""
+        return pixels
 
     def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
-        """uint8 [3, size, size]; channels last in memory, most likely. Raises UnreadableImage."""
+        """Return uint8 [3, size, size], mostly channels last in memory. Raises UnreadableImage."""
         return self.finish(framed(image, self.frame(image, size, epoch, index)), epoch, index)
 
 
@@ -106,10 +104,7 @@ class Training(Transform):
 
 
 class Evaluation(Transform):
-    """The short side resized to round(size / crop_fraction), then the centre.
-
-    Sizes are rounded as torchvision's Resize and CenterCrop round them.
-    """
+    """The short side resized to round(size / crop_fraction), then the centre; sizes are rounded as by torchvision."""
 
     def __init__(self, crop_fraction: float):
         self._crop_fraction = crop_fraction
@@ -126,9 +121,6 @@ class Evaluation(Transform):
             height, width = short * height // width, short
         return Frame(box, height, width, size, flip=False, exact=True)
 
-    def finish(self, pixels: torch.Tensor, epoch: int = 0, index: int = 0) -> torch.Tensor:
-        return pixels
-
 
 def framed(image: Image, frame: Frame) -> torch.Tensor:
     """The pixels of a frame: uint8 [3, size, size]. Raises UnreadableImage."""
@@ -141,11 +133,8 @@ def framed(image: Image, frame: Frame) -> torch.Tensor:
 def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int) -> torch.Tensor:
     """RandAugment, AutoAugment (its policy for ImageNet) or TrivialAugment, by torchvision; or the image as it is.
 
-    Draws are a function of (seed, epoch, sample index) and the installed torchvision, which draws in an order of
-    its own.
-
-    Args:
-        image: uint8 [3, height, width], as the result.
+    Draws are a function of (seed, epoch, sample index) and of the installed torchvision's order of draws. Image and
+    result are uint8 [3, height, width].
 
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
     """
@@ -181,8 +170,7 @@ def _resized(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing: uint8 [3, any, any] to uint8 [3, height, width]."""
     if image.shape[1:] == (height, width):
         return image
-    # By way of rows, columns, channels: the strides that this gives a batch of one are those by which torch takes the
-    # short path, and torch 2.0 misreads strides other than those of a whole image, planar or interleaved.
+    # With these strides of a batch of one torch takes the short path; torch 2.0 misreads those of a part of an image.
     if image.stride(0) == 1:
         batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     else:

@@ -25,7 +25,7 @@ from recipe.config import Data
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # all that ask a run to stop
 _WAITS_FOR_SIGNALS = hasattr(signal, "sigtimedwait")  # not on macOS
-_GLANCE = 1.0  # seconds between two looks whether the parent is there
+_GLANCE = 1.0  # seconds between two checks whether the parent is alive
 
 
 class WorkerReader:
@@ -67,28 +67,24 @@ class Loader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Loaded]:
+        """Raises OSError if there is no room for the workers' queues, before torch leaves half of them behind."""
         if self.num_workers:
-            self._check_shared_memory()
+            context = self.multiprocessing_context
+            try:
+                context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
+            except OSError as error:
+                raise (shared_memory_is_full() if error.errno == errno.ENOSPC else error) from None
         with signals_withheld():
             return super().__iter__()
-
-    def _check_shared_memory(self) -> None:
-        """Raise OSError now if there is no room for the workers' queues: torch would leave half of them behind."""
-        context = self.multiprocessing_context
-        try:
-            context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
-        except OSError as error:
-            raise (shared_memory_is_full() if error.errno == errno.ENOSPC else error) from None
 
     def check_worker_number_rationality(self) -> None:
         """Do not warn of more workers than cores: they are right where reading waits for a network."""
 
 
 def _quiet_context() -> BaseContext:
-    """The default context, but a queue whose reader was killed is quiet: torch reports the worker that is gone.
+    """The default context with queues that print nothing when their reader was killed: torch reports that.
 
-    Otherwise the thread that feeds the queue may print a traceback while the loader is shut down. There is no public
-    switch; concurrent.futures sets the same attribute.
+    There is no public switch; concurrent.futures sets the same attribute.
     """
     context = copy.copy(multiprocessing.get_context())
     make = context.Queue
@@ -112,13 +108,6 @@ def _as_it_is(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def begin_work(worker: int) -> None:
-    """Set up a worker, which must be started within `signals_withheld`."""
-    # Decoders that can use a GPU would each make a context there, in memory that the training needs.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    obey_only_the_parent(worker)
-
-
 @contextlib.contextmanager
 def signals_withheld() -> Iterator[None]:
     """Processes that are started within are born with these signals blocked: no thread of theirs receives one."""
@@ -132,37 +121,35 @@ def signals_withheld() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def obey_only_the_parent(worker: int) -> None:
-    """Let only the training process end this worker, which must be started within `signals_withheld`.
+def begin_work(worker: int) -> None:
+    """Set up a worker, started within `signals_withheld`: without a GPU, and ended by the training process alone.
 
-    Terminals and schedulers send their signals to every process of a job. The training process needs its workers to
-    finish its step and save before it ends. If it dies without ending them, they end by themselves: torch's watchdog
-    does that only between two requests.
+    Terminals and schedulers send their signals to every process of a job, but the training process needs its workers to
+    finish its step. Workers end by themselves if it dies without ending them: torch's watchdog checks that only between
+    two requests.
     """
+    # Decoders that can use a GPU would each make a context there, in memory that the training needs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    _say_nothing_when_orphaned(parent.pid)
+    _quiet_when_orphaned(parent.pid)
     if _WAITS_FOR_SIGNALS:
         threading.Thread(target=_await_termination, args=(parent.pid, os.getppid()), daemon=True).start()
 
 
-def _say_nothing_when_orphaned(parent: int) -> None:
-    """A training process that was killed while it took images leaves its worker with a broken connection."""
+def _quiet_when_orphaned(parent: int) -> None:
+    """Print no traceback of the connection that a killed training process leaves broken."""
     before = sys.excepthook
 
     def hook(kind: type, error: BaseException, trace: Optional[TracebackType]) -> None:
-        if not (issubclass(kind, (EOFError, ConnectionError)) and _lost(parent)):
+        # A process that is killed closes its connections before its children change hands.
+        end = time.monotonic() + (1.0 if issubclass(kind, (EOFError, ConnectionError)) else 0.0)
+        while os.getppid() == parent and time.monotonic() < end:
+            time.sleep(0.01)
+        if not issubclass(kind, (EOFError, ConnectionError)) or os.getppid() == parent:
             before(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _lost(parent: int) -> bool:
-    """Whether the parent is gone. A process that is killed closes its connections before its children change hands."""
-    end = time.monotonic() + 1.0
-    while os.getppid() == parent and time.monotonic() < end:
-        time.sleep(0.01)
-    return os.getppid() != parent
 
 
 def _await_termination(parent: int, started_by: int) -> None:

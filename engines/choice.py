@@ -9,7 +9,7 @@ import torch
 
 from engines import cuts
 from engines.devices import device_of, synchronize
-from models.efficientnet import build
+from models.families import build
 from parallel import exchange
 from parallel.costs import Link
 from parallel.exchange import Method

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from data.mixing import Mixing
-from models.efficientnet import build
+from models.families import build
 from models.preprocess import Preprocess
 from models.stages import BlockList
 from models.stochastic import Draws

@@ -19,7 +19,7 @@ from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from engines.step import TrainingStep
 from engines.timeline import Recorder
-from models.efficientnet import build
+from models.families import build
 from models.normalization import BatchNormAct, norm_parameters
 from optim import factory
 from optim.averaging import WeightAverage

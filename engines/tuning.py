@@ -17,7 +17,7 @@ from engines import cuts
 from engines.devices import compute_dtype, device_of, name_of, set_determinism, synchronize
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models import shapes
-from models.efficientnet import build
+from models.families import build
 from models.kernels import patching
 from models.stages import BlockList
 from parallel.work import Boundary

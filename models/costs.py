@@ -21,49 +21,41 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
     """Seconds and bytes of each block, timed alone in training mode on the device where model and images are.
 
     Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that
-    a block finds neither its input nor what it kept in the caches. A drift of the machine's speed meets all blocks; of
-    each one's times the least counts, for what others add is never negative. The first pass warms up. Time is
-    that of computing gradients, not of adding them to those of other micro batches; a block whose output needs no
-    gradient, such as `preprocess`, has no backward pass, and the block behind it computes no gradient of its input.
+    a block's input and what it saved are not in the caches. Takes the minimum over repetitions, as noise only adds
+    time; the first pass warms up. Time is that of computing gradients, not of adding them up. A block whose output
+    needs no gradient, such as `preprocess`, has no backward pass, and the next computes no gradient of its input.
 
     The model is left as it was to the bit: gradients, running statistics, draws and training flags.
 
-    Args:
-        images: one micro batch, uint8 [micro, 3, H, W].
-        repetitions: timed passes, at least 1.
+    Args: images: one micro batch, uint8 [micro, 3, H, W]. repetitions: timed passes, at least 1.
     """
-    assert repetitions >= 1, repetitions
     blocks = {name: model.block(name) for name in model.names}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     times = dict.fromkeys(blocks, (math.inf, math.inf))
     sizes = {}
-    with _training(model), torch.enable_grad():
-        try:
-            x = images
-            for name, block in blocks.items():
-                with _saved_bytes(block) as saved:
-                    output = block(x)
-                sizes[name] = (sum(saved.values()), _bytes(output), _parameters(block))
-                x = _handed_on(output)
-            for _ in range(repetitions):
-                for name, seconds in _timed(blocks, images).items():
-                    times[name] = tuple(map(min, times[name], seconds))
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    with _left_as_it_was(model), torch.enable_grad():
+        model.train()
+        x = images
+        for name, block in blocks.items():
+            with _saved_bytes(block) as saved:
+                output = block(x)
+            parameters = sum(parameter.numel() for parameter in block.parameters())
+            sizes[name] = (sum(saved.values()), output.numel() * output.element_size(), parameters)
+            x = _detached(output)
+        for _ in range(repetitions):
+            for name, seconds in _timed(blocks, images).items():
+                times[name] = tuple(map(min, times[name], seconds))
     return {name: BlockCost(*times[name], *sizes[name]) for name in blocks}
 
 
 def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
     """Block by block, the median time of what several processes have measured of one model."""
-
-    def middle(name: str) -> BlockCost:
-        costs = [each[name] for each in measured]
-        forward, backward = (statistics.median(getattr(cost, key) for cost in costs) for key in ("forward", "backward"))
-        return costs[0]._replace(forward=forward, backward=backward)
-
-    return {name: middle(name) for name in measured[0]}
+    return {
+        name: cost._replace(
+            forward=statistics.median(each[name].forward for each in measured),
+            backward=statistics.median(each[name].backward for each in measured),
+        )
+        for name, cost in measured[0].items()
+    }
 
 
 def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tuple[float, float]]:
@@ -77,7 +69,7 @@ def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tupl
             output = block(x)
             seconds[name][0] += _now(x.device) - started
             passes.append((name, block, x, output))
-            x = _handed_on(output)
+            x = _detached(output)
     while passes:
         name, block, x, output = passes.pop()
         if output.requires_grad:
@@ -90,27 +82,30 @@ def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tupl
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done all that it was told."""
+    """Seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _handed_on(output: torch.Tensor) -> torch.Tensor:
-    """The next block's input: a graph of its own, that reaches back to here only if there is something to learn."""
+def _detached(output: torch.Tensor) -> torch.Tensor:
+    """The next block's input: a graph of its own, with a gradient if there is something to learn."""
     return output.detach().requires_grad_(output.requires_grad)
 
 
 @contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Puts all modules into training mode, and afterwards each as before."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train()
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore training flags and buffers in the end."""
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, training in before:
+        for module, training in flags:
             module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 @contextlib.contextmanager
@@ -122,7 +117,7 @@ def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in own:
-            alive.append(tensor.detach())  # a storage that is freed may give its place, and so its key, to another one
+            alive.append(tensor.detach())  # a storage that is freed may give its place, and so its key, to another
             sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -133,11 +128,3 @@ def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
 def _storage(tensor: torch.Tensor) -> int:
     """A key that tells storages apart."""
     return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _parameters(block: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in block.parameters())

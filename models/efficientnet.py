@@ -12,24 +12,21 @@ from torch import nn
 from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 from models.preprocess import Preprocess
 from models.shapes import CHANNEL_DIVISOR, HEAD_CHANNELS, STAGES, STEM_CHANNELS, groups_of
-from models.stages import BlockList
+from models.stages import FAMILIES, BlockList, Family
 from models.stochastic import Draws, Dropout, DropPath
-from recipe.config import Model
+from recipe import network
 from recipe.errors import ConfigError
 from recipe.randomness import key
 
 
-def build(model: Model, seed: int) -> BlockList:
-    """The model of a recipe: images [N, 3, H, W] in, logits [N, classes] out, float32, training mode.
+def build(model: network.EfficientNet, seed: int) -> BlockList:
+    """Build an EfficientNet: see `Family.build`.
 
-    Images are uint8, or float32 from 0 to 255 where they have been mixed.
-
-    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Names of parameters and buffers are timm's behind
-    the block's name (`stem.conv_stem.weight`, `blocks.0.0.conv_dw.weight`, `head.classifier.weight`), so `timm_name`
-    maps a state dict to timm's but for `num_batches_tracked` and what belongs to proxy normalisation. Depthwise
-    with expansion 6 and batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5) or
-    `tf_efficientnet_bN` (padding same, norm_eps 1e-3). Initial weights follow timm's rules (but see
-    `_calm_classifier`) and depend on `seed` alone. `draws` of the returned list steers the random layers.
+    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Parameters and buffers have timm's names behind the
+    block's, so `timm_name` maps a state dict to timm's except for `num_batches_tracked` and proxy normalisation.
+    Depthwise with expansion 6 and batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5)
+    or `tf_efficientnet_bN` (padding same, norm_eps 1e-3). Initial weights follow timm's rules (but see
+    `_calm_classifier`).
 
     Raises:
         ConfigError: channels that do not divide into the groups of the normalisation.
@@ -38,31 +35,34 @@ def build(model: Model, seed: int) -> BlockList:
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key("weights", seed) >> 1)
-        network = _timm_model(model)
-        _calm_classifier(network.classifier)
+        theirs = _timm_model(model)
+        _calm_classifier(theirs.classifier)
     draws = Draws(seed)
-    blocks = [
-        ("preprocess", Preprocess(model.mean, model.std)),
-        ("stem", _Stem(network)),
-        *((f"blocks.{i}.{j}", block) for i, stage in enumerate(network.blocks) for j, block in enumerate(stage)),
-        ("head", _Head(network, Dropout(model.dropout, "head", draws, network.num_features))),
-    ]
-    _draw_by_counter(blocks, draws)
-    result = BlockList(blocks)
+    inner = [(f"blocks.{i}.{j}", block) for i, stage in enumerate(theirs.blocks) for j, block in enumerate(stage)]
+    for name, block in inner:  # ours in the place of timm's stochastic depth, which draws from torch's generator
+        rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
+        if rate:
+            block.drop_path = DropPath(rate, name, draws)
+    first = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(theirs))]
+    head = _Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
+    result = BlockList([*first, *inner, ("head", head)])
     result.draws = draws
     return result
 
 
 def timm_name(name: str) -> str:
-    """A parameter's or buffer's name in timm's EfficientNet, which knows no `stem` and `head`."""
-    for block in ("stem.", "head."):
-        if name.startswith(block):
-            return name[len(block) :]
-    return name
+    """Name of a parameter or buffer in timm's EfficientNet, which has no `stem` and `head`."""
+    return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
+
+
+@FAMILIES.implements(network.EfficientNet)
+class _EfficientNetFamily(Family):
+    build = staticmethod(build)
+    timm_name = staticmethod(timm_name)
 
 
 def _calm_classifier(classifier: nn.Linear) -> None:
-    """Shrinks the initial weights of a classifier of fewer than 1,000 classes to the size they have with 1,000.
+    """Shrink the initial weights of a classifier of fewer than 1,000 classes to the size they have with 1,000.
 
     timm draws them, as the authors' code does, between -1 and 1 over the root of the classes. With ten classes that
     gives logits of a hundred times the variance: a first loss of 5 in the place of 2.3, and SGD that never recovers.
@@ -74,9 +74,9 @@ def _calm_classifier(classifier: nn.Linear) -> None:
 class _Stem(nn.Module):
     """First convolution: [N, 3, H, W] -> [N, C, H/2, W/2]."""
 
-    def __init__(self, network: EfficientNet):
+    def __init__(self, theirs: EfficientNet):
         super().__init__()
-        self.conv_stem, self.bn1 = network.conv_stem, network.bn1
+        self.conv_stem, self.bn1 = theirs.conv_stem, theirs.bn1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bn1(self.conv_stem(x))
@@ -85,20 +85,25 @@ class _Stem(nn.Module):
 class _Head(nn.Module):
     """Last convolution, mean over pixels, dropout, classifier: [N, C, h, w] -> [N, classes]."""
 
-    def __init__(self, network: EfficientNet, dropout: Dropout):
+    def __init__(self, theirs: EfficientNet, dropout: Dropout):
         super().__init__()
-        self.conv_head, self.bn2 = network.conv_head, network.bn2
-        self.dropout, self.classifier = dropout, network.classifier
+        self.conv_head, self.bn2 = theirs.conv_head, theirs.bn2
+        self.dropout, self.classifier = dropout, theirs.classifier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.bn2(self.conv_head(x)).mean((2, 3))
         return self.classifier(self.dropout(x))
 
 
-def _timm_model(model: Model) -> EfficientNet:
+def _timm_model(model: network.EfficientNet) -> EfficientNet:
     rounded = functools.partial(round_channels, multiplier=model.width, divisor=CHANNEL_DIVISOR)
     arguments = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
-    _set_group_sizes(arguments, rounded, model.group_size)
+    # Each block has its own group size: timm takes one for all, and refuses channels that it does not divide.
+    channels = rounded(STEM_CHANNELS)
+    for block in (block for stage in arguments for block in stage):
+        expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)
+        block["group_size"] = expanded // groups_of(expanded, model.group_size)
+        channels = rounded(block["out_chs"])
     return EfficientNet(
         block_args=arguments,
         num_classes=model.classes,
@@ -112,17 +117,7 @@ def _timm_model(model: Model) -> EfficientNet:
     )
 
 
-def _set_group_sizes(arguments: list, rounded: functools.partial, group_size: int) -> None:
-    """Writes each block's group size: timm takes one size for all and refuses channels it does not divide."""
-    channels = rounded(STEM_CHANNELS)
-    for stage in arguments:
-        for block in stage:
-            expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)
-            block["group_size"] = expanded // groups_of(expanded, group_size)
-            channels = rounded(block["out_chs"])
-
-
-def _norm_layer(model: Model):
+def _norm_layer(model: network.EfficientNet):
     groups = 1 if model.norm == "layer" else model.norm_groups
 
     def create(channels: int, apply_act: bool = True, inplace: bool = True, **_: object) -> nn.Module:
@@ -138,11 +133,3 @@ def _norm_layer(model: Model):
         return GroupNormAct(channels, groups, model.norm_eps, apply_act, shift=not model.proxy_norm)
 
     return create
-
-
-def _draw_by_counter(blocks: list, draws: Draws) -> None:
-    """Puts our stochastic depth in the place of timm's, which draws from torch's generator."""
-    for name, block in blocks:
-        rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
-        if rate:
-            block.drop_path = DropPath(rate, name, draws)

@@ -13,16 +13,15 @@ from torch import nn
 from torch.nn import functional as F
 
 # Points at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1, to 1e-4 where
-# it is 3. The 200 quantiles of the reference make standard deviations too small by up to 1 %, at six times the work.
+# it is 3.
 _NODES = 32
 
 
 class GroupNormAct(nn.GroupNorm):
     """Group normalisation over [N, C, H, W], scale and bias per channel, then SiLU or nothing.
 
-    Statistics are float32 also for half-precision input: torch's kernels accumulate them so on CPU and
-    CUDA, which tests/models/test_normalization.py holds them to. Not for channels-last input on the CPU: there
-    the variance is a difference of squares, which loses its digits where the mean is large.
+    Statistics are float32 also for half-precision input. Not for channels-last input on the CPU: there torch takes the
+    variance as a difference of squares, which loses its digits where the mean is large.
 
     Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
     """
@@ -54,14 +53,10 @@ class _FullPrecisionBuffers(nn.Module):
 class BatchNormAct(_FullPrecisionBuffers):
     """Batch normalisation over N, H and W of [N, C, H, W], scale and bias per channel, then SiLU or nothing.
 
-    In training, x is normalised by its own mean and variance, and the running statistics move towards them:
-    running = (1 - momentum) running + momentum batch, with the variance divided by one less than its count. In
-    evaluation, x is normalised by the running statistics. Input and output have one dtype; statistics, and scale
-    and bias as they are applied, are float32 also where that is half precision.
-
-    `weight`, `bias`, `running_mean` and `running_var`, each [C], are named as torch and timm name them; what is
-    missing is their `num_batches_tracked`, which only an average over all batches needs. A forward pass in training
-    changes the running statistics, also one whose output nobody uses.
+    As torch's: in training x is normalised by its own statistics, and every forward pass moves the running ones
+    (unbiased variance) towards them by `momentum`; in evaluation by the running ones. Input and output have one dtype;
+    statistics, and scale and bias as they are applied, are float32 also where that is half precision. `weight`, `bias`,
+    `running_mean` and `running_var`, each [C], have torch's and timm's names; there is no `num_batches_tracked`.
 
     Source: Ioffe and Szegedy, 1502.03167.
     """
@@ -89,24 +84,21 @@ class BatchNormAct(_FullPrecisionBuffers):
 class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
     """Group normalisation, scale and bias, SiLU, and then proxy normalisation; [N, C, H, W], output in x's dtype.
 
-    After a group or layer normalisation single channels keep a mean and a scale of their own, and SiLU adds to
-    them. Proxy normalisation takes off what a Gaussian variable Y in the place of a channel's normalised values y
-    would have, whatever the other images are; in training and evaluation it does the same:
+    Single channels keep a mean and a scale after a group normalisation and SiLU. Proxy normalisation takes off those
+    that a Gaussian variable Y in the place of a channel's normalised values y would have, in training and evaluation:
 
         Y ~ N(proxy_shift, (1 + proxy_scale)^2)
         output = (silu(weight y + bias) - mean) / sqrt(variance + proxy_eps)
         mean, variance: those of silu(weight Y + bias)
 
     `proxy_shift` and `proxy_scale`, [C], are learnt and start at 0; gradients reach weight and bias through the
-    moments too. The moments are float32, and so is the arithmetic that applies them: in float16, the sums over
-    pixels in their gradients would overflow.
+    moments too. The moments and the arithmetic that applies them are float32: in float16 the sums over pixels in their
+    gradients would overflow.
 
-    Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. Taken from the authors' code
-    (graphcore/examples v3.0.0, vision/cnns/tensorflow1/training/Models: proxy_norm.py, efficientnet.py): the formulas,
-    the start, the population variance, proxy_eps 0.03, and that a layer without activation has no proxy but loses
-    its bias, which is `GroupNormAct(..., apply_act=False, shift=False)`. Our choices: moments by Gauss-Hermite
-    quadrature instead of 200 quantiles of the Gaussian; and division by the standard deviation also in the network's
-    head, which that code leaves to the classifier.
+    Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code (graphcore/examples
+    v3.0.0, vision/cnns/tensorflow1/training/Models: proxy_norm.py), a layer without activation has no proxy and no
+    bias: `GroupNormAct(..., apply_act=False, shift=False)`. Our choices: moments by Gauss-Hermite quadrature instead of
+    200 quantiles, which are off by up to 1 %; and division by the standard deviation also in the network's head.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, proxy_eps: float):
@@ -138,7 +130,7 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """In place where no gradient is wanted; where one is, that would first make the copy that backward needs."""
+    """In place where no gradient is wanted."""
     return F.silu(x, inplace=not torch.is_grad_enabled())
 
 

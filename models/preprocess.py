@@ -1,4 +1,4 @@
-"""From pixels to the network's input, on the device: of uint8, a quarter of float32's bytes travel there."""
+"""From pixels to the network's input, on the device."""
 
 from __future__ import annotations
 

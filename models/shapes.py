@@ -1,16 +1,17 @@
-"""The blocks of an EfficientNet as numbers: parameters, multiply-adds and activations of each. Needs no torch.
+"""The blocks of a model as numbers: parameters, multiply-adds and activations of each. Needs no torch.
 
-`models.efficientnet` builds the same blocks of modules; tests hold one to the other.
+Those of an EfficientNet are here; `models.efficientnet` builds the same blocks of modules.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Dict, NamedTuple
+from typing import Callable, Dict, NamedTuple
 
 from models.balance import BlockCost
 from recipe.config import Model
+from recipe.kinds import Registry
+from recipe.network import EfficientNet
 
 _BACKWARD = 2  # backward in forward passes, in multiply-adds: the gradients of input and weights cost one each
 
@@ -50,28 +51,31 @@ _PROXY = 98  # and a proxy of each channel: three at each of its 32 points, mean
 
 
 class BlockShape(NamedTuple):
-    """What one block is, for one image.
+    """Numbers of one block, for one image."""
 
-    multiply_adds: of the forward pass, convolutions and linear layers. vectors: those of the parameters that are
-    one-dimensional, which optimizers skip. saved: elements that autograd keeps of an image for the backward pass.
-    output: elements for the next block. saved_once: float32 numbers that normalisation keeps of a micro batch.
-    """
-
-    multiply_adds: int
+    multiply_adds: int  # of the forward pass, convolutions and linear layers
     parameters: int
-    vectors: int
-    saved: int
-    output: int
-    saved_once: int = 0
+    vectors: int  # of the parameters, those that are one-dimensional, which optimizers skip
+    saved: int  # elements that autograd keeps for the backward pass
+    output: int  # elements for the next block
+    saved_once: int = 0  # float32 numbers that normalisation keeps of a micro batch
+
+
+# By section class: block's name -> shape, in running order, for images of so many pixels a side.
+SHAPES: Registry[Callable[[Model, int], Dict[str, BlockShape]]] = Registry("the numbers of a model's blocks")
 
 
 def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
-    """Block's name -> shape, in running order: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`.
+    """Block's name -> shape, in running order. Args: image_size: height and width of the images in pixels."""
+    return SHAPES.of(model)(model, image_size)
 
-    Args:
-        image_size: height and width of the images in pixels.
-    """
-    rounded = functools.partial(round_channels, width=model.width)
+
+@SHAPES.implements(EfficientNet)
+def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
+    def rounded(channels: int) -> int:
+        """Channels at the model's width: the nearest multiple of 8 that is not below nine tenths of it."""
+        return _divisible(channels * model.width)
+
     found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
     channels, size = rounded(STEM_CHANNELS), image_size
     layers = _Layers(model)
@@ -95,24 +99,23 @@ def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
             channels = wanted
             layers.convolution(expanded, channels, size)
             layers.normalisation(channels, size, activated=False)
-            layers.drop_path(model.drop_path if given == channels and stride == 1 and len(found) > 2 else 0.0)
+            drops = model.drop_path and given == channels and stride == 1 and len(found) > 2
+            layers.saved += bool(drops)  # the factor of the image
             found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
     layers, features = _Layers(model), rounded(HEAD_CHANNELS)
     layers.convolution(channels, features, size)
     layers.normalisation(features, size)
-    layers.linear(features, model.classes)
+    layers.convolution(features, model.classes, 1)  # the classifier, behind a mean over the pixels
+    layers.vectors += model.classes
+    layers.saved += features if model.dropout else 0  # the factors
     found["head"] = layers.block(model.classes, 1)
     return found
 
 
 def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
-    """Multiply-adds and bytes of each block for a micro batch: counted, so the same for every machine.
+    """Multiply-adds (without normalisations and activations) and bytes of each block for a micro batch.
 
-    What a normalisation or an activation computes does not count, so a measured balance is another one.
-
-    Args:
-        micro: images of a micro batch.
-        itemsize: bytes of an activation.
+    Args: micro: images of a micro batch. itemsize: bytes of an activation.
     """
     return {
         name: BlockCost(
@@ -124,11 +127,6 @@ def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str,
         )
         for name, shape in blocks(model, image_size).items()
     }
-
-
-def round_channels(channels: int, width: float) -> int:
-    """Channels at a width multiplier: the nearest multiple of 8 that is not below nine tenths of it."""
-    return _divisible(channels * width)
 
 
 def groups_of(channels: int, group_size: int) -> int:
@@ -147,9 +145,9 @@ def _divisible(value: float) -> int:
 class _Layers:
     """Adds up the layers of one block."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: EfficientNet):
         self._model = model
-        self._multiply_adds = self._matrices = self._vectors = self._saved = self._once = 0
+        self.multiply_adds = self.matrices = self.vectors = self.saved = self.once = 0
 
     def convolution(
         self, channels: int, filters: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1
@@ -157,45 +155,33 @@ class _Layers:
         """[channels, size, size] -> [filters, ...]; the side of the result. Keeps its input, padded where it is."""
         side = -(-size // stride)
         weights = filters * channels // groups * kernel**2
-        self._multiply_adds += weights * side**2
-        self._matrices += weights
+        self.multiply_adds += weights * side**2
+        self.matrices += weights
         # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel pads.
         padded = stride > 1 and self._model.padding == "same"
-        self._saved += channels * ((max((side - 1) * stride + kernel, size) if padded else size) ** 2)
+        self.saved += channels * ((max((side - 1) * stride + kernel, size) if padded else size) ** 2)
         return side
 
     def normalisation(self, channels: int, size: int, activated: bool = True) -> None:
         """Keeps its input and, with an activation, that one's input; proxy normalisation keeps its own, too."""
         model = self._model
         proxy = model.proxy_norm and activated
-        self._vectors += channels * ((4 if proxy else 2) - (model.proxy_norm and not activated))
-        self._saved += channels * size**2 * (1 + activated + proxy)
-        self._once += _PROXY * channels * proxy
+        self.vectors += channels * ((4 if proxy else 2) - (model.proxy_norm and not activated))
+        self.saved += channels * size**2 * (1 + activated + proxy)
+        self.once += _PROXY * channels * proxy
         if model.norm == "batch":
-            self._once += _STATISTICS * channels
+            self.once += _STATISTICS * channels
         else:
-            self._saved += _STATISTICS * (1 if model.norm == "layer" else model.norm_groups)
+            self.saved += _STATISTICS * (1 if model.norm == "layer" else model.norm_groups)
 
     def squeeze(self, channels: int, reduced: int, size: int) -> None:
-        """Squeeze and excitation: keeps what it scales, and a few vectors."""
-        self._multiply_adds += 2 * channels * reduced
-        self._matrices += 2 * channels * reduced
-        self._vectors += channels + reduced
-        self._saved += channels * size**2 + 2 * channels + 2 * reduced
-
-    def drop_path(self, rate: float) -> None:
-        """Keeps the factor of the image."""
-        self._saved += rate > 0
-
-    def linear(self, features: int, classes: int) -> None:
-        """Mean over the pixels, dropout, classifier: keeps the dropout's factors and the classifier's input."""
-        self._multiply_adds += features * classes
-        self._matrices += features * classes
-        self._vectors += classes
-        self._saved += features * (2 if self._model.dropout else 1)
+        """Keeps what it scales, and a few vectors."""
+        self.multiply_adds += 2 * channels * reduced
+        self.matrices += 2 * channels * reduced
+        self.vectors += channels + reduced
+        self.saved += channels * size**2 + 2 * channels + 2 * reduced
 
     def block(self, channels: int, size: int) -> BlockShape:
         """All of it, with an output of [channels, size, size]."""
-        parameters = self._matrices + self._vectors
-        saved = int(self._saved)
-        return BlockShape(self._multiply_adds, parameters, self._vectors, saved, channels * size**2, self._once)
+        parameters = self.matrices + self.vectors
+        return BlockShape(self.multiply_adds, parameters, self.vectors, self.saved, channels * size**2, self.once)

@@ -1,11 +1,15 @@
-"""A model as a flat list of named blocks, which a pipeline can cut between any two."""
+"""A model as a flat list of named blocks, which a pipeline can cut between any two, and what makes such models."""
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence, Tuple
+import abc
+from typing import Iterable, Sequence, Tuple, Type
 
 import torch
 from torch import nn
+
+from recipe.config import Model
+from recipe.kinds import Registry
 
 
 class BlockList(nn.Module):
@@ -30,7 +34,7 @@ class BlockList(nn.Module):
             self.names.append(name)
 
     def block(self, name: str) -> nn.Module:
-        """The block called `name`. Raises KeyError if there is none."""
+        """The block called `name`. Raises KeyError."""
         if name not in self.names:
             raise KeyError(name)
         return self.get_submodule(name)
@@ -43,3 +47,24 @@ class BlockList(nn.Module):
         for name in self.names:
             x = self.get_submodule(name)(x)
         return x
+
+
+class Family(abc.ABC):
+    """A family of models, registered for its section class; `models.shapes.SHAPES` has its blocks as numbers."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def build(section: Model, seed: int) -> BlockList:
+        """Build a model in training mode, float32: images [N, 3, H, W] in, logits [N, classes] out.
+
+        Images are uint8, or float32 from 0 to 255 if mixed. The first block is a `Preprocess` called `preprocess`.
+        Initial weights depend on `seed` alone. `draws` of the list (`models.stochastic.Draws`) steers random layers.
+        """
+
+    @staticmethod
+    def timm_name(name: str) -> str:
+        """Name of a parameter or buffer in timm's files, where timm has such a model."""
+        return name
+
+
+FAMILIES: Registry[Type[Family]] = Registry("a model family")

@@ -1,7 +1,4 @@
-"""Dropout and stochastic depth whose draws are a function of (seed, step, micro batch, block name).
-
-So stages, recomputation and resume draw what one undisturbed process would draw.
-"""
+"""Dropout and stochastic depth, whose draws are a function of (seed, step, micro batch, block name)."""
 
 from __future__ import annotations
 
@@ -15,12 +12,10 @@ from recipe.randomness import bits32, key
 
 
 class Draws:
-    """What the random layers of one model share: the seed, and which micro batch is being computed."""
+    """The seed and the current micro batch, which the random layers of one model share."""
 
     def __init__(self, seed: int):
-        self.seed = seed
-        self.step = 0
-        self.micro_batch = 0
+        self.seed, self.step, self.micro_batch = seed, 0, 0
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
         """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device.
@@ -34,11 +29,10 @@ class Draws:
 
 
 class _Dropping(nn.Module):
-    """A layer that drops a share `rate` of something while training; `name` tells its draws from other layers'.
+    """A layer that drops a share `rate` in training, by `per_row` draws for each row; `name` is part of their key.
 
-    For each of N rows it draws `per_row` numbers.
-    `mask` is what the next pass is to use, [N x per_row], where that is drawn ahead: compiled code would take the
-    numbers of step and micro batch for constants, and be compiled anew for each. None: the pass draws by itself.
+    `mask`, [N x per_row], is drawn ahead for the next pass: compiled code would take the numbers of step and micro
+    batch for constants, and be compiled anew for each. None: the pass draws by itself.
     """
 
     def __init__(self, rate: float, name: str, draws: Draws, per_row: int = 1):
@@ -51,7 +45,7 @@ class _Dropping(nn.Module):
         return self.draws.keep_mask(self.name, self.rate, rows * self.per_row, like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mask is not None:  # asked first: compiled, layers of all rates are then one program
+        if self.mask is not None:  # first: compiled, layers of all rates are then one program
             return self._drop(x, self.mask)
         return self._drop(x, self.draw(len(x), x)) if self.training and self.rate else x
 

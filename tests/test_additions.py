@@ -27,7 +27,14 @@ ADDITIONS = {
     "exchange": ("exchange.method=part", "exchange.part=0.25"),
     "source": ("data.source=stripes", "data.contrast=100"),
     "logger": ("log.losses=true",),
+    "model": ("model.name=patches", "model.channels=8"),
 }
+
+
+def tiny(name):
+    """The small recipe, of which another family of models has no width and depth."""
+    foreign = ("model.width", "model.depth") if name == "model" else ()
+    return [*(key for key in TINY if not key.startswith(foreign)), "run.steps=4", "log.every_steps=1"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def runs(tmp_path_factory):
     """Folder of a run by what was added to it; of the one of "" nothing was."""
     folder = tmp_path_factory.mktemp("runs")
     lines = [
-        json.dumps([name, str(QUICKSTART), *TINY, *overrides, f"run.output={folder}/{name or 'plain'}"])
+        json.dumps([name, str(QUICKSTART), *tiny(name), *overrides, f"run.output={folder}/{name or 'plain'}"])
         for name, overrides in (("", ()), *ADDITIONS.items())
     ]
     done = subprocess.run(

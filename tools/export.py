@@ -177,11 +177,11 @@ def _check_packages() -> None:
 def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
     """The model that evaluation uses, float32, on the CPU."""
     from engines import state
-    from models.efficientnet import build
+    from models.families import build
     from training import weights
 
     model = build(recipe.model, recipe.run.seed).eval().requires_grad_(False)
-    tensors, _ = weights.fitted(stored, state.shapes(model), new_classifier=False)
+    tensors, _ = weights.fitted(stored, state.shapes(model), recipe.model, new_classifier=False)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return model
 
@@ -228,9 +228,9 @@ def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> 
     """Weights under timm's names, the same bytes each time: the library orders metadata by chance."""
     from safetensors.torch import save
 
-    from models.efficientnet import timm_name
+    from models.families import timm_name
 
-    tensors = {timm_name(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {timm_name(recipe.model, name): tensor.contiguous() for name, tensor in model.state_dict().items()}
     content = save(tensors, metadata)
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

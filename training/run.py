@@ -202,8 +202,9 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
 
 def _start_from(engine: Engine, model: Model, say: Callable[[str], None]) -> None:
     """Loads the weights of another run or file as the first ones of this run."""
-    stored = engine.processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
-    tensors, fresh = engine.processes.together(lambda: weights.fitted(stored, engine.shapes, new_classifier=True))
+    processes = engine.processes
+    stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
+    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
     say(f"starting from {stored.path}{new}")

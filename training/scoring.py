@@ -51,7 +51,7 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
     engine = factory.create(recipe, divide(recipe, 1))
-    engine.load_weights(weights.fitted(stored, engine.shapes, new_classifier=False)[0])
+    engine.load_weights(weights.fitted(stored, engine.shapes, recipe.model, new_classifier=False)[0])
     return engine
 
 

@@ -10,10 +10,10 @@ from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 import torch
 
 from data.sources import open_source
-from models.efficientnet import timm_name
+from models.families import timm_name
 from recipe import loading
 from recipe.bounded import parse_json
-from recipe.config import Recipe
+from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError, printable
 from training.checkpoint import CheckpointFolder, load, unpickled
 
@@ -89,18 +89,19 @@ def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
 
 
 def fitted(
-    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], new_classifier: bool
+    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], section: Model, new_classifier: bool
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
     """The stored tensors under the names of a model, and the names of those that do not come from the file.
 
     Args:
         shapes: the model's parameters and persistent buffers. The file may use these names or timm's.
+        section: of the recipe, whose family knows timm's names.
         new_classifier: whether a classifier for another number of classes may be left out.
 
     Raises:
         CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
     """
-    by_timm = {timm_name(name): name for name in shapes}
+    by_timm = {timm_name(section, name): name for name in shapes}
     found = {}
     for name, tensor in stored.tensors.items():
         ours = name if name in shapes else by_timm.get(name)
@@ -113,7 +114,7 @@ def fitted(
         found[ours] = tensor
     fresh = []
     for name, shape in shapes.items():
-        tensor, is_classifier = found.get(name), timm_name(name).startswith(_CLASSIFIER)
+        tensor, is_classifier = found.get(name), timm_name(section, name).startswith(_CLASSIFIER)
         if tensor is not None and tuple(tensor.shape) == tuple(shape):
             continue
         if new_classifier and is_classifier:

@@ -1,13 +1,10 @@
 """Grouped convolution with small groups as Triton kernels, for contiguous and for channels-last activations.
 
-With groups of 16 channels, a kernel of k x k and stride s, one output element takes 2 x 16 x k^2 floating point
-operations (288 for k = 3, 800 for k = 5), and in half precision 2 (s^2 + 1) bytes are moved for it: s^2 elements read,
-one written. At stride 1 these are 72 and 200 operations a byte, for the output, the gradient of the input and that of
-the weights alike. A GPU whose tensor cores do 300 operations in the time of a byte (an H100 by its data sheet) waits
-for its memory; its vector units, which do 20 in float32, would keep the memory waiting. So each group is a product for
-tensor cores, [pixels, 16] x [16, 16], at every point of the kernel: a program reads neighbouring pixels up to k^2
-times, from the cache. Padding is masked; timm's Conv2dSame copies its input first, which moves 2 s^2 elements more.
-What is kept for the backward pass is the input.
+With groups of 16 channels, a kernel of k x k and stride 1, an output element takes 32 k^2 floating point operations and
+in half precision 4 bytes: 72 (k = 3) or 200 (k = 5) operations a byte. That is too many for a GPU's vector units (20 a
+byte on an H100, by its data sheet) and few for its tensor cores (300). So each group is a product for tensor cores,
+[pixels, 16] x [16, 16], at every point of the kernel, and pixels are read up to k^2 times, from the cache. Padding is
+masked, where timm's Conv2dSame copies its input. The input is kept for the backward pass.
 
 Sums are float32. Those of the weights' gradient are stored in parts and added in a fixed order: there are no atomics,
 so results repeat bit for bit.
@@ -26,23 +23,21 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 _GROUP_SIZES = (16, 32)  # tensor cores need 16 channels
-# Pixels of a tile of output, or of the input's gradient. In planes no two pixels are sure to be aligned, so that each
-# takes a register for its address.
+# Pixels of a tile of output, or of the input's gradient. In planes each takes a register for its address.
 _PIXELS = {torch.contiguous_format: 64, torch.channels_last: 128}
 _SUMMED_PIXELS = 32  # of a tile that is added to the weights' gradient
 _PRODUCT_COLUMNS = 256  # of a product that is added to it: points of the kernel x channels of a group
-# The weights' gradient is summed by about so many programs: several for each of a large GPU's 100 to 150 processors.
-# Not asked of the device, so that the order of the sums is a function of shapes.
+# Programs that sum the weights' gradient, about: several for each processor of a large GPU. The same for every device:
+# the order of the sums is a function of shapes.
 _PROGRAMS = 1024
 _LEAST_TILES = 4  # of a program: with fewer, partial sums would be more bytes than the pixels
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def replaces(module: nn.Module) -> bool:
-    """Whether `FusedGroupConv2d.of` takes the module.
+    """Whether `FusedGroupConv2d.of` takes the module: a Conv2d padded by half its kernel, or timm's Conv2dSame.
 
-    It takes torch's Conv2d and timm's Conv2dSame with groups of 16 or 32 channels, as many out as in; 3 x 3 or 5 x 5,
-    stride 1 or 2, without dilation and bias; a Conv2d padded by half its kernel.
+    With groups of 16 or 32 channels, as many out as in; 3 x 3 or 5 x 5, stride 1 or 2, without dilation and bias.
     """
     if type(module) not in (nn.Conv2d, Conv2dSame):
         return False
@@ -64,8 +59,8 @@ def replaces(module: nn.Module) -> bool:
 class FusedGroupConv2d(nn.Conv2d):
     """A grouped Conv2d or Conv2dSame by our kernels: [N, C, H, W] -> [N, C, ceil(H / stride), ceil(W / stride)].
 
-    float16, bfloat16 or float32; input and weights have one dtype. Output in x's dtype and memory format. x in neither
-    of the two memory formats becomes contiguous. Gradients are not differentiable again.
+    float16, bfloat16 or float32; input, weights and output have one dtype. Output in x's memory format; other layouts
+    become contiguous. Gradients are not differentiable again.
     """
 
     @classmethod
@@ -119,6 +114,7 @@ class _Launches:
         self.group, self.kernel, self.stride = weight.shape[1], weight.shape[2], stride
         self.groups = self.channels // self.group
         self.out_height, self.out_width = -(-self.height // stride), -(-self.width // stride)
+        self.out_pixels = self.images * self.out_height * self.out_width
         self.top = self._low_padding(self.height, pads_same)
         self.left = self._low_padding(self.width, pads_same)
         assert self.images * self.height * self.width < 2**31 - max(_PIXELS.values()), "pixels are counted in 32 bits"
@@ -129,22 +125,15 @@ class _Launches:
             return self.kernel // 2
         return max((-(-size // self.stride) - 1) * self.stride + self.kernel - size, 0) // 2
 
-    @property
-    def _out_pixels(self) -> int:
-        return self.images * self.out_height * self.out_width
-
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = self._empty(x, self.out_height, self.out_width)
-        tiles = triton.cdiv(self._out_pixels, _PIXELS[self.format])
+        tiles = triton.cdiv(self.out_pixels, _PIXELS[self.format])
         constants = self._constants(_PIXELS[self.format])
-        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self._out_pixels, *self._sizes(), **constants)
+        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self.out_pixels, *self._sizes(), **constants)
         return y
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """One program's pixels lie `stride` apart, so that the same points of the kernel reach all of them.
-
-        In a contiguous image only its rows do: neighbouring pixels of a row are written together.
-        """
+        """One program's pixels (in a contiguous image its rows) lie `stride` apart: the same points reach all."""
         dx = self._empty(dy, self.height, self.width)
         column_step = self.stride if self.format is torch.channels_last else 1
         pixels = self.images * -(-self.height // self.stride) * -(-self.width // column_step)
@@ -158,13 +147,13 @@ class _Launches:
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         points = _PRODUCT_COLUMNS // self.group
         chunks = triton.cdiv(self.kernel**2, points)
-        tiles = triton.cdiv(self._out_pixels, _SUMMED_PIXELS)
+        tiles = triton.cdiv(self.out_pixels, _SUMMED_PIXELS)
         parts = max(1, min(triton.cdiv(_PROGRAMS, self.groups * chunks), tiles // _LEAST_TILES))
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         constants = self._constants(_SUMMED_PIXELS, POINTS=points)
         _weight_gradient[(parts * self.groups * chunks,)](
-            x, dy, sums, triton.cdiv(tiles, parts), self._out_pixels, *self._sizes(), **constants
+            x, dy, sums, triton.cdiv(tiles, parts), self.out_pixels, *self._sizes(), **constants
         )
         return sums.sum(0).permute(0, 3, 4, 1, 2).reshape(self.channels, self.group, *shape[2:4]).to(x.dtype)
 

@@ -1,19 +1,14 @@
 """Group normalisation with SiLU as Triton kernels, for contiguous and for channels-last activations.
 
-What moves between memory and processor, in tensors of x's size; smaller things are left out:
+Tensors of x's size that move between memory and processor:
 
 |          | here                                | torch's group_norm, then its silu                  |
 | forward  | read x; read x, write y: 3          | read x; read x, write z; read z, write y: 5        |
 | backward | read x, dy; read x, dy, write dx: 5 | read z, dy, write dz; then the five with dz: 8     |
 | kept     | x                                   | x and z                                            |
 
-That is 16 bytes an element in half precision in the place of 26. On CUDA, torch moreover copies channels-last input
-to planes and returns planes. What is kept beside x are a mean and a reciprocal of the standard deviation for each
-image and group.
-
-A tile of one image is [channels, pixels], in either layout; one program computes one tile. What it adds up is stored
-for each channel, and merged in a fixed order: there are no atomics, so results repeat bit for bit. All arithmetic is
-float32.
+A tile of one image is [channels, pixels], in either layout; one program computes one tile. Its sums are stored for each
+channel, and merged in a fixed order: there are no atomics, so results repeat bit for bit. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -44,8 +39,8 @@ def replaces(module: nn.Module) -> bool:
 class FusedGroupNormAct(GroupNormAct):
     """GroupNormAct by our kernels: [N, C, H, W], float16, bfloat16 or float32; output in x's dtype and memory format.
 
-    Mean and variance are merged from those of tiles (Chan, Golub and LeVeque, 1979), never taken as a difference of
-    squares. x in neither of the two memory formats becomes contiguous. Gradients are not differentiable again.
+    Mean and variance are merged from those of tiles (Chan, Golub and LeVeque, 1979). Other layouts of x become
+    contiguous. Gradients are not differentiable again.
     """
 
     @classmethod
@@ -65,15 +60,11 @@ fuse = FusedGroupNormAct.of
 
 
 class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
-    """ProxyNormAct asks the next class for its group normalisation, which here is the fused one."""
+    """The group normalisation that ProxyNormAct calls by `super` is the fused one."""
 
 
 class _Tiles(NamedTuple):
-    """How [N, C, H, W] is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane.
-
-    `aligned`: a power of two, up to 8, that divides the length of what is contiguous, so that a thread may load as
-    many elements at once.
-    """
+    """How [N, C, H, W] is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane."""
 
     images: int
     channels: int
@@ -81,7 +72,7 @@ class _Tiles(NamedTuple):
     channels_last: bool
     rows: int
     columns: int
-    aligned: int
+    aligned: int  # a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Tiles:
@@ -111,7 +102,7 @@ class _Tiles(NamedTuple):
         return torch.empty((2, self.images, self.channels, self.chunks), dtype=torch.float32, device=x.device)
 
     def arguments(self) -> dict:
-        """What every kernel over tiles is told."""
+        """Arguments of every kernel over tiles."""
         return {
             "channels": self.channels,
             "pixels": self.pixels,
@@ -191,7 +182,7 @@ def _tile(
     image = (program // chunks // blocks).to(tl.int64)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     first_pixel = chunk * COLUMNS
-    # Said in this way, the compiler knows of the factor.
+    # So the compiler knows of the factor.
     if CHANNELS_LAST:
         channels = channels // ALIGNED * ALIGNED
         start = (image * pixels + first_pixel) * channels + first_channel

@@ -1,4 +1,4 @@
-"""Put our Triton kernels in the place of a model's layers. The kernels' files are loaded when they are needed."""
+"""Put our Triton kernels in the place of a model's layers; loads the kernels' files when they are needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ def available() -> bool:
 
 
 def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
-    """Put fused layers in the place of those that the kernels replace, in `model` itself; return the layers' names.
-
-    Parameters are the same objects under the same names, so nothing that holds them or their names need know.
-
-    Args:
-        kernels: among KERNELS.
+    """Put fused layers, with the same parameters and names, in the place of those in `model`; return their names.
 
     Raises:
         ImportError: Triton is missing, or cannot be loaded.

@@ -1,19 +1,20 @@
 """Micro batches by DALI: the same images as of the other reader, in the same places, and its pixels as nearly as
 resampling rounds."""
 
+import contextlib
 import functools
 import io
 import itertools
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from data import dali
 from data.batches import Request
 from data.dali import DaliReader
 from data.encoded import EncodedSource
@@ -22,6 +23,7 @@ from data.reader import Reader
 from data.transforms import Evaluation, Training, operated
 from recipe.config import Data
 from recipe.errors import DataError
+from tests.data.test_loader import content, contents
 
 pytest.importorskip("nvidia.dali")
 
@@ -111,38 +113,18 @@ def differences(one, other):
     return (one.cpu().int() - other.cpu().int()).abs()
 
 
-def train(source, *, first=0, last=4, micro=3, image_size=SIZE, device=CPU, **options):
+def train(source, *, first=0, last=4, micro=3, image_size=SIZE, **options):
     batches = training_batches(
         source, data=section(**options), image_size=image_size, global_batch=GLOBAL, micro=micro, seed=7,
-        first_step=first, last_step=last, device=device,
+        first_step=first, last_step=last,
     )  # fmt: skip
-    try:
+    with contextlib.closing(batches):
         return list(batches)
-    finally:
-        batches.close()
 
 
 def places(batch):
     """Which images are where."""
-    return (
-        batch.step, batch.number, batch.valid, batch.unreadable,
-        batch.labels.tolist(), batch.indices.tolist(), batch.images.shape,
-    )  # fmt: skip
-
-
-def contents(batches):
-    return [(*places(batch), batch.images.numpy().tobytes()) for batch in batches]
-
-
-def threads():
-    """Of this process, those of libraries with them."""
-    return len(os.listdir("/proc/self/task"))
-
-
-def resident():
-    """Bytes of memory that this process takes up."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return (*content(batch)[:-1], batch.images.shape)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +138,7 @@ def mixed():
     return Album(kinds={**ODD, **BAD})
 
 
-@pytest.mark.parametrize("size", [380, 160, 64, 24])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (380, 64)), 160, 24])
 def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
     """DALI rounds once, torch after each direction, with weights of 8 to 15 bits: never two levels apart. Images a
     pixel beside their place would be seen.
@@ -173,7 +155,7 @@ def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
 
 
 @pytest.mark.parametrize("shape", [{}, {"height": 200, "width": 150}, {"height": 20, "width": 500}], ids=str)
-@pytest.mark.parametrize("size", [160, 64])
+@pytest.mark.parametrize("size", [pytest.param(160, marks=pytest.mark.slow), 64])
 def test_centres_are_those_of_the_other_reader_but_for_rounding(shape, size):
     """The square is cut out of the resized box, so its edges are not the box's."""
     source = Album(6, **shape)
@@ -181,15 +163,15 @@ def test_centres_are_those_of_the_other_reader_but_for_rounding(shape, size):
     assert found.max() <= 1
 
 
-@pytest.mark.parametrize(("micro", "kinds"), [(1, {**ODD, **BAD}), (3, {**ODD, **BAD}), (12, {})])
-def test_training_gets_the_images_that_the_other_reader_gives(micro, kinds):
+@pytest.mark.parametrize(("micro", "album_of"), [(1, "mixed"), (3, "mixed"), (12, "album")])
+def test_training_gets_the_images_that_the_other_reader_gives(micro, album_of, request):
     """Over two epochs, whose last images fill no step. Many boxes are decoded at half their size by the other reader;
     pixels of another image would be some 80 levels away."""
-    source = Album(kinds=kinds)
+    source = request.getfixturevalue(album_of)
     expected = train(source, micro=micro, reader="torch", workers=0, bad_images="skip")
     actual = train(source, micro=micro, bad_images="skip")
     assert [places(batch) for batch in actual] == [places(batch) for batch in expected]
-    assert (sum(len(batch.unreadable) for batch in actual) > 1) == bool(kinds)
+    assert (sum(len(batch.unreadable) for batch in actual) > 1) == (album_of == "mixed")
     for one, other in zip(actual, expected):
         assert one.valid == 0 or differences(one.images, other.images).float().mean() < 6
         assert not one.images[one.valid :].any()
@@ -230,15 +212,6 @@ def test_images_may_change_their_size_from_epoch_to_epoch(album):
     assert contents(changing) == contents(expected)
 
 
-def test_small_micro_batches_are_decoded_together(album, monkeypatch):
-    """Four images for each of two threads take three micro batches of three."""
-    runs = []
-    start = dali._Dali.start
-    monkeypatch.setattr(dali._Dali, "start", lambda self, jobs: (runs.append(len(jobs)), start(self, jobs))[1])
-    by_dali(album, Training(section(), 3), rows=3, threads=2)
-    assert runs == [9, 9, 9, 3]
-
-
 def test_closing_early_leaves_neither_threads_nor_memory_behind(album):
     """A pipeline kept would keep its threads. Of memory the C library keeps some of the first times."""
     reader = DaliReader(album, 4, Training(section(), 3), 3, CPU)
@@ -249,6 +222,12 @@ def test_closing_early_leaves_neither_threads_nor_memory_behind(album):
             next(loading)
         assert threads() > before
         loading.close()
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))  # those of libraries with them
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = threads()
     for _ in range(5):

@@ -155,15 +155,24 @@ def test_closing_does_not_wait_forever_for_a_batch_that_does_not_come(monkeypatc
     thread.join()
 
 
-@pytest.mark.clock
-@pytest.mark.parametrize(("depth", "expected"), [(0, 0.6), (1, 0.2)])
-def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected):
-    """Two waits of 0.3 seconds behind one of 1.5. A thread loads each of those while the two batches before it are
-    computed, which takes 0.2. A busy machine may take longer, never less."""
-    ahead = Prefetcher(Batches(6, waits={0: 1.5, 2: 0.3, 4: 0.3}), CPU, depth)
-    for _ in ahead:
-        time.sleep(0.1)
-    assert expected - 0.05 <= ahead.waited() <= expected + 1.3
+@pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
+def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, monkeypatch):
+    """By a clock that loading and computing advance; batches that are there already are not waited for."""
+    now = [0.0]
+    monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
+
+    def load(number):
+        now[0] += {0: 16.0, 2: 1.0, 4: 2.0}.get(number, 0.0)
+        return batch(number)
+
+    batches = Batches(6, make=load)
+    ahead = Prefetcher(batches, CPU, depth)
+    for _ in range(6):
+        if depth:
+            settled(batches)
+        next(ahead)
+        now[0] += 100
+    assert ahead.waited() == expected
     ahead.close()
 
 

@@ -2,7 +2,6 @@
 
 import pickle
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from data.base import UnreadableImage
 from data.loader import training_batches
 from data.local import MissingFile, Range
 from data.remote import RemoteFolder
-from data.shards import ShardsSource
+from data.shards import ShardsSource, open_folder
 from recipe.config import Data
 from recipe.errors import DataError
 from tests.data.http_server import serving
@@ -90,7 +89,7 @@ def test_a_cache_asks_for_each_shard_once_by_one_thread_that_has_time(server, im
         del asked[:], server.asked[:]
         assert everything(source) == images
         (arguments,) = asked
-        assert (len(arguments[0]), arguments[1][0] > 60) == (calls, calls == 1)
+        assert (len(arguments[2]), arguments[3][0] > 60) == (calls, calls == 1)
     assert everything(source) == images
     assert sorted(server.asked) == [f"train/part-{shard}.tar" for shard in range(5)]
 
@@ -239,21 +238,14 @@ def test_a_server_that_is_not_there_and_an_unknown_kind_of_url_are_errors(place,
         ShardsSource(place, 10)
 
 
-def test_folders_on_this_machine_do_without_fsspec_and_a_missing_package_is_named(written):
-    code = f"""
-import sys
-from data.shards import ShardsSource, open_folder
-from recipe.errors import DataError
-ShardsSource({str(written[0] / "train")!r}, 10).encoded(0)
-assert not any(name.startswith(("fsspec", "aiohttp", "data.remote")) for name in sys.modules)
-for module, place in (("fsspec", "http://x/y"), ("aiohttp", "http://x/y"), ("s3fs", "s3://bucket/y")):
-    sys.modules[module] = None
-    try:
-        open_folder(place)
-    except DataError as error:
-        print(error)
-    del sys.modules[module]
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    remedies = [line.rpartition(": ")[2] for line in ended.stdout.splitlines()]
-    assert remedies == [f"pip install {name}" for name in ("fsspec", "aiohttp", "s3fs")]
+@pytest.mark.parametrize(("package", "place"), [("fsspec", "http"), ("aiohttp", "http"), ("s3fs", "s3")])
+def test_folders_on_this_machine_do_without_fsspec_and_a_missing_package_is_named(written, monkeypatch, package, place):
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "http", raising=False)  # loaded before
+    for loaded in ("fsspec.implementations.http", "data.http", "data.remote"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    monkeypatch.delattr("data.remote", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    ShardsSource(str(written[0] / "train"), 10).encoded(0)
+    assert "data.remote" not in sys.modules
+    with pytest.raises(DataError, match=rf": pip install {package}$"):
+        open_folder(f"{place}://x/y")

@@ -1,11 +1,12 @@
 """Shards: what is read, in which order, and the errors of those that are missing, damaged or changed."""
 
-import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +25,17 @@ from tests.data.test_loader import contents
 COUNTS = (5, 1, 9, 4, 7)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of the shards, and their images."""
+    folder = tmp_path_factory.mktemp("shards") / "train"
+    return folder, write_shards(folder, COUNTS)
+
+
 @pytest.fixture
-def folder(tmp_path):
-    write_shards(tmp_path / "train", COUNTS)
-    return tmp_path / "train"
+def folder(written, tmp_path):
+    """A copy to be spoilt."""
+    return Path(shutil.copytree(written[0], tmp_path / "train"))
 
 
 def sized(counts, window):
@@ -44,14 +52,14 @@ def overwrite(path, offset, content):
         file.write(content)
 
 
-def test_images_are_those_that_were_written_in_the_order_asked_for(tmp_path, monkeypatch):
-    images = write_shards(tmp_path / "train", COUNTS)
-    source = ShardsSource(str(tmp_path / "train"), 10)
+def test_images_are_those_that_were_written_in_the_order_asked_for(written, monkeypatch):
+    folder, images = written
+    source = ShardsSource(str(folder), 10)
     assert [source.encoded(index) for index in range(len(source))] == images
     assert source.labels.tolist() == [index % 2 for index in range(26)]
     assert source.labels.dtype == np.int64
     assert source.classes == ("0", "1")
-    assert source.name(6) == f"{tmp_path}/train/part-2.tar/0006.JPG"
+    assert source.name(6) == f"{folder}/part-2.tar/0006.JPG"
     assert source.read(3).shape == (3, 16, 20)
     asked = [25, 0, 13, 5, 13, 4]
     for one in (source, pickle.loads(pickle.dumps(source))):
@@ -92,16 +100,6 @@ def test_of_two_images_at_the_same_place_the_one_before_stays_before(monkeypatch
     assert sized([4096], 2048).order(0, 0).tolist() == sorted(range(4096), key=keys.__getitem__)
 
 
-def test_each_image_moves_by_less_than_the_window_and_some_by_half_of_it():
-    """Half, because those behind move into its place: all keys are ahead by half a window on average."""
-    counts, window = [100] * 50, 300
-    before, after = sized(counts, 1).order(1, 2), sized(counts, window).order(1, 2)
-    place = np.empty(5000, np.int64)
-    place[before] = np.arange(5000)
-    moved = place[after] - np.arange(5000)
-    assert 0.5 * window < np.abs(moved).max() < window
-
-
 def test_orders_of_epochs_and_seeds_are_unrelated_and_never_change():
     """Of 2000 in 40 shards, shards' order rules: 40 ranks have a standard deviation of 1 / sqrt(39) = 0.16.
 
@@ -123,8 +121,8 @@ def _reads(source, expected, answers):
     answers.put([zlib.crc32(source.encoded(index)) for index in range(len(source))] == expected)
 
 
-def test_a_fork_reads_what_its_parent_reads(folder):
-    source = ShardsSource(str(folder), 10)
+def test_a_fork_reads_what_its_parent_reads(written):
+    source = ShardsSource(str(written[0]), 10)
     expected = [zlib.crc32(source.encoded(index)) for index in range(len(source))]
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -136,9 +134,8 @@ def test_a_fork_reads_what_its_parent_reads(folder):
         process.join()
 
 
-def test_threads_that_close_each_others_files_read_the_right_bytes(folder, monkeypatch):
-    source = ShardsSource(str(folder), 10)
-    expected = [source.encoded(number) for number in range(26)]
+def test_threads_that_close_each_others_files_read_the_right_bytes(written, monkeypatch):
+    source, expected = ShardsSource(str(written[0]), 10), written[1]
     monkeypatch.setattr(local, "_OPEN_FILES", 1)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(source.encoded, list(range(26)) * 40)) == expected * 40
@@ -187,14 +184,6 @@ def _manifest(text):
     return lambda folder: (folder / "shards.json").write_text(text)
 
 
-def _renamed(name):
-    def spoil(folder):
-        manifest = folder / "shards.json"
-        manifest.write_text(manifest.read_text().replace("part-0.tar", name))
-
-    return spoil
-
-
 def _index(**changes):
     def spoil(folder):
         path = folder / "part-0.tar.index"
@@ -205,8 +194,8 @@ def _index(**changes):
 
 
 def _one_class(folder):
-    data = json.loads((folder / "shards.json").read_text())
-    (folder / "shards.json").write_text(json.dumps({**data, "classes": ["only"]}))
+    manifest = folder / "shards.json"
+    manifest.write_text(manifest.read_text().replace('"0", "1"', '"only"'))
 
 
 def _other_shard(folder):
@@ -227,9 +216,6 @@ def _other_shard(folder):
         (_manifest("[1]"), "shards.json: damaged manifest ("),
         (_manifest("[" * 200_000), "shards.json: damaged manifest (lists and objects are nested too deeply)"),
         (_manifest('{"format": 2}'), "shards.json: manifest of format 2, but this version reads 1"),
-        (_renamed("part\\u0000.tar"), "shards.json: damaged manifest ('part\\x00.tar' is no name of a shard)"),
-        (_renamed("part\\ud800.tar"), "shards.json: damaged manifest ('part\\ud800.tar' is no name of a shard)"),
-        (_renamed("other/../x.tar"), "shards.json: damaged manifest ('other/../x.tar' is no name of a shard)"),
         (_other_shard, "part-0.tar.index: 1 images in 1"),
         (_one_class, "part-0.tar.index: label 1, but shards.json names 1 classes, 0 to 0; name all classes"),
         (_index(lengths=np.array([1, 1, 1, 1, 1 << 40])), "part-0.tar.index: damaged index (images overlap or lie"),
@@ -248,7 +234,15 @@ def test_shards_that_do_not_fit_are_refused_at_the_start_in_one_line(folder, spo
     assert "\n" not in text
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(0, 1), (0, 4), (3, 2)])
+@pytest.mark.parametrize("name", ["part\\u0000.tar", "part\\ud800.tar", ".part.tar", "other/../x.tar", "part.tgz"])
+def test_names_that_are_no_files_names_are_refused(folder, name):
+    manifest = folder / "shards.json"
+    manifest.write_text(manifest.read_text().replace("part-0.tar", name))
+    with pytest.raises(DataError, match=r"shards\.json: damaged manifest \('.*' is no name of a shard\)"):
+        ShardsSource(str(folder), 10)
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(0, 4), (2, 2)])
 def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(tmp_path, workers, replicas):
     """Two epochs of 24 images, of which three have a damaged byte, and the whole of another shard is gone."""
 

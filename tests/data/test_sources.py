@@ -66,13 +66,6 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
         assert image[:, 0, 0].tolist() == [9, 8, 7]
 
 
-def test_names_that_are_not_utf8_are_read_all_the_same(root):
-    os.rename(str(root / "train/cat/a.jpg"), os.fsencode(str(root / "train/cat")) + b"/\xff.jpg")
-    source = FolderSource(str(root / "train"))
-    assert source.read(1).shape == (3, 4, 6)
-    assert source.name(1).endswith("cat/\\xff.jpg")
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -1,6 +1,7 @@
 """Worker processes: quiet when their parent is gone, and without a GPU."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,17 +12,20 @@ from pathlib import Path
 import pytest
 
 from data import workers
+from data.batches import Request
+from recipe.config import Data
 from tests.conftest import QUICKSTART, ROOT, TINY
 
 
-@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
-@pytest.mark.parametrize(("others", "quiet"), [(0, True), (5, True), (10**6, False)])
+@pytest.mark.parametrize(
+    ("error", "others", "quiet"), [(EOFError, 0, True), (ConnectionResetError, 5, True), (EOFError, 10**6, False)]
+)
 def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error, others, quiet):
     """It may break a moment before: then `others` more answers still name the parent."""
     shown, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
     monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: shown.append(kind))
     monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    workers._say_nothing_when_orphaned(7)
+    workers._quiet_when_orphaned(7)
     sys.excepthook(error, error(), None)
     assert shown == ([] if quiet else [error])
     sys.excepthook(ValueError, ValueError(), None)
@@ -35,7 +39,9 @@ def test_workers_block_the_signals_that_ask_a_run_to_stop_and_see_no_gpu(monkeyp
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= signals
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & signals
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    monkeypatch.setattr(workers, "obey_only_the_parent", lambda worker: None)
+    monkeypatch.setattr(workers.multiprocessing, "parent_process", multiprocessing.current_process)
+    monkeypatch.setattr(workers, "_WAITS_FOR_SIGNALS", False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     workers.begin_work(0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -54,26 +60,28 @@ def test_a_queue_to_a_killed_worker_prints_nothing(capfd):
 def test_a_worker_that_hangs_ends_with_a_parent_that_was_killed(tmp_path):
     """It waits within a call to the system, as for a file server that is gone; there torch's watchdog has no turn."""
     os.mkfifo(tmp_path / "pipe")
-    code = f"""
-import os
-from data.batches import Request
-from data.workers import Loader
-from recipe.config import Data
-class Hung:
-    def __getitem__(self, request):
-        with open({str(tmp_path / "worker")!r}, "w") as file:
-            file.write(str(os.getpid()))
-        open({str(tmp_path / "pipe")!r}).read()
-next(iter(Loader(Hung(), [Request(0, 0, 0, 8, [0])], Data(source="digits", workers=1))))
-"""
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    run = multiprocessing.get_context("fork").Process(target=_train_on, args=(Hung(tmp_path),))
+    run.start()
     worker = tmp_path / "worker"
     try:
         _wait_until(lambda: worker.exists() and worker.read_text())
     finally:
         run.kill()
-        run.wait()
+        run.join()
     _wait_until(lambda: _ended(worker.read_text()))
+
+
+class Hung:
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __getitem__(self, request):
+        (self._folder / "worker").write_text(str(os.getpid()))
+        (self._folder / "pipe").read_text()
+
+
+def _train_on(reader):
+    next(iter(workers.Loader(reader, [Request(0, 0, 0, 8, [0])], Data(source="digits", workers=1))))
 
 
 def _ended(process):
@@ -100,7 +108,6 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("size", [pytest.param("4k", marks=pytest.mark.slow), "64k"])
 def test_shared_memory_that_is_full_is_named(tmp_path, size):
     """Full before workers are started, or by their first images: one line, which names neither folder nor internals."""

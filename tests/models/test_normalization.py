@@ -99,11 +99,9 @@ def formula(norm, x, weight, bias, *proxy):
 @every_layer
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_outputs_are_those_of_the_formula(kind, apply_act, dtype, training, device):
-    """Two roundings to the dtype, after the normalisation and after SiLU, of eps / 2 of the value, or of 1 for smaller
-    ones, with a margin of 2. A mean kept in float16 would be off by up to 0.03 at an offset of 100, in bfloat16 by
-    0.25; the square of 100 in float16 leaves no digit for a variance of 1. Of float32, the offset takes two digits
-    itself: x - mean is exact to 100 eps / std. A proxy rounds a third time, and passes each rounding on by at most
-    1 / sqrt(0.03) < 6; its moments add 2e-6 x 6. SiLU works in place, but not on the input."""
+    """Two roundings to the dtype, of eps / 2 of the value, or of 1 for smaller ones, with a margin of 2. In float32 x -
+    mean is exact to 100 eps / std at an offset of 100; statistics kept in half precision would be off by 0.03 or more.
+    A proxy rounds a third time, and passes each rounding on by at most 1 / sqrt(0.03) < 6; its moments add 2e-6 x 6."""
     norm, eps = layer(kind, apply_act).to(device, dtype).train(training), torch.finfo(dtype).eps
     for mean, std in ((0, 1), (100, 1), (0, 0.01)):
         x = inputs(mean, std).to(device, dtype)
@@ -141,33 +139,6 @@ def test_gradients_are_those_of_the_formula(kind, apply_act, dtype, training, de
         assert actual.grad.dtype == dtype
         difference = (actual.grad.double().cpu() - leaf.grad).abs().max() / leaf.grad.abs().max()
         assert difference < (32 if kind.startswith("proxy") else 8) * torch.finfo(dtype).eps
-
-
-def test_epsilon_is_added_to_the_variance(device):
-    """A constant image has no variance: it becomes the bias, and tiny ones stay tiny below sqrt(eps)."""
-    norm = layer("group", apply_act=False).double().to(device)
-    flat = torch.full((1, CHANNELS, 4, 4), 7.0, dtype=torch.float64, device=device)
-    expected = norm.bias.view(1, -1, 1, 1).expand(1, CHANNELS, 4, 4)
-    torch.testing.assert_close(norm(flat), expected, rtol=0, atol=1e-12)
-    signs = flat / 7 * 1e-3 * torch.tensor([1.0, -1.0], device=device).repeat(8).view(4, 4)
-    expected = expected + norm.weight.view(-1, 1, 1) * signs / (1e-6 + 1e-3) ** 0.5
-    torch.testing.assert_close(norm(signs), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["group", "layer", "proxy"])
-def test_images_and_groups_do_not_see_each_other(kind, device):
-    """Alone, an image is vectorised in other places: equal to a few units of rounding, of values up to 20."""
-    norm = layer(kind).to(device)
-    x = inputs().float().to(device)
-    torch.testing.assert_close(norm(x[1:2]), norm(x)[1:2], rtol=1e-6, atol=1e-5)
-    changed = x.clone()
-    first, last = (0, CHANNELS) if kind == "layer" else (6, 12)
-    changed[1, first:last] = 3 * changed[1, first:last] + torch.randn(last - first, 9, 7).to(device)
-    before, after = norm(x), norm(changed)
-    same = torch.ones(3, CHANNELS, dtype=torch.bool)
-    same[1, first:last] = False
-    assert torch.equal(before[same], after[same])
-    assert not (before[~same] == after[~same]).all()
 
 
 def test_without_a_bias_there_is_none(device):
@@ -231,7 +202,6 @@ def test_one_value_per_channel_has_no_variance():
 @pytest.mark.parametrize(
     "move",
     [
-        lambda norm, dtype: norm.to(dtype),
         lambda norm, dtype: norm.to(dtype).to(torch.device("cpu"), non_blocking=True),
         lambda norm, dtype: norm.double().to(dtype).cpu(),
         lambda norm, dtype: copy.deepcopy(norm.half().type(dtype)).share_memory(),

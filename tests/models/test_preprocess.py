@@ -51,7 +51,6 @@ def test_the_output_is_in_the_layout_asked_for_whatever_the_images_are_in(given,
 @pytest.mark.parametrize(
     "move",
     [
-        lambda block, dtype: block.to("cpu", dtype),
         lambda block, dtype: block.to("cpu").to(dtype).to(torch.device("cpu"), non_blocking=True),
         lambda block, dtype: block.double().to(dtype).cpu(),
         lambda block, dtype: copy.deepcopy(block.half().type(dtype)).share_memory(),

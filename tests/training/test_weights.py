@@ -13,6 +13,7 @@ from engines import factory
 from models.efficientnet import timm_name
 from recipe import loading
 from recipe.batch import divide
+from recipe.config import Model
 from recipe.errors import CheckpointError, ConfigError
 from tests.conftest import ROOT
 from training.checkpoint import CheckpointFolder
@@ -158,16 +159,16 @@ def stored(tmp_path, shapes):
 def test_timms_names_find_their_places_and_its_counters_are_left(tmp_path):
     shapes = {timm_name(name): shape for name, shape in MODEL.items()}
     assert shapes.keys() != MODEL.keys()
-    found, fresh = fitted(stored(tmp_path, {**shapes, "blocks.0.0.bn1.num_batches_tracked": ()}), MODEL, False)
+    found, fresh = fitted(stored(tmp_path, {**shapes, "blocks.0.0.bn1.num_batches_tracked": ()}), MODEL, Model(), False)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == MODEL and not fresh
 
 
 def test_a_classifier_of_other_classes_starts_anew_only_where_that_is_wanted(tmp_path):
     other = stored(tmp_path, {**MODEL, "head.classifier.weight": (1000, 2)})
-    found, fresh = fitted(other, MODEL, new_classifier=True)
+    found, fresh = fitted(other, MODEL, Model(), new_classifier=True)
     assert fresh == ["head.classifier.weight"] and set(found) == set(MODEL) - set(fresh)
     with pytest.raises(CheckpointError, match=r"\[1000, 2\], the model's is \[10, 2\]; set model.classes=1000"):
-        fitted(other, MODEL, new_classifier=False)
+        fitted(other, MODEL, Model(), new_classifier=False)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_classifier_of_other_classes_starts_anew_only_where_that_is_wanted(tmp
 def test_weights_of_another_model_are_refused(tmp_path, change, said):
     shapes = {name: shape for name, shape in {**MODEL, **change}.items() if shape is not None}
     with pytest.raises(CheckpointError, match=said):
-        fitted(stored(tmp_path, shapes), MODEL, new_classifier=True)
+        fitted(stored(tmp_path, shapes), MODEL, Model(), new_classifier=True)
 
 
 def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
@@ -200,7 +201,7 @@ def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
     same = ["model.classes=10", "model.image_size=64", "precision.weights=float32", "run.device=cpu"]
     recipe = loading.load(ROOT / "configs" / "gpu.yaml", [*g1, *same])
     engine = factory.create(recipe, divide(recipe, 1))
-    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes, new_classifier=False)
+    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes, recipe.model, False)
     engine.load_weights(weights)
     images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))

@@ -7,8 +7,6 @@ import torch
 from timm.layers import Conv2dSame, create_conv2d
 from torch import nn
 
-from models.efficientnet import build
-
 pytest.importorskip("triton")
 
 from models.kernels import group_conv
@@ -16,10 +14,14 @@ from models.kernels.group_conv import FusedGroupConv2d, replaces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-every_kernel = pytest.mark.parametrize("kernel", [3, 5])
-every_stride = pytest.mark.parametrize("stride", [1, 2])
-every_padding = pytest.mark.parametrize("padding", ["same", "torch"])
 every_format = pytest.mark.parametrize("form", FORMATS)
+# Kernel, stride and padding. The first four have each pair of values.
+SETTINGS = [(3, 1, "torch"), (5, 2, "torch"), (3, 2, "same"), (5, 1, "same")]
+SLOW_SETTINGS = [each for each in itertools.product((3, 5), (1, 2), ("same", "torch")) if each not in SETTINGS]
+every_setting = pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [*SETTINGS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_SETTINGS)],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +104,11 @@ def check(conv, x):
 
 
 @every_format
-@every_padding
-@every_stride
-@every_kernel
+@every_setting
 def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form):
     """TensorFlow's padding differs between the odd and the even side."""
-    check(convolution(kernel, stride, padding), images((1, 32, 7, 10), form))
+    for height, width in ((5, 6), (1, kernel - 2)):  # images may be smaller than the kernel
+        check(convolution(kernel, stride, padding), images((1, 32, height, width), form))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -120,19 +121,14 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     """
     monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
-    conv, x = convolution(3, 2, "same", dtype=dtype), images((2, 32, 9, 8), form, dtype)
+    conv, x = convolution(3, 2, "same", dtype=dtype), images((1, 32, 11, 8), form, dtype)
     y, dx, dw = check(conv, x)
     expected = exact(conv, x, images(y.shape, dtype=dtype, seed=2))[2].to(dtype)
     assert (dw.cpu() == expected).double().mean() > 0.98
+    again = results(FusedGroupConv2d.of(conv), x, images(y.shape, dtype=dtype, seed=2))
+    assert all(torch.equal(one, other) for one, other in zip((y, dx, dw), again)), "results repeat to the bit"
     assert y.dtype == dx.dtype == dw.dtype == dtype
     assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(memory_format=FORMATS[form])
-
-
-@every_format
-@every_padding
-@every_stride
-def test_images_may_be_smaller_than_the_kernel(stride, padding, form):
-    check(convolution(5, stride, padding), images((1, 32, 1, 3), form))
 
 
 @every_format
@@ -142,9 +138,10 @@ def test_groups_do_not_mix(channels, group, form):
     check(convolution(3, 2, "same", channels, group), images((1, channels, 6, 5), form))
 
 
-@pytest.mark.parametrize("programs", [4, 8])
+@pytest.mark.parametrize(
+    ("stride", "programs"), [(1, 4), (1, 8), *(pytest.param(2, each, marks=pytest.mark.slow) for each in (4, 8))]
+)
 @every_format
-@every_stride
 def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
     """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
 
@@ -155,14 +152,6 @@ def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
     monkeypatch.setattr(group_conv, "_PROGRAMS", programs)
     check(convolution(3, stride), images((2, 32, 7, 5), form))
-
-
-@every_format
-def test_results_repeat_to_the_bit(form):
-    conv = FusedGroupConv2d.of(convolution(3, 2, "same", dtype=torch.float16))
-    x = images((2, 32, 9, 8), form, torch.float16)
-    for once, again in zip(results(conv, x), results(conv, x)):
-        assert torch.equal(once, again)
 
 
 def test_other_memory_layouts_are_taken():
@@ -214,10 +203,9 @@ def test_a_second_derivative_other_dtypes_and_channels_are_refused():
         fused(images((1, 48, 4, 4)))
 
 
-@every_stride
-def test_the_parameter_is_shared(stride):
+def test_the_parameter_is_shared():
     """An optimizer that was made for the original moves the weights of both, and a checkpoint fits both."""
-    conv = convolution(stride=stride, padding="same").eval()
+    conv = convolution(stride=2, padding="same").eval()
     fused, x = FusedGroupConv2d.of(conv), images((1, 32, 4, 4))
     before = fused(x)
     assert fused.weight is conv.weight and not fused.training
@@ -231,14 +219,11 @@ def test_the_parameter_is_shared(stride):
     torch.testing.assert_close(after, conv(x), rtol=1e-5, atol=1e-4)
 
 
-def test_what_the_kernels_take():
-    for padding, kernel, stride in itertools.product(("same", "torch"), (3, 5), (1, 2)):
-        assert replaces(convolution(kernel, stride, padding))
+def test_what_the_kernels_take_and_what_not():
+    """Neither depthwise, groups of 8, dense, ..."""
+    for setting in (*SETTINGS, *SLOW_SETTINGS):
+        assert replaces(convolution(*setting))
     assert replaces(convolution(channels=64, group=32))
-
-
-def test_what_the_kernels_do_not_take():
-    """Depthwise, groups of 8, dense, ..."""
     taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
     assert replaces(nn.Conv2d(**taken))
     for other in (
@@ -255,18 +240,6 @@ def test_what_the_kernels_do_not_take():
     assert not replaces(Other(**taken))
     assert not replaces(nn.ConvTranspose2d(**taken))
     assert not replaces(Conv2dSame(32, 32, 3, dilation=2, groups=2, bias=False))
-
-
-@every_padding
-def test_all_grouped_convolutions_of_a_model_are_taken(padding, tiny):
-    recipe = tiny(f"model.padding={padding}", "model.group_size=16", "model.expansion=4", "model.width=1")
-    with torch.device("meta"):
-        model = build(recipe.model, recipe.run.seed)
-    grouped = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups > 1]
-    assert len(grouped) >= 5
-    assert {type(module) for module in grouped} == ({nn.Conv2d, Conv2dSame} if padding == "same" else {nn.Conv2d})
-    for module in grouped:
-        assert replaces(module), module
 
 
 @pytest.mark.gpu

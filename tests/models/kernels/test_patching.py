@@ -84,8 +84,22 @@ def test_models_without_such_layers_and_lone_layers(stand_ins):
         patch(GroupNormAct(8, 4, 1e-3))
 
 
+@pytest.mark.parametrize("padding", ["same", "torch"])
+def test_all_grouped_convolutions_are_replaced(padding):
+    """By the real kernel; with TensorFlow's padding those of stride 2 are timm's Conv2dSame."""
+    group_conv = pytest.importorskip("models.kernels.group_conv")
+    with torch.device("meta"):
+        model = model_of(width=1, padding=padding)
+    grouped = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups > 1]
+    assert {type(module).__name__ for module in grouped} == {"Conv2d"} | (
+        {"Conv2dSame"} if padding == "same" else set()
+    )
+    assert len(grouped) >= 5 and all(map(group_conv.replaces, grouped))
+
+
 def test_our_kernels_are_patched_in_likewise():
-    """With the real ones, all normalisations and the group convolutions; float32 sums in another order."""
+    """With the real ones, all normalisations and the group convolutions; float32 sums in another order. The
+    first blocks have each kind of layer."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, plain = model_of().to(device), model_of().to(device)
@@ -97,5 +111,8 @@ def test_our_kernels_are_patched_in_likewise():
     assert norm_parameters(model) == norm_parameters(plain)
     assert list(model.state_dict()) == list(plain.state_dict())
     images = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8, device=device)
+    first = plain.names[:4]
+    kinds_of_layers = {type(module).__name__ for module in model.part(first).modules()}
+    assert kinds_of_layers >= {"FusedGroupNormAct", "FusedGroupConv2d"}
     with torch.backends.cudnn.flags(allow_tf32=False), torch.no_grad():
-        torch.testing.assert_close(model(images), plain(images), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(model.part(first)(images), plain.part(first)(images), rtol=1e-3, atol=1e-4)
