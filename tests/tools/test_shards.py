@@ -266,14 +266,18 @@ def test_long_and_strange_names_are_read(tmp_path, capsys):
 
 def test_labels_beyond_the_named_classes_are_refused(tmp_path, capsys):
     """Without names, one label cannot make a billion classes."""
-    write_shards(tmp_path / "s", (4,), classes=3)
     (tmp_path / "names").write_text("cat\ndog\n")
-    code, _, (error,) = run(capsys, "index", tmp_path / "s", "--classes", tmp_path / "names")
-    assert (code, error) == (2, f"{tmp_path}/names: 2 classes, but the shards have label 2; name all classes")
-    write_tar(tmp_path / "a.tar", [("1.jpg", jpeg(1)), ("1.cls", b"999999999")])
-    code, _, (error,) = run(capsys, "index", tmp_path)
-    assert code == 2
-    assert error.startswith(f"{tmp_path}: label 999999999, but without --classes FILE there are at most 100,000")
+    for label, options, fault in (
+        (b"2", ("--classes", tmp_path / "names"), "/names: 2 classes, but the shards have label 2; name all classes"),
+        (
+            b"999999999",
+            (),
+            ": label 999999999, but without --classes FILE there are at most 100,000 classes; name them",
+        ),
+    ):
+        write_tar(tmp_path / "a.tar", [("1.jpg", jpeg(1)), ("1.cls", label)])
+        code, _, (error,) = run(capsys, "index", tmp_path, *options)
+        assert code == 2 and error.startswith(f"{tmp_path}{fault}")
 
 
 def test_verify_finds_damage(tmp_path, capsys):
@@ -317,16 +321,16 @@ def test_verify_names_twenty_and_counts_all(tmp_path, capsys):
 def test_wrong_folders_and_command_lines_are_one_line_and_2(classes, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     url, inside = "http://host/shards", classes / "cat/shards"
-    for arguments, start in (
-        (("index", tmp_path / "gone"), f"{tmp_path}/gone"),
-        (("verify", tmp_path / "gone"), f"{tmp_path}/gone"),
-        (("index", tmp_path / "empty"), f"{tmp_path}/empty: no .tar files"),
-        (("index", url), f"{url}: "),
-        (("pack", classes, url), f"{url}: "),
-        (("pack", classes, inside), f"{inside}: "),
+    for *arguments, place in (
+        ("index", tmp_path / "gone"),
+        ("verify", tmp_path / "gone"),
+        ("index", tmp_path / "empty"),
+        ("index", url),
+        ("pack", classes, url),
+        ("pack", classes, inside),
     ):
-        code, _, (error,) = run(capsys, *arguments)
-        assert code == 2 and error.startswith(start)
+        code, _, (error,) = run(capsys, *arguments, place)
+        assert code == 2 and error.startswith(str(place))
     assert not inside.exists()
     for arguments in ([], ["pack", "a", "b", "--quality", "0"], ["pack", "a", "b", "--workers", "0"], ["pack"], ["x"]):
         with pytest.raises(SystemExit) as caught:

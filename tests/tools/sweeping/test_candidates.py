@@ -1,5 +1,7 @@
 """A trial's recipe is the sweep's recipe with its values, and what cannot be trained is found before training."""
 
+import re
+
 import pytest
 
 from recipe.batch import peak_learning_rate
@@ -60,18 +62,21 @@ def test_a_choice_that_goes_with_nothing_is_refused_by_name(found):
 
 
 @pytest.mark.parametrize(
-    ("space", "note"),
+    ("space", "first"),
     [
         (
             "{batch.global: {choices: [64, 96]}, batch.micro: {choices: [32, 48]}}",
-            "1 of 4 combinations are impossible, e.g.: batch.global 64 is not a multiple of 48 micro",
+            "batch.global 64 is not a multiple of",
         ),
-        ("{optimizer.momentum: {low: 0.5, high: 1}}", "1 of 2 combinations are impossible, e.g.: optimizer.momentum: "),
+        (
+            "{optimizer.momentum: {low: 0.5, high: 1}, data.mixup: {choices: [0, 1]}}",
+            "optimizer.momentum: must be less",
+        ),
     ],
 )
-def test_what_is_impossible_in_part_is_a_note(found, space, note):
-    notes = survey(found(space))
-    assert len(notes) == 1 and notes[0].startswith(note)
+def test_what_is_impossible_in_part_is_a_note(found, space, first):
+    (note,) = survey(found(space))
+    assert re.match(rf"[12] of 4 combinations are impossible, e.g.: {first}", note)
 
 
 def test_a_key_of_another_kind_of_section_is_refused(found):
@@ -80,10 +85,9 @@ def test_a_key_of_another_kind_of_section_is_refused(found):
 
 
 def test_a_large_space_is_checked_in_part(found, monkeypatch):
-    monkeypatch.setattr(candidates, "_MAX_CHECKED", 20)
-    choices = ", ".join(f"optimizer.{key}: {{choices: [0.1, 0.2, 0.3]}}" for key in ("momentum", "eps"))
-    notes = survey(found(f"{{{choices}, data.mixup: {{choices: [0.0, 0.1, -1]}}}}"))
-    assert len(notes) == 1 and " of 20 combinations checked are impossible, e.g.: data.mixup: must be" in notes[0]
+    monkeypatch.setattr(candidates, "_MAX_CHECKED", 8)
+    (note,) = survey(found("{data.mixup: {choices: [0.0, 0.1, -1]}, optimizer.eps: {choices: [0.1, 0.2, 0.3]}}"))
+    assert " of 8 combinations checked are impossible, e.g.: data.mixup: must be" in note
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
@@ -100,10 +104,9 @@ def test_an_average_that_the_recipe_does_not_keep_is_no_metric(found):
     assert found(space, "metric: epoch_average.top1\noverrides: [average.epoch_decay=0.9]").base.average.epoch_decay
 
 
-def test_a_grid_has_each_combination_once_in_an_order_of_its_own(found):
+def test_a_grid_has_each_combination_once_in_the_order_of_its_seed(found):
     space = "{batch.global: {choices: [32, 64]}, optimizer.momentum: {low: 0.1, high: 0.3, step: 0.1}}"
     orders = [grid(found(space, f"sampler: grid\nseed: {seed}").sweep.definition) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    expected = {(batch, momentum) for batch in (32, 64) for momentum in (0.1, 0.2, 0.3)}
-    assert {tuple(each.values()) for each in orders[0]} == expected
-    assert len(orders[0]) == len(expected)
+    expected = [(batch, momentum) for batch in (32, 64) for momentum in (0.1, 0.2, 0.3)]
+    assert sorted(tuple(each.values()) for each in orders[0]) == expected
