@@ -2,8 +2,8 @@
 
     python -m tools.export CHECKPOINT --format safetensors|onnx|torch [--output FILE] [--json] [section.key=value ...]
 
-CHECKPOINT is a run folder, a checkpoint or weights, as evaluate.py takes them. What is to be written is first compared
-with the model: docs/export.md. Exit codes: 0 done, 1 failed (nothing is written), 2 the input is wrong.
+CHECKPOINT is a run folder, a checkpoint or weights, as evaluate.py takes them. The content is compared with the model
+before it is written: docs/export.md. Exit codes: 0 done, 1 failed (nothing is written), 2 the input is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import io
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
 from recipe.errors import DONE, FAILED, ConfigError, DataError
 from recipe.files import write
@@ -43,18 +43,7 @@ _SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 
 
 class NotWritten(Exception):
-    """What was exported does not compute what the model does, or finds no room; one line."""
-
-
-class Checked(NamedTuple):
-    """How a file compares with the model.
-
-    images: `validation` or `random`; reason: why no validation images, else None; difference: the largest of a logit.
-    """
-
-    images: str
-    reason: str | None
-    difference: float
+    """The export does not compute what the model does, or cannot be stored; one line."""
 
 
 @one_line()
@@ -94,22 +83,26 @@ def _parser() -> Parser:
 
 
 def _export(options: argparse.Namespace) -> dict:
-    """Writes the file; returns what is to be said about it.
+    """Writes the file; returns the report as data.
 
     Raises:
         UserError: the input cannot be used, or a package is missing.
-        NotWritten: what would be written computes something else, or writing failed.
-        OSError: what is read cannot be read.
+        NotWritten: the content computes something else, or writing failed.
+        OSError: reading failed.
     """
-    format, named, suffix = options.format, options.output, _SUFFIXES[options.format]
-    if named and Path(named).suffix != suffix:
-        raise ConfigError(f"{named}: --format {format} writes a {suffix} file; name it {Path(named).stem}{suffix}")
-    if named:
-        output.check(Path(named))
+    format, suffix = options.format, _SUFFIXES[options.format]
+    path = Path(options.output) if options.output else None
+    if path and path.suffix != suffix:
+        raise ConfigError(f"{path}: --format {format} writes a {suffix} file; name it {path.stem}{suffix}")
+    if path:
+        output.check(path)
     if Path(options.checkpoint).suffix in (_SUFFIXES["onnx"], _SUFFIXES["torch"]):
         raise ConfigError(f"{options.checkpoint}: a program, no weights; name the run or weights that it was made of")
-    if format == "onnx":
-        _check_packages()
+    for package in ("onnx", "onnxscript", "onnxruntime") if format == "onnx" else ():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"--format onnx: the package {package} is not installed; pip install onnx onnxscript onnxruntime"
+            )
     # Imported late: a wrong command line is refused before torch is loaded.
     import torch
 
@@ -117,18 +110,29 @@ def _export(options: argparse.Namespace) -> dict:
 
     stored = weights.read(options.checkpoint, options.weights)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
-    path = Path(named) if named else _place(stored, recipe, suffix)
-    output.check(path)  # the place in a run is known only now
+    if path is None:
+        average = "" if stored.which == weights.TRAINED else f"-{stored.which}"
+        path = (weights.run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
+        output.check(path)
     model = _built(stored, recipe)
     metadata = _metadata(stored, recipe)
     with torch.no_grad():
         content, opset = _WRITERS[format](model, recipe, metadata)
-        checked = _checked(model, _reader(suffix, content, recipe), recipe)
-    if not checked.difference <= LIMIT:  # nor if it is no number
+        logits = _reader(suffix, content, recipe)
+        images, reason = _images(recipe, sum(_BATCHES))
+        differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
+    difference = differences.max().item()
+    if not difference <= LIMIT:  # nor if it is not a number
         raise NotWritten(
-            f"{path}: not written: a logit differs by {checked.difference:.2g} from the model's, more than {LIMIT:g}"
+            f"{path}: not written: a logit differs by {difference:.2g} from the model's, more than {LIMIT:g}"
         )
-    _write(path, content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, content, durable=True)
+    except OSError as error:
+        raise NotWritten(
+            f"{path}: not written: {error.strerror or error}; make room, or name another file by --output"
+        ) from None
     return {
         "format": format,
         "file": str(path),
@@ -139,39 +143,30 @@ def _export(options: argparse.Namespace) -> dict:
         "image_size": recipe.model.image_size,
         "classes": recipe.model.classes,
         "class_names": "classes" in metadata,
-        "images": checked.images,
-        "no_validation_images": checked.reason,
+        "images": "random" if reason else "validation",
+        "no_validation_images": reason,
         "batches": list(_BATCHES),
-        "difference": checked.difference,
+        "difference": difference,
         "limit": LIMIT,
     }
 
 
 def _text(about: dict) -> str:
-    size, classes = about["image_size"], about["classes"]
+    size, batches = about["image_size"], ", ".join(map(str, about["batches"]))
     opset = f", opset {about['opset']}" if about["opset"] else ""
     lines = [
         f"{about['checkpoint']}, {about['weights']} weights -> {about['file']}: {about['bytes'] / 1e6:.1f} MB, float32"
         f"{opset}"
     ]
     if about["format"] != "safetensors":
-        lines.append(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {classes}]")
+        lines.append(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {about['classes']}]")
     if about["no_validation_images"]:
         lines.append(f"no validation images: {about['no_validation_images']}")
     lines.append(
-        f"read again, on {sum(about['batches'])} {about['images']} images in batches of "
-        f"{', '.join(map(str, about['batches']))}: largest difference of a logit {about['difference']:.2g}"
+        f"read again, on {sum(about['batches'])} {about['images']} images in batches of {batches}: largest difference "
+        f"of a logit {about['difference']:.2g}"
     )
-    lines.append(f"score it: python evaluate.py --checkpoint {shlex.quote(about['file'])}")
-    return "\n".join(lines)
-
-
-def _check_packages() -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"--format onnx: the package {name} is not installed; pip install onnx onnxscript onnxruntime"
-            )
+    return "\n".join([*lines, f"score it: python evaluate.py --checkpoint {shlex.quote(about['file'])}"])
 
 
 def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
@@ -191,41 +186,20 @@ def _metadata(stored: StoredWeights, recipe: Recipe) -> dict[str, str]:
     from recipe import loading
     from training import weights
 
-    plain = {
+    names = weights.class_names(stored, recipe)
+    values = {
+        **({"classes": names} if names else {}),
         "image_size": recipe.model.image_size,
         "mean": recipe.model.mean,
         "std": recipe.model.std,
         "crop_fraction": recipe.data.crop_fraction,
     }
-    names = weights.class_names(stored, recipe)
-    return {
-        "recipe": loading.dump(recipe),
-        "weights": stored.which,
-        **({"classes": json.dumps(names)} if names else {}),
-        **{name: json.dumps(value) for name, value in plain.items()},
-    }
-
-
-def _place(stored: StoredWeights, recipe: Recipe, suffix: str) -> Path:
-    from training.weights import TRAINED, run_folder_of
-
-    average = "" if stored.which == TRAINED else f"-{stored.which}"
-    return (run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Raises NotWritten where there is no room, say."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, content, durable=True)
-    except OSError as error:
-        raise NotWritten(
-            f"{path}: not written: {error.strerror or error}; make room, or name another file by --output"
-        ) from None
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    return {"recipe": loading.dump(recipe), "weights": stored.which, **texts}
 
 
 def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, None]:
-    """Weights under timm's names, the same bytes each time: the library orders metadata by chance."""
+    """Weights under timm's names. Metadata are sorted: the library orders them differently each time."""
     from safetensors.torch import save
 
     from models.families import timm_name
@@ -241,7 +215,7 @@ def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> 
 
 
 def _example(recipe: Recipe) -> tuple:
-    """Arguments and keywords of torch's exporters: two images, for of one they would make a constant."""
+    """Arguments and keywords of torch's exporters: two images, because a batch of one would become a constant."""
     import torch
 
     size = recipe.model.image_size
@@ -279,7 +253,7 @@ _WRITERS = {"safetensors": _safetensors, "onnx": _onnx, "torch": _program}
 
 
 def _reader(suffix: str, content: bytes, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From images to logits by what a file's content has, as evaluate.py would read it."""
+    """A function from images to logits, by a file's content as evaluate.py would read it."""
     from training import exported, weights
 
     if suffix != _SUFFIXES["safetensors"]:
@@ -289,19 +263,11 @@ def _reader(suffix: str, content: bytes, recipe: Recipe) -> Callable[[torch.Tens
     return _built(weights.StoredWeights(Path("the file"), load(content), None, None), recipe)
 
 
-def _checked(model: BlockList, logits: Callable[[torch.Tensor], torch.Tensor], recipe: Recipe) -> Checked:
-    """Compares the model with what was exported, on batches of several sizes."""
-    import torch
-
-    images, reason = _images(recipe, sum(_BATCHES))
-    differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
-    return Checked("random" if reason else "validation", reason, differences.max().item())
-
-
 def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
-    """uint8 [count, 3, size, size]: the first validation images, again and again where they are fewer; else random.
+    """Images to compare on, and why they are random; None where they are the first validation images, repeated.
 
-    And the reason for which they are random.
+    Returns:
+        uint8 [count, 3, size, size].
     """
     import torch
 

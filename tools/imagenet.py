@@ -1,4 +1,4 @@
-"""ImageNet's own archives as sources: read by offset, never unpacked.
+"""ImageNet's archives as sources: read by offset, never unpacked.
 
 ILSVRC2012_img_train.tar holds a tar for each class, nXXXXXXXX.tar; ILSVRC2012_img_val.tar holds the images alone, and a
 list gives their classes in the order of their names.
@@ -25,7 +25,7 @@ from tools import matlab
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
 
 _CLASSES = 1000
-_MOST_BYTES = 128 << 20  # of the devkit unpacked: a dozen times what ImageNet's has
+_MAX_BYTES = 128 << 20  # of the devkit unpacked: a dozen times ImageNet's
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -62,10 +62,11 @@ def training(path: str) -> ArchiveSource:
     Classes are in the order of their WordNet numbers, images in that of class and name.
 
     Raises:
-        DataError: the archive is missing or damaged, or not of this kind.
+        DataError: the archive is damaged, or not of this kind.
+        OSError: it cannot be read.
     """
     found = []
-    with _opened(path) as stream, open_archive(stream, path) as archive:
+    with open(path, "rb") as stream, open_archive(stream, path) as archive:
         for member in members(archive, path):
             name, extension = split(member.name)
             if extension != "tar" or not _WNID.fullmatch(name):
@@ -89,10 +90,11 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         devkit: ILSVRC2012_devkit_t12.tar.gz, which maps its numbers to WordNet numbers.
 
     Raises:
-        DataError: a file is missing, damaged or does not fit the others.
+        DataError: a file is damaged or does not fit the others.
+        OSError: a file cannot be read.
     """
     lines = _lines(ground_truth)
-    with _opened(path) as stream:
+    with open(path, "rb") as stream:
         images = _images(stream, path)
     if len(images) != len(lines):
         raise DataError(
@@ -101,30 +103,31 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     if all(_WNID.fullmatch(line) for line in lines):
         wnids, known = lines, set(lines)
     else:
-        wnids, known = _by_number(lines, ground_truth, devkit)
+        meaning = _meaning(lines, ground_truth, devkit)
+        wnids, known = [meaning[int(line)] for line in lines], set(meaning.values())
     classes = tuple(sorted(known))
     label = {wnid: number for number, wnid in enumerate(classes)}
     return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
 
 
-def _by_number(lines: list[str], ground_truth: str, devkit: str | None) -> tuple[list[str], set[str]]:
-    """WordNet numbers of the lines, and of all classes."""
+def _meaning(lines: list[str], ground_truth: str, devkit: str | None) -> dict[int, str]:
+    """WordNet number of each class's number in the devkit, which has all lines. Raises DataError."""
+    meaning: dict[int, str] = {}
     for number, line in enumerate(lines, start=1):
         if not re.fullmatch(r"[0-9]{1,9}", line):
             raise DataError(
                 f"{ground_truth}:{number}: {line!r} is neither a WordNet number such as n01440764 nor a number of the "
                 "devkit; each line must be the same kind"
             )
-    if devkit is None:
-        raise DataError(
-            f"{ground_truth}: numbers of the devkit, which says what they mean; "
-            "add --devkit ILSVRC2012_devkit_t12.tar.gz"
-        )
-    meaning = _devkit(devkit)
-    for number, line in enumerate(lines, start=1):
+        if devkit is None:
+            raise DataError(
+                f"{ground_truth}: numbers of the devkit, which gives their classes; "
+                "add --devkit ILSVRC2012_devkit_t12.tar.gz"
+            )
+        meaning = meaning or _devkit(devkit)
         if int(line) not in meaning:
             raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
-    return [meaning[int(line)] for line in lines], set(meaning.values())
+    return meaning
 
 
 def _devkit(path: str) -> dict[int, str]:
@@ -146,17 +149,15 @@ def _meta(path: str) -> bytes:
         with open(path, "rb") as stream:
             packed = stream.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else open(path, "rb") as stream:
-            content = stream.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise DataError(f"{path}: more than {_MOST_BYTES >> 20} MB; give ILSVRC2012_devkit_t12.tar.gz")
+            content = stream.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise DataError(f"{path}: more than {_MAX_BYTES >> 20} MB; give ILSVRC2012_devkit_t12.tar.gz")
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
                 if member.name.split("/")[-2:] == ["data", "meta.mat"] and member.isreg():
                     return archive.extractfile(member).read()
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; correct --devkit") from None
     raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
 
 
@@ -164,17 +165,8 @@ def _lines(path: str) -> list[str]:
     try:
         with open(path, encoding="ascii") as file:
             return [line.strip() for line in file if line.strip()]
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; correct --ground-truth") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: no text; it must hold a line for each image") from None
-
-
-def _opened(path: str) -> io.BufferedReader:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; name the archive as it was downloaded") from None
 
 
 def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:

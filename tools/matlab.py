@@ -1,6 +1,6 @@
 """MATLAB's files of version 5, as far as ImageNet's devkit needs them: arrays of structs of numbers and texts.
 
-Nothing takes more memory than is there to be read: scipy's reader makes arrays of any size that a file asks for.
+Memory is bounded by the file's size; scipy's reader makes arrays of any size that a file declares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before the work that makes it."""
+"""Whether a file can be written, checked before the work that makes it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from pathlib import Path
 
 from recipe.errors import ConfigError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REMEDY = "name another file by --output"
-
 
 def check(path: Path) -> None:
-    """Leaves nothing behind: neither a file nor the folders that are still to be made.
+    """Check that a file can be written, without making it or its folders.
 
     Raises:
         ConfigError: `path` is a folder, or its folder can neither be written nor be made.
@@ -26,6 +23,6 @@ def check(path: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(error.errno, error.strerror, str(path)) from None
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}; {_REMEDY}") from None
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; name another file by --output") from None

@@ -16,21 +16,11 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 import numpy as np
 from PIL import Image
 
-from data import decode
+from data import decode, shard_index
 from data.base import UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, MissingFile
-from data.shard_index import (
-    MANIFEST,
-    MOST_OF_INDEX,
-    Index,
-    Manifest,
-    Shard,
-    decode_index,
-    encode_index,
-    encode_manifest,
-    index_name,
-)  # fmt: skip
+from data.shard_index import Index, Manifest, Shard
 from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
@@ -54,22 +44,18 @@ class Packed(NamedTuple):
     """The shards, and how they came to be."""
 
     manifest: Manifest
-    kept: int  # shards that had been made before
+    kept: int  # shards of an earlier call
     skipped: int  # unreadable images that were left out
-    reasons: tuple[str, ...]  # of those that this call found, a message each
+    reasons: list[str]  # of those that this call found, a message each
 
 
 def pack(
     source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
 ) -> Packed:
-    """Pack all images of a source into shards, with indexes and manifest.
+    """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
 
     Images are spread over the shards at random, a function of the seed. The same images and options give the same
-    bytes, whatever the number of workers. Shards that an earlier, interrupted call has finished are kept.
-
-    Args:
-        workers: processes.
-        advance: is called with the numbers of finished and of all shards, each time one more is finished.
+    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
 
     Raises:
         DataError: `folder` holds other shards; a shard would have no images.
@@ -90,13 +76,13 @@ def pack(
     missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, count)
     reasons: dict[str, list[str]] = {}
-    for done, (name, made) in enumerate(_all_packed(task, missing, min(workers, len(missing))), start=1):
-        indexes[name], reasons[name] = made
-        advance(kept + done, count)
+    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
+        indexes[name], reasons[name] = index, left_out
+        advance(len(indexes), count)
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
-    write(Path(folder, MANIFEST), encode_manifest(manifest), durable=True)
+    write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
     skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return Packed(manifest, kept, skipped, tuple(reason for name in sorted(reasons) for reason in reasons[name]))
+    return Packed(manifest, kept, skipped, [reason for name in sorted(reasons) for reason in reasons[name]])
 
 
 def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
@@ -138,7 +124,10 @@ def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
         if name.startswith(".") or not name.endswith(".tar"):
             continue
         try:
-            index = decode_index(local.read(index_name(name), MOST_OF_INDEX), local.path(index_name(name)))
+            index = shard_index.decode_index(
+                local.read(shard_index.index_name(name), shard_index.MOST_OF_INDEX),
+                local.path(shard_index.index_name(name)),
+            )
         except MissingFile:
             if name in shards:  # a process was killed between the two
                 continue
@@ -206,7 +195,7 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
         index = writer.close(task.plan)
-    write(task.folder / index_name(name), encode_index(index), durable=True)
+    write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
     return index, reasons
 
 

@@ -7,7 +7,7 @@ import io
 import re
 import tarfile
 import zlib
-from typing import BinaryIO, Callable, Iterator, NamedTuple, Optional
+from typing import BinaryIO, Callable, Iterator, Optional, Tuple
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from recipe.errors import DataError
 EXTENSIONS = ("jpg", "jpeg", "png")
 _CHUNK = 1 << 23
 _LABEL_BYTES = 32
+_Row = Tuple[str, int, int, int, int]  # name, offset, bytes, label and CRC-32 of an image
 _END = bytes(1024)  # two blocks of zeros: where an archive ends
 
 
 class StrictInfo(tarfile.TarInfo):
-    """A member of an archive; Python's own class would take a damaged header for the end of the archive."""
+    """A member of an archive; TarInfo would take a damaged header for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -35,10 +36,10 @@ class StrictInfo(tarfile.TarInfo):
 
 
 def members(archive: tarfile.TarFile, place: str) -> Iterator[tarfile.TarInfo]:
-    """The files in an archive, which must hold nothing but files and folders below its own top.
+    """The files in an archive, which may hold plain files and folders below its top only.
 
     Args:
-        place: what errors call the archive.
+        place: the archive's name in errors.
 
     Raises:
         DataError: it is damaged or cut short, or has a link, a device or a name that leads elsewhere.
@@ -59,7 +60,7 @@ def members(archive: tarfile.TarFile, place: str) -> Iterator[tarfile.TarInfo]:
 
 
 def open_archive(stream: BinaryIO, place: str, mode: str = "r:") -> tarfile.TarFile:
-    """Args: mode: "r:" to read at will, "r|" from front to end. Raises DataError."""
+    """Args: mode: "r:" for random access, "r|" from front to end. Raises DataError."""
     try:
         return tarfile.open(fileobj=stream, mode=mode, tarinfo=StrictInfo, bufsize=_CHUNK)
     except (tarfile.TarError, EOFError) as error:
@@ -79,7 +80,7 @@ class Writer:
         """An image: the members KEY.EXTENSION and KEY.cls. Args: key: of at most 80 ASCII characters."""
         name = f"{key}.{extension}"
         offset = self._member(name, encoded)
-        self._rows.append(_Row(name, offset, len(encoded), label, zlib.crc32(encoded)))
+        self._rows.append((name, offset, len(encoded), label, zlib.crc32(encoded)))
         self._member(f"{key}.cls", str(label).encode())
 
     def close(self, plan: str) -> Index:
@@ -116,18 +117,26 @@ def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, by
     """
     place = folder.path(shard)
     stream = _Stream(folder, shard, size)
-    images: dict[str, _Row] = {}
+    images: dict[str, tuple[str, int, int, int]] = {}
     labels: dict[str, int] = {}
     archive = open_archive(stream, place, "r|")
     for member in members(archive, place):
         key, extension = split(member.name)
-        if extension == "cls":
-            _once(place, key, "label", labels)
-            labels[key] = _label(archive, member, place)
-        elif extension in EXTENSIONS:
-            _once(place, key, "image", images)
+        if extension != "cls" and extension not in EXTENSIONS:
+            continue
+        what, seen = ("label", labels) if extension == "cls" else ("image", images)
+        if key in seen:
+            raise DataError(f"{place}: {key!r} has a second {what}; keys must differ")
+        if what == "label":
+            text = _content(archive, member, place).strip() if member.size <= _LABEL_BYTES else b""
+            if not re.fullmatch(rb"[0-9]{1,9}", text):
+                raise DataError(
+                    f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text"
+                )
+            labels[key] = int(text)
+        else:
             encoded = _content(archive, member, place)
-            images[key] = _Row(member.name, member.offset_data, member.size, -1, zlib.crc32(encoded))
+            images[key] = (member.name, member.offset_data, member.size, zlib.crc32(encoded))
             if look is not None:
                 look(member.name, encoded)
     for key in images.keys() ^ labels.keys():
@@ -135,12 +144,12 @@ def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, by
         raise DataError(f"{place}: {key!r} has no {missing}; add it or leave the other out")
     if not images:
         raise DataError(f"{place}: no images; remove this shard")
-    rows = [row._replace(label=labels[key]) for key, row in images.items()]
+    rows = [(name, offset, length, labels[key], crc32) for key, (name, offset, length, crc32) in images.items()]
     return _index(rows, size, stream.sha256(), "")
 
 
 def split(name: str) -> tuple[str, str]:
-    """Key and extension (in small letters), before and after the first dot in the last part of a path.
+    """Key and extension (in lower case), before and after the first dot in the last part of a path.
 
     Source: the WebDataset convention.
     """
@@ -149,25 +158,18 @@ def split(name: str) -> tuple[str, str]:
     return folder + slash + key, extension.lower()
 
 
-class _Row(NamedTuple):
-    name: str
-    offset: int
-    length: int
-    label: int
-    crc32: int
-
-
 def _index(rows: list[_Row], size: int, sha256: str, plan: str) -> Index:
-    names = [row.name.encode(errors="surrogateescape") for row in rows]
+    names, offsets, lengths, labels, checksums = zip(*rows)
+    encoded = [name.encode(errors="surrogateescape") for name in names]
     return Index(
-        np.array([row.offset for row in rows], np.int64), np.array([row.length for row in rows], np.int64),
-        np.array([row.label for row in rows], np.int32), np.array([row.crc32 for row in rows], np.uint32),
-        np.array([len(name) for name in names], np.int32), b"".join(names), size, sha256, plan,
+        np.array(offsets, np.int64), np.array(lengths, np.int64), np.array(labels, np.int32),
+        np.array(checksums, np.uint32), np.array([len(name) for name in encoded], np.int32), b"".join(encoded),
+        size, sha256, plan,
     )  # fmt: skip
 
 
 class _Stream(io.RawIOBase):
-    """A file of a folder from front to end, whose checksum is taken on the way."""
+    """A file of a folder from front to end, with its checksum."""
 
     def __init__(self, folder: Folder, name: str, size: int):
         self._folder, self._name, self._size = folder, name, size
@@ -192,11 +194,6 @@ class _Stream(io.RawIOBase):
         return self._sha256.hexdigest()
 
 
-def _once(place: str, key: str, what: str, seen: dict) -> None:
-    if key in seen:
-        raise DataError(f"{place}: {key!r} has a second {what}; keys must differ")
-
-
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bytes:
     try:
         content = archive.extractfile(member).read()
@@ -205,10 +202,3 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> b
     if len(content) != member.size:
         raise DataError(f"{place}: cut short within {member.name!r}; copy it again")
     return content
-
-
-def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> int:
-    text = _content(archive, member, place).strip() if member.size <= _LABEL_BYTES else b""
-    if not re.fullmatch(rb"[0-9]{1,9}", text):
-        raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
-    return int(text)

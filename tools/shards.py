@@ -1,7 +1,7 @@
 """Makes and checks tar shards: python -m tools.shards pack | index | verify ...
 
-pack writes class folders, or ImageNet's archives, into shards. index makes what must lie beside shards of others.
-verify reads all of a set of shards and compares it with its checksums. See docs/shards.md.
+pack writes class folders, or ImageNet's archives, into shards. index makes the indexes and manifest of other shards.
+verify reads a set of shards and compares it with its checksums. See docs/shards.md.
 With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 the input is wrong.
 """
 
@@ -22,24 +22,14 @@ import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Sequence
 
-from data import decode
+from data import decode, shard_index
 from data.base import UnreadableImage
 from data.encoded import EncodedSource
 from data.folder import FolderSource
 from data.local import Folder, LocalFolder
-from data.shard_index import (
-    MANIFEST,
-    Index,
-    Manifest,
-    Shard,
-    encode_index,
-    encode_manifest,
-    index_name,
-    read_index,
-    read_manifest,
-)  # fmt: skip
+from data.shard_index import MANIFEST, Index, Manifest, Shard
 from data.shards import open_folder
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
@@ -49,10 +39,8 @@ from tools.shard_tar import scan
 from training.command import Parser, fail, one_line
 
 _NAMED = 20  # faults that verify names, and images that pack names
-_LINES = 20  # of progress, without a terminal
-_MOST_NUMBERED = 100_000  # classes without names
-
-_Advance = Callable[[int, int], None]
+_LINES = 20  # of progress
+_MAX_NUMBERED = 100_000  # classes without names
 
 
 @one_line("rerun the same command: it goes on where it was")
@@ -60,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        with _progress() as advance:
-            code, text, data = options.run(options, advance)
+        code, text, data = options.run(options)
     except BrokenProcessPool:
         return fail(
             "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
@@ -106,39 +93,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pack(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     source, folder = _source(options)
     how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
     for note in source.notes:
         print(note, flush=True)
-    packed = pack(source, folder, how, options.workers, advance)
+    packed = pack(source, folder, how, options.workers, _advance)
     text, data = _summary(folder, packed.manifest)
-    named = packed.reasons[:_NAMED]
-    for reason in named:
+    data.update(kept=packed.kept, skipped=packed.skipped, named=packed.reasons[:_NAMED])
+    for reason in data["named"]:
         print(f"left out: {reason}", file=sys.stderr)
     text += f"; {packed.kept} shards were there before, {packed.skipped} unreadable images left out"
-    return DONE, text, {**data, "kept": packed.kept, "skipped": packed.skipped, "named": named}
+    return DONE, text, data
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
     """The images to pack, and the folder for the shards. Raises DataError."""
-    archives = options.imagenet_train, options.imagenet_validation
-    given = sum(archive is not None for archive in archives)
-    if given > 1 or len(options.places) != 2 - given:
+    archives = [each for each in (options.imagenet_train, options.imagenet_validation) if each is not None]
+    if len(archives) > 1 or len(options.places) != 2 - len(archives):
         raise DataError(
             "pack FOLDER DEST, pack --imagenet-train TAR DEST, or "
             "pack --imagenet-validation TAR --ground-truth FILE DEST"
         )
     if (options.imagenet_validation is None) != (options.ground_truth is None):
         raise DataError("--imagenet-validation and --ground-truth go together; give both or none")
-    if options.imagenet_train is not None:
-        source: EncodedSource = imagenet.training(options.imagenet_train)
-    elif options.imagenet_validation is not None:
-        source = imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
-    else:
-        source = FolderSource(options.places[0])
-        if options.devkit is not None:
-            raise DataError("--devkit goes with --imagenet-validation; leave it out")
+    try:
+        if options.imagenet_train is not None:
+            source: EncodedSource = imagenet.training(options.imagenet_train)
+        elif options.imagenet_validation is not None:
+            source = imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
+        else:
+            source = FolderSource(options.places[0])
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
+    if options.devkit is not None and options.imagenet_validation is None:
+        raise DataError("--devkit goes with --imagenet-validation; leave it out")
     *images, folder = options.places
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
@@ -147,26 +136,28 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
     return source, folder
 
 
-def _index(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
     if "://" in options.folder:
         raise DataError(f"{options.folder}: indexes are made on this machine; name a folder, and copy it afterwards")
     folder = LocalFolder(options.folder)
-    names = sorted(name for name in _listed(options.folder) if name.endswith(".tar") and not name.startswith("."))
+    try:
+        listed = os.listdir(options.folder)
+    except OSError as error:
+        raise DataError(f"{options.folder}: {error.strerror}; name the folder that holds the shards") from None
+    names = sorted(name for name in listed if name.endswith(".tar") and not name.startswith("."))
     if not names:
         raise DataError(f"{options.folder}: no .tar files; name the folder that holds the shards")
 
     def make(name: str) -> Index:
         return scan(folder, name, os.path.getsize(folder.path(name)))
 
-    indexes = dict(_by_threads(make, names, advance))
-    largest = max(int(index.labels.max()) for index in indexes.values())
-    classes = _classes(options.classes, largest, folder)
-    for name in names:
-        write(Path(folder.path(index_name(name))), encode_index(indexes[name]), durable=True)
-    manifest = make_manifest(classes, {name: indexes[name] for name in names})
-    write(Path(folder.path(MANIFEST)), encode_manifest(manifest), durable=True)
-    text, data = _summary(options.folder, manifest)
-    return DONE, text, data
+    indexes = dict(zip(names, _by_threads(make, names)))
+    classes = _classes(options.classes, max(int(index.labels.max()) for index in indexes.values()), folder)
+    for name, index in indexes.items():
+        write(Path(folder.path(shard_index.index_name(name))), shard_index.encode_index(index), durable=True)
+    manifest = make_manifest(classes, indexes)
+    write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
+    return (DONE, *_summary(options.folder, manifest))
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
@@ -177,12 +168,12 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
     """
     if file is None:
         with contextlib.suppress(DataError):
-            before = read_manifest(folder).classes
+            before = shard_index.read_manifest(folder).classes
             if largest < len(before):
                 return before
-        if largest >= _MOST_NUMBERED:
+        if largest >= _MAX_NUMBERED:
             raise DataError(
-                f"{folder.place}: label {largest}, but without --classes FILE there are at most {_MOST_NUMBERED:,} "
+                f"{folder.place}: label {largest}, but without --classes FILE there are at most {_MAX_NUMBERED:,} "
                 "classes; name them all, or mend the label"
             )
         return tuple(str(label) for label in range(largest + 1))
@@ -198,15 +189,14 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
     return classes
 
 
-def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, dict]:
+def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
     folder = open_folder(options.folder)
-    manifest = read_manifest(folder)
+    manifest = shard_index.read_manifest(folder)
 
     def check(shard: Shard) -> list[str]:
         return _faults(folder, shard, len(manifest.classes), options.decode)
 
-    found = dict(_by_threads(check, manifest.shards, advance))
-    faults = [fault for shard in manifest.shards for fault in found[shard]]
+    faults = [fault for found in _by_threads(check, manifest.shards) for fault in found]
     text, data = _summary(folder.place, manifest)
     counted = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     for fault in faults[:_NAMED]:
@@ -214,8 +204,8 @@ def _verify(options: argparse.Namespace, advance: _Advance) -> tuple[int, str, d
     if faults:
         more = f", {_NAMED} of them named above" if len(faults) > _NAMED else ""
         print(f"{folder.place}: {counted}{more}; copy or make these shards again", file=sys.stderr)
-    code = WRONG_INPUT if faults else DONE
-    return code, f"{text}; {counted}", {**data, "faults": len(faults), "named": faults[:_NAMED]}
+    data.update(faults=len(faults), named=faults[:_NAMED])
+    return (WRONG_INPUT if faults else DONE), f"{text}; {counted}", data
 
 
 def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[str]:
@@ -230,28 +220,22 @@ def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[s
             faults.append(str(error))
 
     try:
-        index = read_index(folder, shard, classes)
+        index = shard_index.read_index(folder, shard, classes)
         found = scan(folder, shard.name, shard.bytes, look if decoded else None)
     except DataError as error:
         return [*faults, str(error)]
-    return faults + _differences(index, found, place)
-
-
-def _differences(index: Index, found: Index, place: str) -> list[str]:
-    """Differences between a shard and its index. Args: found: the index made from the shard."""
-    if (index.names, index.offsets.tolist(), index.lengths.tolist()) != (
-        found.names, found.offsets.tolist(), found.lengths.tolist(),
-    ):  # fmt: skip
-        return [f"{place}: other images, or at other places, than in its index"]
+    places = [(each.names, each.offsets.tolist(), each.lengths.tolist()) for each in (index, found)]
+    if places[0] != places[1]:
+        return [*faults, f"{place}: other images, or at other places, than in its index"]
+    sound = len(faults)
     ends = index.name_lengths.cumsum()
-    faults = []
     for number, (end, length) in enumerate(zip(ends.tolist(), index.name_lengths.tolist())):
         name = os.fsdecode(index.names[end - length : end])
         if index.crc32[number] != found.crc32[number]:
             faults.append(f"{place}/{name}: not the bytes that the index has the checksum of")
         if index.labels[number] != found.labels[number]:
             faults.append(f"{place}/{name}: label {found.labels[number]}, but its index says {index.labels[number]}")
-    if not faults and index.sha256 != found.sha256:
+    if len(faults) == sound and index.sha256 != found.sha256:
         faults.append(f"{place}: not the bytes that {MANIFEST} has the checksum of, but no image is affected")
     return faults
 
@@ -269,40 +253,22 @@ def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
     return text, data
 
 
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; name the folder that holds the shards") from None
-
-
-def _by_threads(work: Callable, tasks: Sequence, advance: _Advance) -> Iterator[tuple]:
-    """(task, its result), as they are finished. Checksums and decoders let other threads run."""
+def _by_threads(work: Callable, tasks: Sequence) -> list:
+    """The result of each task, in their order. Checksums and decoders let other threads run."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            running = {pool.submit(work, task): task for task in tasks}
+            running = [pool.submit(work, task) for task in tasks]
             for done, future in enumerate(as_completed(running), start=1):
-                yield running[future], future.result()
-                advance(done, len(tasks))
+                future.result()  # fails at once
+                _advance(done, len(tasks))
+            return [future.result() for future in running]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[_Advance]:
-    """How many shards are done: a bar in a terminal, else a line now and then."""
-    if not sys.stdout.isatty():
-        yield _print_some
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    with Progress(BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _print_some(done: int, total: int) -> None:
+def _advance(done: int, total: int) -> None:
+    """Prints how many shards are done, now and then."""
     if done and (done == total or done % max(1, total // _LINES) == 0):
         print(f"{done} of {total} shards", flush=True)
 

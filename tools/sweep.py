@@ -17,15 +17,16 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe.errors import DONE, FAILED, STOPPED, first_line
-from tools.sweeping.candidates import Candidates, candidates, survey
+from tools.sweeping.candidates import load_candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.process import StopRequest
+from tools.sweeping.scheduler import Scheduler, StopRequest
 from training.command import Parser, fail, one_line
 
 _AGAIN = "rerun the same command: it goes on where it was"
@@ -37,59 +38,41 @@ def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TR
     """Runs the command; returns its exit code. Args: trainer: what trains a trial, as Python is given it."""
     options = _parser().parse_intermixed_args(arguments)
     try:
-        found = candidates(read(Path(options.config), options.overrides, options.trials))
-        for note in survey(found):
+        candidates = load_candidates(read(Path(options.config), options.overrides, options.trials))
+        for note in survey(candidates):
             print(f"note: {note}", flush=True)
-        return _run(found, options, trainer)
+        path = Path(options.output or f"sweeps/{candidates.sweep.word}")
+        stop = StopRequest()
+        with stop, contextlib.closing(SweepFolder(path, candidates)) as folder:
+            # Imported late: a wrong command line is refused before Optuna is loaded.
+            from tools.sweeping.report import Report
+            from tools.sweeping.study import StorageError, Study
+
+            definition = candidates.sweep.definition
+            trials = definition.trials or definition.combinations()
+            try:
+                with contextlib.closing(Study(folder.study, candidates.sweep)) as study:
+                    report = Report(candidates, study, folder)
+                    Scheduler(candidates, study, folder, options.workers, trainer, stop, report.changed).run(trials)
+                    data = {**report.conclude(), "trials": trials}
+            except StorageError as error:
+                text = first_line(error.orig if getattr(error, "orig", None) else error)
+                return fail(f"{folder.study}: {text}; fix this, then {_AGAIN}", FAILED)
+            return _conclude(data, stop, options.json)
     except KeyboardInterrupt:
         return fail("stopped before the first trial; the same command goes on", STOPPED)
 
 
-def _run(found: Candidates, options: argparse.Namespace, trainer: Sequence[str]) -> int:
-    path = Path(options.output or f"sweeps/{found.sweep.word}")
-    with StopRequest() as stop:
-        folder = SweepFolder(path, found)
-        try:
-            return _search(found, folder, options, trainer, stop)
-        finally:
-            folder.close()
-
-
-def _search(
-    found: Candidates, folder: SweepFolder, options: argparse.Namespace, trainer: Sequence[str], stop: StopRequest
-) -> int:
-    # Imported late: a wrong command line is refused before Optuna is loaded.
-    from tools.sweeping.report import Report
-    from tools.sweeping.scheduler import Scheduler
-    from tools.sweeping.study import StorageError, Study
-
-    trials = found.sweep.definition.trials or found.sweep.definition.combinations()
-    study = None
-    try:
-        study = Study(folder.study, found.sweep)
-        report = Report(found, study, folder)
-        with report:
-            Scheduler(found, study, folder, options.workers, trainer, report.changed).run(trials, stop)
-        data = {**report.last(), "trials": trials}
-    except StorageError as error:
-        text = first_line(error.orig if getattr(error, "orig", None) else error)
-        return fail(f"{folder.study}: {text}; fix this, then {_AGAIN}", FAILED)
-    finally:
-        if study is not None:
-            study.close()
-    return _conclude(data, trials, stop, options.json)
-
-
-def _conclude(data: dict, trials: int, stop: StopRequest, as_json: bool) -> int:
-    """Says how the sweep stands; returns the exit code."""
+def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:
+    """Prints how the sweep stands; returns the exit code."""
+    best, trials = data["best"], data["trials"]
     done = sum(count for state, count in data["counts"].items() if state != "running")
-    if data["best"] is not None:
-        best, place = data["best"], data["files"]["best"]
-        print(f"best: trial {best['trial']}, {data['metric']} {best['value']:.6g}: {place}")
     code = DONE
+    if best is not None:
+        print(f"best: trial {best['trial']}, {data['metric']} {best['value']:.6g}: {data['files']['best']}")
     if done < trials:
         code = fail(f"{stop.name}: {done} of {trials} trials are done; the same command goes on", STOPPED)
-    elif data["best"] is None:
+    elif best is None:
         reason = next((row["reason"] for row in reversed(data["leaderboard"]) if row["reason"]), "")
         code = fail(f"no trial is complete; the last says: {reason}; mend it and choose another --output", FAILED)
     if as_json:
@@ -105,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config", required=True, metavar="SWEEP.yaml", help="what is searched, e.g. configs/sweeps/digits.yaml"
     )
     parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="trials at once (1)")
-    parser.add_argument("--trials", type=_positive, metavar="N", help="in the place of the file's number")
-    parser.add_argument("--output", metavar="FOLDER", help="in the place of sweeps/NAME")
+    parser.add_argument("--trials", type=_positive, metavar="N", help="overrides the file's number")
+    parser.add_argument("--output", metavar="FOLDER", help="default: sweeps/NAME")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe in all trials")
     return parser

@@ -17,7 +17,7 @@ from recipe import loading
 from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import report
 from tools.reporting import page
-from tools.sweeping import leaderboard
+from tools.sweeping import report as sweep_report
 from tools.sweeping.definition import read as read_definition
 from training.metrics import read_events
 
@@ -111,8 +111,9 @@ def read_study(data: bytes, folder: Path) -> None:
         with mock.patch.object(ScriptDirectory, "from_config", return_value=_migrations()):
             study = Study(path, sweep)
         records = study.records()
-        leaderboard.write(folder / "leaderboard.csv", records, sweep.definition)
-        leaderboard.table(records, sweep.definition)
+        rows = sweep_report.ranked(records, sweep.definition)
+        sweep_report.write_csv(folder / "leaderboard.csv", rows, sweep.definition)
+        sweep_report.table(rows, sweep.definition)
         for number in study.cut_off():
             study.end(number, "failed", reason="cut off")
         number = study.begin()

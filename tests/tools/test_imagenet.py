@@ -48,8 +48,8 @@ def matlab_file(rows, **options):
 
 def devkit(path, with_children=True, content=None):
     """As ImageNet's: classes by number, then groups of them; in an order of its own."""
-    kinds = ("ILSVRC2012_ID", "WNID", "num_children")[: 3 if with_children else 2]
     rows = [(1, WNIDS[2], 0), (2, WNIDS[0], 0), (3, WNIDS[1], 0), (1001, "n00001740", 2)]
+    kinds = ("ILSVRC2012_ID", "WNID", "num_children")[: 3 if with_children else 2]
     content = content or matlab_file([dict(zip(kinds, row)) for row in rows])
     path.write_bytes(gzip.compress(tar_bytes([("ILSVRC2012_devkit_t12/data/meta.mat", content)])))
     return path
@@ -104,7 +104,7 @@ def test_archives_that_do_not_fit_are_refused(train_archive, validation_archive,
     cases = [
         (validated("short", "kit.tar.gz"), f"{tmp_path}/short: 2 lines, but {validation_archive} has 5 images"),
         (validated("mixed", "kit.tar.gz"), f"{tmp_path}/mixed:2: 'n01440764' is neither"),
-        (validated("good"), f"{tmp_path}/good: numbers of the devkit, which says what they mean; add --devkit"),
+        (validated("good"), f"{tmp_path}/good: numbers of the devkit, which gives their classes; add --devkit"),
         (validated("unknown", "kit.tar.gz"), f"{tmp_path}/unknown:5: {kit} has no class 9"),
         (validated("group", "kit.tar.gz"), f"{tmp_path}/group:5: {kit} has no class 1001"),
         (validated("good", "cut.tar.gz"), f"{tmp_path}/cut.tar.gz: damaged or no archive"),
@@ -123,24 +123,22 @@ def test_archives_that_do_not_fit_are_refused(train_archive, validation_archive,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("compressed", [True, False])
-def test_structs_are_read_as_scipy_wrote_them(compressed):
+def test_structs_are_read_as_scipy_wrote_them():
     rows = [
         {"ID": 1, "WNID": "n02119789", "words": "kit fox, Vulpes", "children": [], "height": 0.5, "images": [1300, 2]},
         {"ID": 70_000, "WNID": "n00001740", "words": "ünïcode", "children": 4, "height": -1e300, "images": [1, 2, 3]},
     ]
-    assert matlab.structs(matlab_file(rows, do_compression=compressed), "synsets") == rows
+    for compressed in (True, False):
+        assert matlab.structs(matlab_file(rows, do_compression=compressed), "synsets") == rows
 
 
 def nested(depth):
     """A struct in a struct in a struct."""
     inner = b""
-    for _ in range(depth):
-        content = struct.pack("<IIII", 6, 8, 2, 0) + struct.pack("<IIii", 5, 8, 1, 1) + struct.pack("<II", 1, 0)
-        content += struct.pack("<HHi", 5, 4, 8) + struct.pack("<II8s", 1, 8, b"a") + inner
-        inner = struct.pack("<II", 14, len(content)) + content
-        if len(inner) > 1 << 20:
-            break
+    while depth and len(inner) < 1 << 20:
+        content = struct.pack("<IIIIIIii", 6, 8, 2, 0, 5, 8, 1, 1) + struct.pack("<II", 1, 0)
+        content += struct.pack("<HHiII8s", 5, 4, 8, 1, 8, b"a") + inner
+        inner, depth = struct.pack("<II", 14, len(content)) + content, depth - 1
     return matlab_file([{"ID": 1}])[:128] + inner
 
 

@@ -1,4 +1,4 @@
-"""From the values that a trial draws to the recipe that it trains, checked as train.py would check it.
+"""The recipe that a trial trains, from the values that it draws, checked as train.py would check it.
 
 The batch arithmetic and the rule by which the peak follows the batch are the recipe's own (recipe/batch.py).
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Sequence
 
 from recipe import batch, loading
-from recipe.config import ALTERNATIVES, Recipe
+from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.errors import ConfigError, UserError
 from tools.sweeping.definition import Definition, SweepFile, Value
 
-_LOOKED_AT = 200  # combinations that are checked before the first trial; each takes milliseconds
-_OF_OVERRIDES = "command line: "  # the place that recipe.loading names where an override is wrong
+_MAX_CHECKED = 200  # combinations that are checked before the first trial; each takes milliseconds
+_COMMAND_LINE = "command line: "  # recipe.loading's place of an override
 
 Parameters = Dict[str, Value]
 
@@ -27,43 +28,43 @@ class Candidates(NamedTuple):
 
     sweep: SweepFile
     base: Recipe  # without any parameter
-    fixed: List[str]  # overrides that all trials have
+    fixed: List[str]  # overrides of all trials
 
     def overrides(self, parameters: Mapping[str, Value]) -> List[str]:
         """Overrides that make the recipe of a trial from the sweep's recipe file."""
         return [*self.fixed, *(f"{key}={as_text(value)}" for key, value in parameters.items())]
 
-    def fault(self, parameters: Mapping[str, Value], place: Sequence[str] = ()) -> Optional[str]:
-        """Why no run with `parameters` can begin, in one line; None: it can. Args: place: more overrides."""
+    def recipe(self, overrides: Sequence[str]) -> Recipe:
+        """The recipe of a trial. Raises ConfigError, without a place, if no run of it can begin."""
         try:
-            batch.describe(loading.load(self.sweep.recipe, [*self.overrides(parameters), *place]))
+            recipe = loading.load(self.sweep.recipe, overrides)
+            batch.describe(recipe)
         except UserError as error:
-            return _without_place(error)
-        return None
+            text = str(error)
+            raise ConfigError(text[len(_COMMAND_LINE) :] if text.startswith(_COMMAND_LINE) else text) from None
+        return recipe
 
 
 def as_text(value: Value) -> str:
-    """A value as an override and a recipe have it. JSON is YAML, and quotes what YAML takes for something else."""
+    """A value as overrides and recipes have it: JSON is YAML, and quotes texts that YAML takes for something else."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def candidates(sweep: SweepFile) -> Candidates:
+def load_candidates(sweep: SweepFile) -> Candidates:
     """The recipes of a sweep's trials.
 
     Raises:
         ConfigError: the recipe cannot be read, or the metric or batch rule does not fit it.
     """
     definition = sweep.definition
-    given = list(definition.overrides)
-    base = _load(sweep, given)
-    # Trials have credentials from their environment: what is theirs is written into logs and best.yaml.
-    fixed = [*map(masked, given), *_rule(sweep, base)]
-    average = definition.average
-    if average is not None:
-        key = f"average.{average.partition('_')[0]}_decay"
-        if getattr(base.average, key.partition(".")[2]) is None and key not in definition.space:
+    base = _load(sweep, definition.overrides)
+    # Trials get credentials by their environment: their overrides are written into logs and best.yaml.
+    fixed = [*map(masked, definition.overrides), *_rule(sweep, base)]
+    if "." in definition.metric:
+        key = f"{definition.metric.partition('_')[0]}_decay"
+        if getattr(base.average, key) is None and f"average.{key}" not in definition.space:
             raise ConfigError(
-                f"{sweep.path}: metric: {definition.metric}, but the recipe keeps no such average; set {key}"
+                f"{sweep.path}: metric: {definition.metric}, but the recipe keeps no such average; set average.{key}"
             )
     return Candidates(sweep, _load(sweep, fixed), fixed)
 
@@ -72,103 +73,73 @@ def _load(sweep: SweepFile, overrides: Sequence[str]) -> Recipe:
     try:
         return loading.load(sweep.recipe, overrides)
     except ConfigError as error:
-        if str(error).startswith(_OF_OVERRIDES):
-            raise ConfigError(f"{sweep.path}: overrides: {_without_place(error)}") from None
-        raise ConfigError(f"{sweep.path}: recipe: {error}") from None
+        text = str(error)
+        if text.startswith(_COMMAND_LINE):
+            raise ConfigError(f"{sweep.path}: overrides: {text[len(_COMMAND_LINE) :]}") from None
+        raise ConfigError(f"{sweep.path}: recipe: {text}") from None
 
 
 def _rule(sweep: SweepFile, base: Recipe) -> List[str]:
-    """The overrides that make the peak follow the batch as the sweep says, from where the recipe has it."""
-    rule, schedule = sweep.definition.batch_rule, base.schedule
+    """The overrides by which the peak follows the batch as the sweep says, starting at the recipe's batch and peak."""
+    rule, reference = sweep.definition.batch_rule, base.schedule.reference_batch
     if rule is None:
         return []
-    if rule == "none":
-        return [
-            "schedule.batch_rule=none",
-            "schedule.reference_batch=null",
-            f"schedule.peak={batch.peak_learning_rate(base)!r}",
-        ]
-    if schedule.reference_batch is not None:
+    if rule != "none" and reference is not None:
         return [f"schedule.batch_rule={rule}"]
     return [
         f"schedule.batch_rule={rule}",
-        f"schedule.reference_batch={base.batch.global_}",
+        f"schedule.reference_batch={'null' if rule == 'none' else base.batch.global_}",
         f"schedule.peak={batch.peak_learning_rate(base)!r}",
     ]
 
 
-def survey(found: Candidates) -> List[str]:
-    """Looks, before anything is trained, at the choices and the ends of ranges in all combinations, or in many.
+def survey(candidates: Candidates) -> List[str]:
+    """Check choices and ends of ranges before training: all combinations, or 200 drawn at random.
 
     Returns:
-        What cannot be trained, a line each; trials that draw it end as impossible.
+        A note if some cannot be trained; trials that draw them end as impossible.
 
     Raises:
-        ConfigError: a choice that goes with nothing, or nothing that can be trained at all.
+        ConfigError: a choice that no combination can have, or no combination can be trained.
     """
-    sweep, space = found.sweep, found.sweep.definition.space
+    sweep, space = candidates.sweep, candidates.sweep.definition.space
     ends = {key: axis.ends() for key, axis in space.items()}
-    combinations, all_of_them = _combinations(ends)
-    faults = [found.fault(parameters) for parameters in combinations]
+    complete = math.prod(map(len, ends.values())) <= _MAX_CHECKED
+    draw = random.Random(0)
+    combinations = (
+        _combinations(ends)
+        if complete
+        else [{key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED)]
+    )
+    faults = [_fault(candidates, parameters) for parameters in combinations]
     if all(faults):
         raise ConfigError(f"{sweep.path}: space: no combination can be trained; the first: {faults[0]}")
-    notes = []
-    for key, values in ends.items():
-        for value in values:
-            own = [fault for each, fault in zip(combinations, faults) if each[key] is value]
-            if not own or not all(own) or not all_of_them:
-                continue
-            if space[key].choices is not None:
-                raise ConfigError(f"{sweep.path}: space: {key}: {as_text(value)} goes with nothing: {own[0]}")
-            notes.append(f"{key} at the end of its range, {as_text(value)}: {own[0]}")
+    for key, axis in space.items() if complete else ():
+        for choice in axis.choices or ():
+            own = [fault for each, fault in zip(combinations, faults) if each[key] is choice]
+            if all(own):
+                raise ConfigError(f"{sweep.path}: space: {key}: {as_text(choice)} goes with nothing: {own[0]}")
     impossible = [fault for fault in faults if fault]
-    if impossible and not notes:
-        looked = "" if all_of_them else " looked at"
-        notes.append(f"{len(impossible)} of {len(faults)} combinations{looked} are impossible, e.g.: {impossible[0]}")
-    return notes
+    if not impossible:
+        return []
+    checked = "" if complete else " checked"
+    return [f"{len(impossible)} of {len(faults)} combinations{checked} are impossible, e.g.: {impossible[0]}"]
 
 
-def _combinations(values: Mapping[str, Sequence[Value]]) -> Tuple[List[Parameters], bool]:
-    """All combinations, or some drawn from them, and whether they are all."""
-    count = 1
-    for each in values.values():
-        count *= len(each)
-    if count <= _LOOKED_AT:
-        return [dict(zip(values, each)) for each in itertools.product(*values.values())], True
-    draw = random.Random(0)
-    return [{key: draw.choice(each) for key, each in values.items()} for _ in range(_LOOKED_AT)], False
-
-
-def _without_place(error: UserError) -> str:
-    text = str(error)
-    return text[len(_OF_OVERRIDES) :] if text.startswith(_OF_OVERRIDES) else text
+def _fault(candidates: Candidates, parameters: Parameters) -> str:
+    try:
+        candidates.recipe(candidates.overrides(parameters))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def grid(definition: Definition) -> List[Parameters]:
-    """All combinations of a grid, in an order drawn by the seed: so the first few already are spread over all of it."""
-    axes = {key: axis.grid() for key, axis in definition.space.items()}
-    combinations = [dict(zip(axes, each)) for each in itertools.product(*axes.values())]
+    """All combinations, in an order drawn by the seed, so that the first few are spread over the whole grid."""
+    combinations = _combinations({key: axis.grid() for key, axis in definition.space.items()})
     random.Random(definition.seed).shuffle(combinations)
     return combinations
 
 
-def sections(overrides: Sequence[str]) -> Dict[str, Dict[str, str]]:
-    """Overrides as the sections of a recipe file: name -> key -> text of the value; of a key's values the last.
-
-    Keys that say the same in other words replace each other, as they do on the command line.
-    """
-    kept: Dict[str, str] = {}
-    for text in overrides:
-        name, _, value = text.partition("=")
-        for other in _alternatives(name) if value != "null" else ():
-            kept.pop(other, None)
-        kept[name] = value
-    by_section: Dict[str, Dict[str, str]] = {}
-    for name, value in kept.items():
-        section, _, key = name.partition(".")
-        by_section.setdefault(section, {})[key] = value
-    return by_section
-
-
-def _alternatives(name: str) -> List[str]:
-    return [other for group in ALTERNATIVES if name in group for other in group if other != name]
+def _combinations(axes: Mapping[str, Sequence[Value]]) -> List[Parameters]:
+    return [dict(zip(axes, each)) for each in itertools.product(*axes.values())]

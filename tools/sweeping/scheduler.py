@@ -1,38 +1,114 @@
-"""Runs the trials of a sweep, some at once, each as a process that trains into its own run folder.
+"""Runs the trials of a sweep as processes that train into their own run folders, and records how each ended.
 
 One thread watches all of them: Linux ends a child when the thread that started it ends, not only the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
-from recipe import loading
-from recipe.errors import DONE, STOPPED, WRONG_INPUT, UserError
+from parallel.parent_death import bound_to_parent
+from recipe import credentials
+from recipe.config import Recipe
+from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.folder import SweepFolder, run_in_use
-from tools.sweeping.process import StopRequest, Trial, threads_each
 from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Progress, Record, progress
+from training.stopping import StopSignals
 
 if TYPE_CHECKING:
     from tools.sweeping.study import Study
 
-_LOOK_SECONDS = 0.2
-_STARTS = 3  # of a process that others kill, before its trial counts as failed
+_POLL_SECONDS = 0.2
+_MAX_STARTS = 3  # of a process that is killed from outside, before its trial has failed
+_TAIL = 64 * 1024  # bytes of a log in which its last line is searched
+_MAX_LINE = 300  # characters of it that are reported
+_SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
-class _Refused(NamedTuple):
-    """A trial that ended because the input is wrong, while none was complete; not yet recorded as failed.
+class Trial:
+    """A trial that is under way: its process, once there is one, and how much of its metrics was read."""
 
-    line: its last line, without its own folder's name; said: the whole line.
+    def __init__(self, number: int, recipe: Recipe, command: List[str], log: Path):
+        """Args: command: arguments of Python. log: the process's output is appended to it."""
+        self.number, self.recipe = number, recipe
+        self.process: Optional[subprocess.Popen] = None
+        self.starts = 0  # of processes
+        self.reported = 0  # evaluations that the study has
+        self.pruned = False
+        self._command, self._log, self._log_start = [sys.executable, "-u", *command], log, 0
+        self._metrics_status: Optional[Tuple[int, int]] = None
+
+    def start(self, threads: int) -> None:
+        """Starts a process. Args: threads: of OpenMP, unless the environment sets them."""
+        with open(self._log, "ab") as stream:
+            stream.write(f"$ {shlex.join(self._command)}\n".encode("utf-8", "surrogateescape"))
+            self._log_start = stream.tell()
+            stream.flush()
+            self.process = subprocess.Popen(
+                bound_to_parent(self._command),
+                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": str(threads), **os.environ, **credentials.environment()},
+                start_new_session=True,  # a terminal's Ctrl-C is for the sweep alone
+            )  # fmt: skip
+        self.starts += 1
+
+    def stop(self, at_once: bool = False) -> None:
+        """Lets the process finish its step, save and end; or kills it with all that it has started."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if at_once:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.send_signal(signal.SIGTERM)
+        if at_once:
+            self.process.wait()
+
+    def last_line(self) -> str:
+        """The last line of the process's output, or nothing."""
+        with open(self._log, "rb") as stream:
+            stream.seek(max(self._log_start, os.fstat(stream.fileno()).st_size - _TAIL))
+            line = stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()
+        return line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + " ..."
+
+    def new_metrics(self, metrics: Path) -> bool:
+        """Whether metrics.jsonl has changed since the last call."""
+        try:
+            status = metrics.stat()
+        except FileNotFoundError:
+            return False
+        before, self._metrics_status = self._metrics_status, (status.st_size, status.st_mtime_ns)
+        return self._metrics_status != before
+
+
+class StopRequest(StopSignals):
+    """Within it, SIGTERM, SIGINT and SIGUSR1 are noted: the first lets trials save and end, the second kills them.
+
+    SIGUSR1 never kills: SLURM may send it to a sweep and its trials alike, as it does to runs.
     """
 
-    number: int
-    line: str
-    said: str
-    reached: Progress
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.name = ""  # of the first signal
+        self.at_once = False  # a second one came
+        self._since = 0.0
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        if not self.name:
+            self.name, self._since = signal.Signals(number).name, time.monotonic()
+        elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
+            self.at_once = True
 
 
 class Scheduler:
@@ -40,209 +116,188 @@ class Scheduler:
 
     def __init__(
         self,
-        found: Candidates,
+        candidates: Candidates,
         study: Study,
         folder: SweepFolder,
-        workers: int,
-        trainer: Sequence[str],
-        changed: Callable[[str, Optional[Record]], None],
+        workers: int,  # trials at once
+        trainer: Sequence[str],  # the program that trains, as Python is given it
+        stop: StopRequest,
+        changed: Callable[[str, Optional[Record]], None],  # is given a line, and the record of a trial that has ended
     ):
-        """
-        Args:
-            workers: trials at once.
-            trainer: the program that trains, as Python is given it.
-            changed: called with a line for people (empty where a trial has a new evaluation), and the record of a trial
-                that has ended.
-        """
-        self._found, self._study, self._folder = found, study, folder
+        self._candidates, self._study, self._folder, self._stop = candidates, study, folder, stop
         self._workers, self._trainer, self._changed = workers, trainer, changed
+        self._metric = candidates.sweep.definition.metric
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = max(1, cores // workers)  # of OpenMP, of each trial
         self._running: List[Trial] = []
-        self._refused: List[_Refused] = []
-        self._fault = ""  # of the input, which two trials met
+        # Trials that ended because the input is wrong, while none was complete: not yet recorded as failed.
+        self._put_off: Dict[str, Tuple[int, Progress, str]] = {}  # by the line without the trial's own folder
+        self._input_fault = ""  # that two trials met
 
-    def run(self, trials: int, stop: StopRequest) -> None:
-        """Until `trials` trials have come to an end, or `stop` asks to leave and all processes have.
+    def run(self, trials: int) -> None:
+        """Returns once `trials` trials have ended, or after a signal once all processes have.
 
         Raises:
             UserError: two trials ended with the same complaint about the input, and none was ever complete; they and
                 those that run go on when the same command is given again.
         """
-        waiting = self._study.cut_off()
+        cut_off = self._study.cut_off()
         begun = len(self._study.records())
-        asked = False
+        announced = False
         try:
             while True:
-                while not self._ending(stop) and len(self._running) < self._workers and (waiting or begun < trials):
-                    if waiting:
-                        self._begin(waiting.pop(0), again=True)
+                while not self._ending() and len(self._running) < self._workers and (cut_off or begun < trials):
+                    if cut_off:
+                        self._begin(cut_off.pop(0), "goes on")
                     else:
-                        self._begin(self._study.begin(), again=False)
+                        self._begin(self._study.begin(), "begins")
                         begun += 1
-                if self._ending(stop) and not asked:
-                    asked = True
-                    if self._running:
-                        why = stop.name or "the input is wrong"
-                        self._changed(f"{why}: the trials that run finish their step, save and end", None)
+                if self._ending() and self._running and not announced:
+                    announced = True
+                    why = self._stop.name or "the input is wrong"
+                    self._changed(f"{why}: the trials that run finish their step, save and end", None)
                     for trial in self._running:
-                        trial.ask_to_end()
+                        trial.stop()
                 if not self._running:
-                    return self._leave(stop)
+                    break
                 for trial in list(self._running):
-                    if stop.hurry:
-                        trial.kill()
-                    self._watch(trial, stop)
-                time.sleep(_LOOK_SECONDS)
+                    if self._stop.at_once:
+                        trial.stop(at_once=True)
+                    self._watch(trial)
+                time.sleep(_POLL_SECONDS)
         finally:
             for trial in self._running:
-                trial.kill()
+                trial.stop(at_once=True)
+        if self._input_fault:
+            raise UserError(self._input_fault)
+        if not self._stop.name:
+            self._fail_put_off()
 
-    def _ending(self, stop: StopRequest) -> bool:
-        return stop.asked or bool(self._fault)
+    def _ending(self) -> bool:
+        return bool(self._stop.name or self._input_fault)
 
-    def _leave(self, stop: StopRequest) -> None:
-        """No trial runs any more."""
-        if self._fault:
-            raise UserError(self._fault)
-        if not stop.asked:
-            self._give_up_refused()
-
-    def _give_up_refused(self) -> None:
-        """They have failed: another trial shows that it is not the input that all trials have."""
-        while self._refused:
-            each = self._refused.pop(0)
-            self._end(each.number, FAILED, None, each.reached.epochs, each.reached.seconds, each.said)
-
-    def _refuse(self, trial: Trial, reached: Progress, said: str) -> None:
-        """Puts off a trial whose input is wrong while none is complete; a second with that error stops the sweep."""
-        self._running.remove(trial)
-        line = said.replace(str(self._folder.trial(trial.number)), "")
-        other = next((each for each in self._refused if each.line == line), None)
-        self._refused.append(_Refused(trial.number, line, said, reached))
-        self._changed(f"trial {trial.number} is put off: {said}", None)
-        if other and not self._fault:
-            first, second = sorted((other.number, trial.number))
-            self._fault = f"trials {first} and {second}: {said}; then repeat the command: they run again"
-
-    def _begin(self, number: int, again: bool) -> None:
+    def _begin(self, number: int, verb: str) -> None:
         parameters = self._study.record(number).parameters
-        text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
-        place = (
+        word = self._candidates.sweep.word
+        overrides = [
+            *self._candidates.overrides(parameters),
             f"run.output={as_text(str(self._folder.trial(number)))}",
-            f"run.name={as_text(f'{self._found.sweep.word}-{number:04d}')}",
-        )
-        fault = self._found.fault(parameters, place)
-        if fault:
-            self._end(number, IMPOSSIBLE, reason=fault)
-            return
-        overrides = [*self._found.overrides(parameters), *place]
-        recipe = loading.load(self._found.sweep.recipe, overrides)
-        command = [*self._trainer, "--config", str(self._found.sweep.recipe.resolve()), *overrides]
+            f"run.name={as_text(f'{word}-{number:04d}')}",
+        ]
+        try:
+            recipe = self._candidates.recipe(overrides)
+        except ConfigError as error:
+            return self._end(number, IMPOSSIBLE, reason=str(error))
+        command = [*self._trainer, "--config", str(self._candidates.sweep.recipe.resolve()), *overrides]
         self._running.append(Trial(number, recipe, command, self._folder.log(number)))
-        self._changed(f"trial {number} {'goes on' if again else 'begins'}: {text}", None)
+        text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
+        self._changed(f"trial {number} {verb}: {text}", None)
 
-    def _watch(self, trial: Trial, stop: StopRequest) -> None:
-        """One look at a trial: what it has reached, whether its process runs, and what its end means."""
-        code = trial.poll()
-        if code is None and not trial.new_metrics(self._folder.trial(trial.number) / "metrics.jsonl"):
+    def _watch(self, trial: Trial) -> None:
+        """Look at a trial once: what it has reached, whether its process runs, and what its end means."""
+        run = self._folder.trial(trial.number)
+        code = None if trial.process is None else trial.process.poll()
+        if not trial.new_metrics(run / "metrics.jsonl") and code is None:
             if trial.process is None:
-                self._start(trial, stop)
+                self._start(trial)
             return
         try:
-            reached = progress(self._folder.trial(trial.number), self._found.sweep.definition.metric, trial.recipe)
+            reached = progress(run, self._metric, trial.recipe)
         except UserError as error:
-            trial.kill()
-            return self._end_of(trial, FAILED, Progress([], False, False, None, None), str(error))
+            trial.stop(at_once=True)
+            return self._end(trial.number, FAILED, reason=str(error))
         if not trial.pruned and self._report(trial, reached):
             trial.pruned = True
-            trial.ask_to_end()
-        if trial.process is None:
-            # Whether there is still something to do is known before a process is started for it.
-            if trial.pruned or reached.ended:
-                self._conclude(trial, reached)
-            else:
-                self._start(trial, stop)
-        elif code is not None:
-            self._after(trial, code, reached, stop)
+            trial.stop()
+        if code is not None:
+            self._process_ended(trial, code, reached)
+        elif trial.process is None and (trial.pruned or reached.ended):
+            self._conclude(trial, reached)
+        elif trial.process is None:
+            self._start(trial)
 
-    def _start(self, trial: Trial, stop: StopRequest) -> None:
-        if self._ending(stop):
+    def _start(self, trial: Trial) -> None:
+        if self._ending():
             self._running.remove(trial)
         elif not run_in_use(self._folder.trial(trial.number)):
-            trial.start(threads_each(self._workers))
+            trial.start(self._threads)
 
     def _report(self, trial: Trial, reached: Progress) -> bool:
-        """Tells the study of the evaluations that are new; returns whether the trial is to be pruned.
+        """Report new evaluations to the study; returns whether to prune the trial.
 
-        The last evaluation of a run saves nothing any more, so the pruner is not asked: else it would depend on the
-        moment at which it is seen.
+        The pruner does not decide on the last evaluation of a run: ending it would save nothing, and whether it is
+        seen before the run ends is a matter of time.
         """
         last = len(reached.values) - 1
-        new = trial.reported <= last
-        for evaluation in range(trial.reported, len(reached.values)):
+        new = range(trial.reported, len(reached.values))
+        for evaluation in new:
             trial.reported = evaluation + 1
             value = reached.values[evaluation]
-            if value is None:
-                continue
-            bad = self._study.report(trial.number, evaluation, value)
+            bad = value is not None and self._study.report(trial.number, evaluation, value)
             if bad and not (evaluation == last and reached.last_is_final):
                 return True
         if new:
             self._changed("", None)
         return False
 
-    def _after(self, trial: Trial, code: int, reached: Progress, stop: StopRequest) -> None:
-        """Acts on the end of a trial's process."""
+    def _process_ended(self, trial: Trial, code: int, reached: Progress) -> None:
+        signalled = f"was ended by signal {-code}"
         if trial.pruned or (code == DONE and reached.ended):
             self._conclude(trial, reached)
-        elif self._ending(stop) and (code == STOPPED or code < 0):
+        elif self._ending() and (code == STOPPED or code < 0):
             self._running.remove(trial)  # goes on when the same command is given again
-        elif code == STOPPED or (code < 0 and trial.starts < _STARTS):
-            why = f"was ended by signal {-code}" if code < 0 else "was stopped from outside"
+        elif code == STOPPED or (code < 0 and trial.starts < _MAX_STARTS):
+            why = signalled if code < 0 else "was stopped from outside"
             self._changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
             trial.process = None
         elif code < 0:
-            self._end_of(trial, FAILED, reached, f"was ended by signal {-code} {_STARTS} times")
+            self._end(trial.number, FAILED, reached, f"{signalled} {_MAX_STARTS} times")
         else:
             line = trial.last_line()
-            if code == WRONG_INPUT and line and not self._any_complete():
-                return self._refuse(trial, reached, line)
-            said = line or f"{self._folder.log(trial.number)} is empty"
-            self._end_of(trial, FAILED, reached, said if code else f"ended without an end event: {said}")
+            if code == WRONG_INPUT and line and all(each.state != COMPLETE for each in self._study.records()):
+                return self._refused(trial, reached, line)
+            line = line or f"{self._folder.log(trial.number)} is empty"
+            self._end(trial.number, FAILED, reached, line if code else f"ended without an end event: {line}")
+
+    def _refused(self, trial: Trial, reached: Progress, line: str) -> None:
+        """Puts off a trial whose input is wrong while none is complete; a second with that line stops the sweep."""
+        self._running.remove(trial)
+        self._changed(f"trial {trial.number} is put off: {line}", None)
+        shared = line.replace(str(self._folder.trial(trial.number)), "")
+        if shared in self._put_off:
+            first, second = sorted((self._put_off[shared][0], trial.number))
+            self._input_fault = f"trials {first} and {second}: {line}; then repeat the command: they run again"
+        self._put_off[shared] = (trial.number, reached, line)
+
+    def _fail_put_off(self) -> None:
+        for number, reached, line in self._put_off.values():
+            self._end(number, FAILED, reached, line)
+        self._put_off.clear()
 
     def _conclude(self, trial: Trial, reached: Progress) -> None:
         """Records a run that is finished or pruned."""
         value = reached.values[-1] if reached.values else None
         if trial.pruned:
-            count = trial.reported
-            evaluations = "1 evaluation" if count == 1 else f"{count} evaluations"
-            self._end_of(trial, PRUNED, reached, f"worse than the median after {evaluations}")
+            evaluations = "1 evaluation" if trial.reported == 1 else f"{trial.reported} evaluations"
+            self._end(trial.number, PRUNED, reached, f"worse than the median after {evaluations}")
         elif value is None or not math.isfinite(value):
-            metric = self._found.sweep.definition.metric
-            self._end_of(trial, FAILED, reached, f"the run ended without a finite {metric}")
+            self._end(trial.number, FAILED, reached, f"the run ended without a finite {self._metric}")
         else:
-            self._end_of(trial, COMPLETE, reached, None, value)
-            self._give_up_refused()
-
-    def _any_complete(self) -> bool:
-        return any(each.state == COMPLETE for each in self._study.records())
-
-    def _end_of(
-        self, trial: Trial, state: str, reached: Progress, reason: Optional[str], value: Optional[float] = None
-    ) -> None:
-        self._running.remove(trial)
-        self._end(trial.number, state, value, reached.epochs, reached.seconds, reason)
+            self._end(trial.number, COMPLETE, reached, value=value)
+            if not self._input_fault:  # the input is right: what the others complained about is their own
+                self._fail_put_off()
 
     def _end(
         self,
         number: int,
         state: str,
-        value: Optional[float] = None,
-        epochs: Optional[float] = None,
-        seconds: Optional[float] = None,
+        reached: Progress = Progress(),  # noqa: B008
         reason: Optional[str] = None,
+        value: Optional[float] = None,
     ) -> None:
-        record = self._study.end(number, state, value, epochs, seconds, reason)
+        self._running = [trial for trial in self._running if trial.number != number]
+        record = self._study.end(number, state, value, reached.epochs, reached.seconds, reason)
         text = f"trial {number} {'' if state == FAILED else 'is '}{state}"
         if value is not None:
-            text += f": {self._found.sweep.definition.metric} {value:.6g} after {epochs:.4g} epochs, {seconds:.1f} s"
+            text += f": {self._metric} {value:.6g} after {reached.epochs:.4g} epochs, {reached.seconds:.1f} s"
         self._changed(text + (f": {reason}" if reason else ""), record)

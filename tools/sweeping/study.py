@@ -20,19 +20,18 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from recipe.errors import ConfigError, first_line
-from recipe.files import replacing
 from recipe.randomness import MASK32, key
 from tools.sweeping.candidates import Parameters, grid
-from tools.sweeping.definition import Axis, Definition, SweepFile, Value
+from tools.sweeping.definition import Axis, SweepFile, Value
 from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, RUNNING, STATES, Record
 
-# An impossible combination is pruned as Optuna sees it: so the sampler learns to keep away from it.
-_TOLD = {
+# Impossible combinations are pruned trials to Optuna: so the sampler learns to avoid them.
+_TO_OPTUNA = {
     COMPLETE: TrialState.COMPLETE, PRUNED: TrialState.PRUNED, IMPOSSIBLE: TrialState.PRUNED, FAILED: TrialState.FAIL,
 }  # fmt: skip
-_BY_OPTUNA = {TrialState.COMPLETE: COMPLETE, TrialState.PRUNED: PRUNED, TrialState.FAIL: FAILED}  # who tells it by hand
-_DIGITS = 6  # of a drawn number: recipes are read by people
-_DRAWS = 20  # until one is new
+_FROM_OPTUNA = {TrialState.COMPLETE: COMPLETE, TrialState.PRUNED: PRUNED, TrialState.FAIL: FAILED}  # ended by hand
+_DIGITS = 6  # of a drawn number, so that recipes stay readable
+_MAX_DRAWS = 20  # until one is new
 _TARGET = 5  # trials that PED-ANOVA should have among the best (its documentation), of at least twice as many
 StorageError = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
@@ -41,17 +40,24 @@ class Study:
     """The study in a file."""
 
     def __init__(self, path: Path, sweep: SweepFile):
-        """Opens it, or makes a new one. Raises ConfigError if the file is no study, or not that of this sweep."""
+        """Opens or makes the study. Raises ConfigError if the file is no study, or not that of this sweep."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._definition = sweep.definition
-        self._distributions = {key: _distribution(axis) for key, axis in sweep.definition.space.items()}
-        if not path.exists():
-            _create(path, sweep)
+        definition = self._definition = sweep.definition
+        self._distributions = {key: _distribution(axis) for key, axis in definition.space.items()}
+        pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+        if definition.pruner == "median":
+            pruner = optuna.pruners.MedianPruner(definition.pruner_startup_trials, definition.pruner_warmup)
+        url = URL.create("sqlite", database=str(path)).render_as_string()
         try:
-            self._storage = _storage(path)
-            # What samples is made anew for each draw: see `_draw`.
-            self._study = optuna.load_study(
-                study_name=None, storage=self._storage, sampler=optuna.samplers.RandomSampler(), pruner=_pruner(sweep)
+            self._storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+            names = optuna.get_all_study_names(self._storage)
+            self._study = optuna.create_study(
+                study_name=names[0] if names else sweep.name,
+                storage=self._storage,
+                direction=definition.direction,
+                sampler=optuna.samplers.RandomSampler(),  # never used: see `_draw`
+                pruner=pruner,
+                load_if_exists=True,
             )
             self._check()
         except (OperationalError, optuna.exceptions.StorageInternalError):  # of the disk, not of what is on it
@@ -74,7 +80,7 @@ class Study:
         return self._record(self._trials()[number])
 
     def cut_off(self) -> List[int]:
-        """Numbers of the trials that a sweep which is no more has begun and not ended."""
+        """Numbers of the trials that an earlier process has begun and not ended."""
         return [each.number for each in self._trials() if each.state == TrialState.RUNNING]
 
     def begin(self) -> int:
@@ -85,30 +91,25 @@ class Study:
         return self._trials()[-1].number
 
     def report(self, number: int, evaluation: int, value: float) -> bool:
-        """Notes the metric at an evaluation (from 0) of a running trial; returns whether to end it."""
+        """Stores the metric at an evaluation (from 0) of a running trial; returns whether to prune it."""
         trial = self._running(number)
         if evaluation not in self._trials()[number].intermediate_values:
             trial.report(value, evaluation)
-        return self._definition.pruner != "none" and trial.should_prune()
+        return trial.should_prune()
 
     def end(
-        self,
-        number: int,
-        state: str,
-        value: Optional[float] = None,
-        epochs: Optional[float] = None,
-        seconds: Optional[float] = None,
-        reason: Optional[str] = None,
-    ) -> Record:
-        """A running trial has come to its end. Args: value: of the metric; for complete ones only."""
+        self, number: int, state: str, value: Optional[float] = None,
+        epochs: Optional[float] = None, seconds: Optional[float] = None, reason: Optional[str] = None,
+    ) -> Record:  # fmt: skip
+        """Ends a running trial. Args: value: of the metric; for complete ones only."""
         trial = self._running(number)
         outcome = {"state": state, "epochs": epochs, "seconds": seconds, "reason": reason}
-        trial.set_user_attr("outcome", outcome)  # all at once: the disk is waited for each time
-        self._study.tell(trial, value, state=_TOLD[state])
+        trial.set_user_attr("outcome", outcome)  # one write: each waits for the disk
+        self._study.tell(trial, value, state=_TO_OPTUNA[state])
         return self.record(number)
 
     def importances(self) -> Optional[Dict[str, float]]:
-        """Shares of the parameters in what makes a trial one of the best, by PED-ANOVA; None: too few trials.
+        """Importance of each parameter by PED-ANOVA, in all 1; None: too few trials.
 
         Source: Watanabe, Bansal and Hutter, 2304.10255. Optuna's other evaluators need scikit-learn.
         """
@@ -117,30 +118,29 @@ class Study:
             return None
         evaluator = PedAnovaImportanceEvaluator(target_quantile=max(0.1, _TARGET / len(values)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ties: then all are alike, which the figures say
+            warnings.simplefilter("ignore")  # ties
             found = get_param_importances(self._study, evaluator=evaluator, params=list(self._distributions))
         return {name: float(share) for name, share in found.items()} if math.isfinite(sum(found.values())) else None
 
     def _check(self) -> None:
-        """Raises nearly everything for trials that no sweep of this definition has."""
+        """Raises errors of many kinds for trials that no sweep of this definition has."""
         if [each.name.lower() for each in self._study.directions] != [self._definition.direction]:
             raise ValueError("it has another direction")
         with self._storage.engine.connect() as connection:
-            if connection.exec_driver_sql("PRAGMA foreign_key_check").first():  # SQLite itself lets them be
+            if connection.exec_driver_sql("PRAGMA foreign_key_check").first():  # SQLite does not enforce them
                 raise ValueError("it has values of trials that are not there")
         trials = self._trials()
-        optuna.create_study(direction=self._definition.direction).add_trials(trials)  # which looks at each
+        optuna.create_study(direction=self._definition.direction).add_trials(trials)  # validates each
         for name, distribution in (pair for trial in trials for pair in trial.distributions.items()):
             spaces.check_distribution_compatibility(distribution, self._distributions[name])
         for number, record in enumerate(map(self._record, trials)):
-            lengths = [each for each in (record.epochs, record.seconds) if each is not None]
+            numbers = [each for each in (record.value, record.epochs, record.seconds) if each is not None]
             whole = (
-                record.number == number
+                record.trial == number
                 and record.state in STATES
                 and set(record.parameters) == set(self._distributions)
-                and all(type(each) in (int, float) and math.isfinite(each) for each in lengths)
-                and type(record.value) in (int, float, type(None))
-                and (record.state != COMPLETE or (record.value is not None and math.isfinite(record.value)))
+                and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
+                and (record.state != COMPLETE or record.value is not None)
                 and isinstance(record.reason, (str, type(None)))
             )
             if not whole:
@@ -153,31 +153,33 @@ class Study:
         return Trial(self._study, self._trials()[number]._trial_id)
 
     def _record(self, trial: FrozenTrial) -> Record:
-        # One that was cut off between its outcome and its state runs again.
+        # A trial that was cut off between its outcome and its state runs again.
         outcome = trial.user_attrs.get("outcome", {}) if trial.state.is_finished() else {}
         return Record(
             trial.number,
-            outcome.get("state", _BY_OPTUNA.get(trial.state, RUNNING)),
-            {name: self._original(name, trial.params[name]) for name in self._distributions if name in trial.params},
+            outcome.get("state", _FROM_OPTUNA.get(trial.state, RUNNING)),
             trial.value if trial.state == TrialState.COMPLETE else trial.intermediate_values.get(trial.last_step),
+            {name: self._original(name, trial.params[name]) for name in self._distributions if name in trial.params},
             outcome.get("epochs"),
             outcome.get("seconds"),
             outcome.get("reason"),
         )
 
     def _draw(self) -> Parameters:
-        """The parameters of the next trial: a function of the seed and of the trials before it."""
+        """Parameters of the next trial: a function of the seed and of the trials before it."""
         trials = self._trials()
         before = [self._record(each).parameters for each in trials]
         number = len(trials)
         if self._definition.sampler == "grid":
             return grid(self._definition)[number]
-        for attempt in range(_DRAWS):
-            # In memory, since what is drawn one by one in the file could be cut off half-way.
-            study = optuna.create_study(
-                direction=self._definition.direction,
-                sampler=_sampler(self._definition, key("sweep", self._definition.seed, number, attempt) & MASK32),
-            )
+        for attempt in range(_MAX_DRAWS):
+            # In memory: parameters drawn one by one in the file could be cut off half-way.
+            seed = key("sweep", self._definition.seed, number, attempt) & MASK32
+            if self._definition.sampler == "random":
+                sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+            else:
+                sampler = optuna.samplers.TPESampler(seed=seed)
+            study = optuna.create_study(direction=self._definition.direction, sampler=sampler)
             study.add_trials(trials)
             drawn = study.ask(self._distributions).params
             parameters = {name: self._rounded(name, value) for name, value in drawn.items()}
@@ -198,24 +200,9 @@ class Study:
         return min(max(float(f"{value:.{_DIGITS}g}"), axis.low), axis.high)
 
     def _original(self, name: str, value: Any) -> Value:
-        """A value as the sweep file has it: lists are kept as text in the study."""
+        """A value as the sweep file has it: the study stores lists as text."""
         choices = self._definition.space[name].choices or ()
         return next((each for each in choices if isinstance(each, list) and _stored(each) == value), value)
-
-
-def _create(path: Path, sweep: SweepFile) -> None:
-    """Makes an empty study, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.unlink(missing_ok=True)
-        storage = _storage(temporary)
-        optuna.create_study(storage=storage, study_name=sweep.name, direction=sweep.definition.direction)
-        storage.remove_session()
-        storage.engine.dispose()
-
-
-def _storage(path: Path) -> optuna.storages.RDBStorage:
-    url = URL.create("sqlite", database=str(path)).render_as_string()
-    return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
 
 
 def _distribution(axis: Axis) -> BaseDistribution:
@@ -228,16 +215,3 @@ def _distribution(axis: Axis) -> BaseDistribution:
 
 def _stored(value: Value) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-
-
-def _sampler(definition: Definition, seed: int) -> optuna.samplers.BaseSampler:
-    if definition.sampler == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    return optuna.samplers.TPESampler(seed=seed)
-
-
-def _pruner(sweep: SweepFile) -> optuna.pruners.BasePruner:
-    definition = sweep.definition
-    if definition.pruner == "none":
-        return optuna.pruners.NopPruner()
-    return optuna.pruners.MedianPruner(definition.pruner_startup_trials, definition.pruner_warmup)

@@ -20,7 +20,7 @@ def migrations_loaded_once():
 
 @pytest.fixture
 def some(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(scheduler, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(scheduler, "_POLL_SECONDS", 0.02)
     return Sweep(tmp_path, capfd)
 
 

@@ -1,10 +1,9 @@
 """A double of train.py that takes milliseconds: python double.py --config RECIPE [section.key=value ...]
 
-It keeps train.py's promises that a sweep relies on: the lock on the run folder, one line of metrics an evaluation, a
-checkpoint at each epoch, events cut back to it on resume, SIGTERM saved and answered by 75, a finished run left as it
-is. Its top-1 is a function of momentum, peak and epoch (`top1`). The environment says how slow it is, in which
-trial (by the last digit), where it fails, and which file (DOUBLE_NEEDS) which trials need (digits), which they say
-once another one (DOUBLE_REFUSES_AFTER) is there.
+It keeps what a sweep relies on: the lock on the run folder, one line of metrics an evaluation, a checkpoint at each
+epoch, events cut back to it on resume, SIGTERM saved and answered by 75. Its top-1 is a function of momentum, peak and
+epoch (`top1`). DOUBLE_SECONDS: of an epoch, in all trials or the one that DOUBLE_SLOW (last digit) names.
+DOUBLE_NEEDS: a file without which the trials of DOUBLE_NEEDS_IN (digits) fail once DOUBLE_REFUSES_AFTER is there.
 """
 
 import fcntl
@@ -29,30 +28,22 @@ def parse(overrides):
     return {key: json.loads(value) for key, _, value in pairs if value[:1] in '"0123456789tfn['}
 
 
-def lock(folder):
-    stream = open(folder / "lock", "a+")  # noqa: SIM115
-    try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        sys.exit("in use by another process")
-    return stream
-
-
-def wait_for(path):
-    while not Path(path).exists():
-        time.sleep(0.01)
-
-
 def main(arguments):
     values = parse(arguments[2:])
     folder = Path(values["run.output"])
     folder.mkdir(parents=True, exist_ok=True)
-    held = lock(folder)
+    with open(folder / "lock", "a+") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return train(folder, values)
+
+
+def train(folder, values):
     metrics, checkpoint = folder / "metrics.jsonl", folder / "checkpoint"
     done, length = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0)
     needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
-        wait_for(os.environ.get("DOUBLE_REFUSES_AFTER", "/"))
+        while not Path(os.environ.get("DOUBLE_REFUSES_AFTER", "/")).exists():
+            time.sleep(0.01)
         print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
         return 2
     with open(folder / "starts", "a") as stream:
@@ -84,7 +75,6 @@ def main(arguments):
                 return 75
             if os.environ.get("DOUBLE_KILLED") and done == 0 and epoch == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-    held.close()
     return 0
 
 

@@ -1,16 +1,18 @@
 """A sweep as tests run it: its command, its files, and the double of train.py that trains its trials."""
 
+import contextlib
 import json
+import multiprocessing
 import os
+import signal
 import sqlite3
-import subprocess
 import sys
 import time
 
-from parallel.parent_death import bound_to_parent
 from tests.conftest import QUICKSTART, ROOT
 from tests.tools.sweeping import double
 from tools import sweep
+from tools.sweeping import picture, scheduler
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 DOUBLE = str(ROOT / "tests" / "tools" / "sweeping" / "double.py")
@@ -25,8 +27,19 @@ space:
   optimizer.momentum: {{low: 0.8, high: 0.95}}
   schedule.peak: {{low: 0.5, high: 8, log: true}}
 """
-# What `python -m tools.sweep` runs, but for the program that trains.
-DRIVE = "import sys\nfrom tools import sweep\nsys.exit(sweep.main(sys.argv[2:], trainer=[sys.argv[1]]))\n"
+# Processes are forked from one that has imported Optuna.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.tools.sweeping.conftest", "tools.sweeping.report", "tools.sweeping.study"])
+
+
+def _command(arguments, environment, output):
+    scheduler._POLL_SECONDS = 0.02
+    picture.draw = lambda *arguments: None
+    os.environ.update(environment)
+    with open(output, "w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.exit(sweep.main(arguments, trainer=[DOUBLE]))
 
 
 class Sweep:
@@ -34,6 +47,7 @@ class Sweep:
 
     def __init__(self, path, capfd):
         self.folder, self.file, self._capfd = path / "found", path / "some.yaml", capfd
+        self.output = path / "output"  # of a process
         self.define()
 
     def define(self, more="", metric="top1", text=FILE):
@@ -49,23 +63,24 @@ class Sweep:
         captured = self._capfd.readouterr()
         return code, captured.out.splitlines(), captured.err.splitlines()
 
+    def data(self, *more):
+        """Exit code and JSON of the command in this process, which has no errors."""
+        code, out, err = self("--json", *more)
+        assert err == []
+        return code, json.loads(out[-1])
+
     def start(self, *more, **environment):
         """The command in a process of its own."""
-        return subprocess.Popen(
-            bound_to_parent([sys.executable, "-c", DRIVE, DOUBLE, *self.arguments(*more)]),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = _CONTEXT.Process(target=_command, args=(self.arguments(*more), environment, self.output), daemon=True)
+        process.start()
+        return process
 
     def killed_at(self, trial, evaluations):
         """The command is killed when a trial has that many evaluations; then the trial's process is gone, too."""
         process = self.start(DOUBLE_SLOW=str(trial), DOUBLE_SECONDS="1")
         wait_for(lambda: self.evaluations(trial) >= evaluations)
-        process.kill()
-        process.communicate()
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
         pid = self.starts()[trial][-1]["pid"]
         wait_for(lambda: is_gone(pid), seconds=5)
         assert self.evaluations(trial) < double.EPOCHS, "it died with the sweep, not because it was done"
@@ -78,23 +93,26 @@ class Sweep:
         paths = sorted(self.folder.glob("trials/*/starts"))
         return {int(path.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
 
+    def processes(self):
+        """The number of processes that trained each trial."""
+        return [len(each) for each in self.starts().values()]
+
     def evaluations(self, number):
         path = self.run(number) / "metrics.jsonl"
         return path.read_text().count('"eval"') if path.exists() else 0
 
     def stored(self):
         """The trials as SQLite has them, read without Optuna: number -> state, value, parameters."""
-        with sqlite3.connect(self.folder / "study.db") as database:
-            states = dict(database.execute("select number, state from trials"))
-            values = dict(database.execute("select number, value from trials join trial_values using (trial_id)"))
-            parameters = database.execute(
-                "select number, param_name, param_value from trials join trial_params using (trial_id)"
-            )
-            found = {number: {} for number in states}
-            for number, name, value in parameters:
-                found[number][name] = value
-        database.close()
-        return {number: (states[number], values.get(number), found[number]) for number in states}
+        query = """select number, state, value, param_name, param_value
+            from trials join trial_params using (trial_id) left join trial_values using (trial_id) order by number"""
+        found = {}
+        with contextlib.closing(sqlite3.connect(self.folder / "study.db")) as database:
+            for number, state, value, name, parameter in database.execute(query):
+                found.setdefault(number, (state, value, {}))[2][name] = parameter
+        return found
+
+    def states(self):
+        return [state for state, _, _ in self.stored().values()]
 
 
 def wait_for(condition, seconds=240):
