@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import functools
-import queue
-import threading
-import weakref
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Callable, Deque, List, NamedTuple, Optional
 
 import torch
 
-_PATIENCE = 10.0  # seconds that an exchange gets to end when the program ends without close()
 _CHUNK = 1 << 18  # elements that are moved at once
 
 # Sums a buffer over the replicas, in place, given the number of the update and the divisor.
 Exchange = Callable[[torch.Tensor, int, torch.Tensor], None]
 
 
-class Delay:
-    """Takes in a step's gradient and gives out that of `steps` steps before.
+class _Entry(NamedTuple):
+    """A gradient that is still to be applied, and its exchange."""
 
-    On a CPU one thread exchanges the gradients, in their order and one at a time; an exchange therefore needs a process
-    group on which nothing else is sent meanwhile. If one fails, whatever is called next raises its error. On other
-    devices a gradient is exchanged when it is taken in.
+    gradient: torch.Tensor
+    divisor: torch.Tensor
+    done: Future
+
+
+class Delay:
+    """Takes a step's gradient and returns that of `steps` steps before.
+
+    On a CPU one thread exchanges the gradients, in order and one at a time; an exchange therefore needs a process group
+    that nothing else uses meanwhile. If one fails, the next call raises its error, and no later one begins: it would
+    meet the other replicas' earlier ones. On other devices a gradient is exchanged when it is taken.
     """
 
     def __init__(self, gradients: torch.Tensor, steps: int, exchange: Optional[Exchange]):
         """
         Args:
             gradients: float32 [length], the buffer in which a step's gradients are summed, and from which the update is
-                made; it stays the same tensor. Beside it `steps` of its size are kept.
+                made; it stays the same tensor. `steps` buffers of its size are kept beside it.
             steps: >= 1.
             exchange: None where there are no other replicas.
         """
@@ -39,43 +42,44 @@ class Delay:
         self._gradients, self._steps = gradients, steps
         self._exchange = exchange
         self._entries: Deque[_Entry] = deque()  # oldest first
-        self._worker = _Worker() if exchange is not None and gradients.device.type == "cpu" else None
-        # Also when nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
-        self._end = weakref.finalize(self, self._worker.close, _PATIENCE) if self._worker is not None else None
+        # The interpreter waits for this thread before it ends: amid torch's code it would abort the process.
+        in_thread = exchange is not None and gradients.device.type == "cpu"
+        self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
 
     def advance(self, step: int, divisor: torch.Tensor) -> Optional[torch.Tensor]:
-        """Exchanges the gradient in the buffer for that of `steps` calls before, summed over the replicas.
+        """Replace the gradient in the buffer by that of `steps` calls before, summed over the replicas.
 
         Args:
-            step: the update that this gradient was computed for.
+            step: the update that the gradient in the buffer was computed for.
             divisor: float32 [], what it has to be divided by in the end.
 
         Returns:
             The divisor of the gradient that lies in the buffer now; None in the first steps, when none is due and the
             buffer is zero.
         """
-        self._raise_failure()
+        for entry in self._entries:
+            if entry.done.done():
+                entry.done.result()  # raises the error of its exchange
         divisor = divisor.clone()
         if len(self._entries) < self._steps:
             due, gradient = None, self._gradients.clone()
             self._gradients.zero_()
         else:
             self._entries[0].done.result()
-            oldest = self._entries.popleft()
-            due, gradient = oldest.divisor, oldest.gradient
+            gradient, due, _ = self._entries.popleft()
             _swap(self._gradients, gradient)
-        self._entries.append(_Entry(gradient, divisor, self._started(gradient, step, divisor)))
+        self._entries.append(_Entry(gradient, divisor, self._start(gradient, step, divisor)))
         return due
 
     def wait(self) -> None:
-        """Until nothing is on its way. Raises what an exchange raised."""
+        """Wait until no exchange is under way. Raises the error of one that failed."""
         for entry in self._entries:
             entry.done.result()
 
     def state_dict(self) -> List[dict]:
-        """Gradients to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 [], "step": int}.
+        """Gradients to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 []}.
 
-        All are exchanged by then, and so the same on all replicas. Copies, on the CPU.
+        All are exchanged, and so the same on all replicas. Copies, on the CPU.
         """
         self.wait()
         return [
@@ -84,7 +88,7 @@ class Delay:
         ]
 
     def load_state_dict(self, saved: List[dict]) -> None:
-        """Takes over what `state_dict` gave. Raises ValueError if it is more than fits here, or of another length."""
+        """Load the result of `state_dict`. Raises ValueError if it is more than fits here, or of another length."""
         if len(saved) > self._steps:
             raise ValueError(f"{len(saved)} gradients are still to be applied, but exchange.delay is {self._steps}")
         if any(entry["gradient"].shape != self._gradients.shape for entry in saved):
@@ -99,79 +103,26 @@ class Delay:
         )
 
     def close(self) -> None:
-        """Ends the thread once all that was taken in is exchanged: the other replicas count on it."""
-        if self._worker is not None:
-            self._worker.close()
-            self._end.detach()
+        """End the thread once all that was taken is exchanged: the other replicas wait for it."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
-    def _started(self, gradient: torch.Tensor, step: int, divisor: torch.Tensor) -> Future:
-        """The exchange of a gradient, begun or done."""
-        if self._exchange is None:
-            return _done()
-        task = functools.partial(self._exchange, gradient, step, divisor)
-        if self._worker is not None:
-            return self._worker.start(task)
-        task()
+    def _start(self, gradient: torch.Tensor, step: int, divisor: torch.Tensor) -> Future:
+        """The exchange of a gradient, in the thread if there is one."""
+        if self._thread is not None:
+            before = self._entries[-1].done if self._entries else _done()
+            call = (self._exchange, gradient, step, divisor)
+            return self._thread.submit(_after, before, torch.get_num_threads(), *call)
+        if self._exchange is not None:
+            self._exchange(gradient, step, divisor)
         return _done()
 
-    def _raise_failure(self) -> None:
-        for entry in self._entries:
-            if entry.done.done():
-                entry.done.result()
 
-
-class _Entry(NamedTuple):
-    """A gradient that is still to be applied, and its exchange."""
-
-    gradient: torch.Tensor
-    divisor: torch.Tensor
-    done: Future
-
-
-class _Worker:
-    """A thread that does one task after the other, until one fails: the next would meet others' previous ones.
-
-    While idle it refers to nobody, so that who forgets to close it is collected as garbage all the same.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-        self._thread.start()
-
-    def start(self, task: Callable[[], None]) -> Future:
-        """The task, once those before it are done, with as many of torch's threads as the caller has."""
-        done: Future = Future()
-        self._tasks.put((done, torch.get_num_threads(), task))
-        return done
-
-    def close(self, patience: Optional[float] = None) -> None:
-        """Ends the thread after what it was given, or gives up after so many seconds."""
-        self._tasks.put(None)
-        if self._thread is not threading.current_thread():  # which may collect its owner as garbage
-            self._thread.join(patience)
-
-    def _run(self) -> None:
-        failure = None
-        while failure is None and (given := self._tasks.get()) is not None:
-            done, threads, task = given
-            failure = _failure_of(task, threads)
-            del given, task
-            if failure is None:
-                done.set_result(None)
-            else:
-                done.set_exception(failure)
-            del done
-
-
-def _failure_of(task: Callable[[], None], threads: int) -> Optional[BaseException]:
-    """Error that a task raises, or None."""
-    try:
-        torch.set_num_threads(threads)
-        task()
-    except BaseException as error:  # handed over, to be raised where the sum is missed
-        return error
-    return None
+def _after(before: Future, threads: int, exchange: Exchange, gradient: torch.Tensor, step: int, divisor: torch.Tensor):
+    """Exchange a gradient, unless the exchange before it failed; with as many of torch's threads as the main thread."""
+    before.result()
+    torch.set_num_threads(threads)
+    exchange(gradient, step, divisor)
 
 
 def _done() -> Future:
@@ -181,8 +132,8 @@ def _done() -> Future:
 
 
 def _swap(left: torch.Tensor, right: torch.Tensor) -> None:
-    """Their contents, without a third buffer of their size."""
+    """Swap contents without a third buffer of their size."""
     for one, other in zip(left.split(_CHUNK), right.split(_CHUNK)):
-        kept = one.clone()
+        copy = one.clone()
         one.copy_(other)
-        other.copy_(kept)
+        other.copy_(copy)

@@ -1,4 +1,4 @@
-"""A replica's gradients between its last backward pass and the update: exchanged, and delayed if asked."""
+"""A replica's gradients between its last backward pass and the update: exchanged, and possibly delayed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Callable, Dict, Iterator, List, Optional
 import torch
 
 from engines.delay import Delay
+from engines.state import merged
 from optim.half_weights import WeightState
 from parallel import exchange
 from parallel.exchange import Setup
@@ -32,9 +33,9 @@ class GradientExchange:
         self._weights, self._processes = weights, processes
         self._buffer = weights.gradients.flat
         delay = recipe.exchange.delay
-        alone = processes.topology.replicas == 1
-        # The exchange of a late gradient runs in a thread of its own.
-        group = None if alone else processes.further_replica_group() if delay else processes.replica_group
+        single = processes.topology.replicas == 1
+        # A late gradient is exchanged in a thread of its own, which needs a group of its own.
+        group = None if single else processes.further_replica_group() if delay else processes.replica_group
         method = exchange.of(recipe.exchange)
         gradients, places = weights.gradients, weights.places()
         self._running = method.create(
@@ -46,7 +47,7 @@ class GradientExchange:
         self._summed = batch.micro_batches if method.sums else batch.accumulation
 
     def __call__(self, step: int, scale: torch.Tensor) -> Optional[torch.Tensor]:
-        """Exchanges the gradient of update `step`, from 0, that lies in the weights' buffer.
+        """Exchange the gradient of update `step`, from 0, that lies in the weights' buffer.
 
         Args:
             scale: float32 [], the loss scale it was computed with.
@@ -68,31 +69,27 @@ class GradientExchange:
         return [{**entry, "gradient": self._weights.by_name(entry["gradient"])} for entry in entries]
 
     def load_state_dict(self, entries: List[dict]) -> None:
-        """Takes over what `state_dict` gave. Raises ValueError naming a tensor that does not fit."""
-        if self._delay is None:
-            if entries:
-                raise ValueError(f"{len(entries)} gradients are still to be applied, but exchange.delay is 0")
-            return
-        flats = [self._flat(entry["gradient"]) for entry in entries]
-        self._delay.load_state_dict([{**entry, "gradient": flat} for entry, flat in zip(entries, flats)])
+        """Load the result of `state_dict`. Raises ValueError naming a tensor that does not fit."""
+        if self._delay is not None:
+            self._delay.load_state_dict([{**entry, "gradient": self._flat(entry["gradient"])} for entry in entries])
+        elif entries:
+            raise ValueError(f"{len(entries)} gradients are still to be applied, but exchange.delay is 0")
 
     def replica_states(self) -> Iterator[dict]:
         """State of each replica for later steps: see engines/base.py."""
-        own_state = self._own_state()
-        if not own_state:
+        own, place = self._own_state(), self._processes.topology
+        if not own:
             return
-        place = self._processes.topology
         if self._delay is not None:
             self._delay.wait()
         for replica in range(place.replicas):
-            ranks = range(replica * place.stages, (replica + 1) * place.stages)
-            own = {}
+            sent = {}
             if place.replica == replica:
-                own = {name: self._weights.by_name(flat) for name, flat in own_state.items()}
-            yield _joined(self._processes.collect(own, ranks))
+                sent = {name: self._weights.by_name(flat) for name, flat in own.items()}
+            yield merged(self._processes.collect(sent, range(replica * place.stages, (replica + 1) * place.stages)))
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Takes over the state of `count` replicas: see engines/base.py.
+        """Load the state of `count` replicas: see engines/base.py.
 
         A replica takes the same share of the values as of the images: where the number of replicas changes, those of
         several are added, or those of one divided, so that the sum over replicas stays.
@@ -104,7 +101,7 @@ class GradientExchange:
             return
         sums = {name: torch.zeros_like(flat) for name, flat in own.items()}
         fault = ""
-        for number, state in enumerate(self._shared_out(count, read)):
+        for number, state in enumerate(self._states_for_own_images(count, read)):
             if state is None:
                 continue
             share = _overlap(number, count, place.replica, place.replicas)
@@ -119,35 +116,33 @@ class GradientExchange:
         for name, flat in own.items():
             flat.copy_(sums[name])
 
-    def _shared_out(self, count: int, read: Callable[[int], dict]) -> Iterator[Optional[dict]]:
-        """The state of each old replica on those ranks that take a part of it, elsewhere None.
+    def _states_for_own_images(self, count: int, read: Callable[[int], dict]) -> Iterator[Optional[dict]]:
+        """The state of each old replica on those ranks that take a share of it, elsewhere None.
 
         What `read` raises is raised on all ranks, after the last: until then ranks wait for what they are sent.
         """
-        place = self._processes.topology
-        failure: Optional[UserError] = None
+        place, failures = self._processes.topology, []
 
-        def given() -> dict:
-            nonlocal failure
+        def state_or_nothing() -> dict:
             try:
-                return {} if failure else read(number)
+                return {} if failures else read(number)
             except UserError as error:
-                failure = error
+                failures.append(error)
                 return {}
 
-        def complain() -> None:
-            if failure is not None:
-                raise failure
+        def raise_failure() -> None:
+            if failures:
+                raise failures[0]
 
         for number in range(count):
             takers = [replica for replica in range(place.replicas) if _overlap(number, count, replica, place.replicas)]
             ranks = [replica * place.stages + stage for replica in takers for stage in range(place.stages)]
-            state = self._processes.distribute(given, ranks)
+            state = self._processes.distribute(state_or_nothing, ranks)
             yield state if place.rank in ranks else None
-        self._processes.from_main(complain)
+        self._processes.from_main(raise_failure)
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """End the thread of late gradients."""
         if self._delay is not None:
             self._delay.close()
 
@@ -161,17 +156,8 @@ class GradientExchange:
         return flat
 
 
-def _joined(states: List[dict]) -> dict:
-    """One state of those of a replica's stages: {kind: {name: tensor}}."""
-    joined: Dict[str, dict] = {}
-    for state in states:
-        for kind, tensors in state.items():
-            joined.setdefault(kind, {}).update(tensors)
-    return joined
-
-
 def _overlap(old: int, olds: int, new: int, news: int) -> float:
     """Share of the images of replica `old` of `olds` that replica `new` of `news` computes: replicas take a step's
-    micro batches in their order, each as many as the others."""
+    micro batches in order, each as many as the others."""
     first, last = max(old * news, new * olds), min((old + 1) * news, (new + 1) * olds)
     return max(0, last - first) / news
