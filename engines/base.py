@@ -185,11 +185,9 @@ class Engine(ABC):
 
         Each replica takes the share of those whose images it now computes. Every rank calls, after `load_state_dict`.
 
-        Args:
-            read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
+        Args: read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
 
-        Raises:
-            ValueError: on every rank, naming what does not fit; the errors of `read` are raised on every rank too.
+        Raises ValueError: on every rank, naming what does not fit; the errors of `read` are raised on every rank too.
         """
         if count:
             raise ValueError(f"{count} replicas have a state of their own there, none has one here")

@@ -50,11 +50,7 @@ class Gradient(NamedTuple):
 
 
 def resolve(
-    recipe: Recipe,
-    batch: Batch,
-    processes: Agreement,
-    report: Callable[[str], None],
-    begun: Optional[Exchange] = None,
+    recipe: Recipe, batch: Batch, processes: Agreement, report: Callable[[str], None], begun: Optional[Exchange] = None
 ) -> Recipe:
     """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
 
@@ -62,11 +58,9 @@ def resolve(
     after the last backward pass, and without the merges of gtopk. One replica and IPUs take dense. Keys that only topk
     and gtopk have are left out where another method is taken.
 
-    Args:
-        begun: the section of the run that is resumed, whose method and pattern are kept; None for a new run.
+    Args: begun: the section of the run that is resumed, whose method and pattern are kept; None for a new run.
 
-    Raises:
-        ConfigError: cut points that the model does not have.
+    Raises ConfigError: cut points that the model does not have.
     """
     section, replicas = recipe.exchange, processes.topology.replicas
     if section.method != "auto":
@@ -104,8 +98,7 @@ def predict(
 ) -> List[Candidate]:
     """The exchanges that the section allows, from the most faithful one to the one that leaves out most.
 
-    Args:
-        selection, rounding: seconds of a processor.
+    Args: selection, rounding: seconds of a processor.
     """
     work = {"": 0.0, "select": selection, "round": rounding}
     return [

@@ -48,10 +48,7 @@ class Feed:
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, device: torch.device, whole_batches: bool):
-        """
-        Args:
-            whole_batches: whether padding rows repeat images, for layers that take statistics over the rows.
-        """
+        """Args: whole_batches: whether padding rows repeat images, for layers that take statistics over the rows."""
         self._data, self._classes, self._seed = recipe.data, recipe.model.classes, recipe.run.seed
         self._processes, self._topology = processes, processes.topology
         self._device, self._whole_batches = device, whole_batches

@@ -109,8 +109,7 @@ def resolve(
         begun: the section of the run that is resumed, whose choice is kept where this device has it; None for a new
             run.
 
-    Raises:
-        ConfigError: no such device, or cut points that the model does not have.
+    Raises ConfigError: no such device, or cut points that the model does not have.
     """
     section = recipe.engine
     if "auto" not in (section.memory_format, section.kernels) or recipe.run.device == "ipu":

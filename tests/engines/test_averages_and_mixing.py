@@ -149,22 +149,6 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
     assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)
 
 
-def test_mixing_depends_on_step_and_number_alone(create):
-    """The same two micro batches, given in either order, mix as their numbers say: only summation order differs."""
-    overrides = (*PLAIN, "data.mixup=0.4", "data.cutmix=0.7")
-    forward, backward, later = (create(*overrides) for _ in range(3))
-    losses = [
-        engine.train_step(iter(batches), step, 1.0).loss.item()
-        for engine, batches, step in (
-            (forward, list(micro_batches(0)), 3),
-            (backward, list(micro_batches(0))[::-1], 3),
-            (later, list(micro_batches(0)), 4),
-        )
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert abs(losses[0] - losses[2]) > 1e-3
-
-
 def test_loaded_weights_replace_those_of_their_names_only(create):
     engine = create(*BATCH_NORM, "precision.weights=float32")
     assert not any("preprocess" in name for name in engine.shapes), "its constants belong to the recipe"

@@ -19,7 +19,7 @@ from optim import schedule
 from recipe.batch import Lengths, divide
 
 SLOW = pytest.mark.slow
-UPDATES, BATCH, SIZE, CLASSES = 10, 8, 32, 10
+UPDATES, BATCH, SIZE, CLASSES = 10, 8, 48, 10
 COMMON = (
     "model.width=1.0", "model.depth=1.0", f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
     f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",

@@ -270,14 +270,16 @@ def test_half_precision_compute_trains(tiny, engine, compute, epsilon):
 
 @pytest.mark.parametrize("weights", ["float16", "float32"])
 def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counted(engine, weights):
-    """A loss scale of 3e38 overflows every gradient; the counts run on, weights, momentum, averages and running
-    statistics stay bit for bit."""
-    run = engine(*AVERAGES, f"precision.weights={weights}", "precision.loss_scale=3e38")
+    """An infinite loss scale overflows every gradient; the counts run on, weights, momentum and running statistics stay
+    bit for bit, and averages take nothing in."""
+    run = engine(*AVERAGES, f"precision.weights={weights}")
+    run._loss_scale.scale = torch.tensor(torch.inf)
     before = run.state_dict()
     results = train(run, 2)
     after = run.state_dict()
     assert (results[-1].skipped.item(), results[-1].skipped_in_row.item()) == (2, 2)
-    del before["loss_scale"], after["loss_scale"]
+    assert after["averages"]["step_average"]["count"] == 0
+    del before["loss_scale"], after["loss_scale"], before["averages"], after["averages"]
     assert_bitwise_equal(after, before)
 
 

@@ -57,7 +57,10 @@ _cases, _outcomes = {}, {}  # (stages, replicas, slow) -> cases; outcomes of eac
 
 
 def case(stages, replicas, function, *arguments, slow=False):
-    """A parameter of a test. The world of its topology computes it together with the others that are as fast."""
+    """A parameter of a test. The world of its topology computes it together with the others that are as fast.
+
+    Arguments that are functions are called before that, in the process of the tests.
+    """
     made = Case(stages, replicas, function, arguments, slow)
     _cases.setdefault((stages, replicas, slow), []).append(made)
     return pytest.param(made, marks=pytest.mark.slow if slow else ())
@@ -68,7 +71,7 @@ def outcome(found: Case) -> Any:
     key = found.stages, found.replicas, found.slow
     cases = _cases[key]
     if key not in _outcomes:
-        calls = [(each.function, each.arguments) for each in cases]
+        calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
         _outcomes[key] = world.run(
             found.stages * found.replicas, _rank, found.stages, calls, connect=False, timeout=600
         )

@@ -114,7 +114,7 @@ def test_another_recipe_would_be_seen(tiny, tmp_path, change):
     "optimizer",
     [
         ("optimizer.name=sgd", "schedule.peak=0.05"),
-        ("optimizer.name=rmsprop", "schedule.peak=0.005"),
+        ("optimizer.name=rmsprop", "schedule.peak=0.02"),
         ("optimizer.name=lamb", "schedule.peak=0.01"),
     ],
     ids=["sgd", "rmsprop", "lamb"],
