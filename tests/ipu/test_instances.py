@@ -21,8 +21,12 @@ RECIPE = (
     *LARS,
     "run.device=ipu",
     "run.steps=6",
-    "batch.global=240",
-    "batch.micro=12",
+    "data.source=glyphs",
+    "data.train_images=250",
+    "data.validation_images=50",
+    "batch.global=48",
+    "batch.micro=4",
+    "batch.evaluation=10",
     "data.workers=0",
     "parallel.stages=2",
     "parallel.split=auto",
@@ -103,7 +107,7 @@ def test_a_python_without_packages_gets_the_command_that_installs_them(tmp_path)
 def test_stages_are_what_poprun_gives():
     done = command("poprun", "--num-replicas", 2, *train("parallel.stages=auto", "--dry-run"))
     assert done.returncode == 0, done.stderr
-    assert "240 = 12 micro x 10 accumulation x 2 replicas (2 devices)" in done.stdout
+    assert "48 = 4 micro x 6 accumulation x 2 replicas (2 devices)" in done.stdout
 
 
 def test_a_checkpoint_scores_on_the_cpu(one_instance, tmp_path, capsys, double):
@@ -111,4 +115,4 @@ def test_a_checkpoint_scores_on_the_cpu(one_instance, tmp_path, capsys, double):
     score = ["--checkpoint", str(one_instance), "--output", str(tmp_path)]
     assert [evaluate.main(score), evaluate.main([*score, "run.device=cpu"])] == [0, 0]
     on_ipu, on_cpu = [line for line in capsys.readouterr().out.splitlines() if "trained weights: top1" in line]
-    assert on_ipu == on_cpu and "360 images" in on_ipu
+    assert on_ipu == on_cpu and "50 images" in on_ipu
