@@ -1,4 +1,4 @@
-"""Interface of an engine, which computes steps on some hardware: the loop above it knows no more."""
+"""Interface of an engine, which computes steps on some hardware: the loop above it needs nothing else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from data.base import Source
 from data.batches import MicroBatch
 from engines.timeline import Recorder
+from optim.averaging import WeightAverage
 from optim.norms import Norms
 from parallel.agreement import Agreement
 from parallel.topology import Topology
@@ -27,9 +28,9 @@ class StepResult(NamedTuple):
     """One update, over all replicas, on every rank. Tensors stay on the device: reading one waits for it.
 
     loss: float32 [], the objective averaged over the step's images. correct: int64 [], top-1 hits among
-    `images` images. skipped, skipped_in_row: int64 [], updates left out so far, and lately without a break,
-    because gradients were not finite. loss_scale: float32 []. norms: where they were asked for, and the device tells.
-    unreadable: images that could not be decoded and were left out, a message each.
+    `images` images. skipped, skipped_in_row: int64 [], updates left out in all, and in a row until now, because
+    gradients were not finite. loss_scale: float32 []. norms: where they were requested and the device has them.
+    unreadable: a message for each image that could not be decoded and was left out.
     """
 
     loss: torch.Tensor
@@ -43,7 +44,7 @@ class StepResult(NamedTuple):
 
 
 def summable(losses: torch.Tensor) -> torch.Tensor:
-    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, and so have the same bits
+    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, so they have the same bits
     in whichever order, on however many ranks, they are added."""
     return (losses.double() * 2**24).round() / 2**24
 
@@ -91,19 +92,19 @@ class Engine(ABC):
     shapes: Dict[str, Tuple[int, ...]]  # of the model's parameters and persistent buffers
     notes: Tuple[str, ...]  # lines to print at the start of a run
     cut: Sequence[str] = ()  # the blocks that open each stage after the first, where processes have one each
-    recorder: Optional[Recorder] = None  # of the steps that `log.trace` asks for; None on devices that record none
+    _averages: Dict[str, WeightAverage]
+    recorder: Optional[Recorder] = None  # of the steps that `log.trace` selects; None on devices without
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
         """Micro batches for `train_step` in these steps; closing them ends the processes that load them.
 
-        Args:
-            source: None where images do not enter (`topology.is_first`).
+        Args: source: None where images do not enter (`topology.is_first`).
         """
 
     @abstractmethod
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
-        """This process's share of the validation images, to be iterated again and again; with a method `close`.
+        """This process's share of the validation images, which can be iterated repeatedly; with a method `close`.
 
         Args:
             source: None where images do not enter: then there are as many times None.
@@ -112,99 +113,81 @@ class Engine(ABC):
 
     @abstractmethod
     def data_wait(self) -> float:
-        """Seconds that this process's device waited for training images since `training_batches`, but for the first."""
+        """Seconds that the device waited for training images since `training_batches`, without the first wait."""
 
     @abstractmethod
     def train_step(self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False) -> StepResult:
-        """One update. Pulls exactly what the step needs of this process's images, each when it is needed.
+        """Make one update. Takes exactly the step's images of this process, each when it is needed.
 
         Args:
-            micro_batches: of `training_batches`; nothing is pulled where images do not enter.
+            micro_batches: of `training_batches`; nothing is taken where images do not enter.
             step: number of the update, from 0: selects the random draws.
-            lr: learning rate of this update.
             measure: also compute the norms and trust ratios.
 
-        Raises:
-            UnreadableImage: under data.bad_images=error.
-            Diverged: on every rank.
+        Raises UnreadableImage under data.bad_images=error; Diverged on every rank.
         """
 
     def not_finite(self) -> List[str]:
-        """Names of this process's parameters whose gradient of the last step was not finite. Waits for the device.
-
-        Empty where that is not known.
-        """
+        """Names of this process's parameters whose gradient of the last step was not finite, if known. Waits."""
         return []
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Takes the weights into the average over epochs, if there is one. The loop says when an epoch ends."""
+        """Add the weights to the average over epochs, if there is one."""
 
-    @abstractmethod
     def averages(self) -> Tuple[str, ...]:
-        """Names of the averages that hold something: `step_average`, `epoch_average`."""
+        """Those of `AVERAGES` that hold something."""
+        return tuple(name for name, average in self._averages.items() if average.count)
 
     @abstractmethod
     def using(self, weights: str) -> ContextManager[None]:
         """Within it, scores and predictions are those of an average; no training step may be made.
 
-        Args:
-            weights: one of `averages()`, or `trained` for the weights themselves.
+        Args: weights: one of `averages()`, or `trained` for the weights themselves.
         """
 
     @abstractmethod
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
-        """Scores the valid images of `batch` with the weights in use, dropout off.
+        """Score the valid images of `batch` with the weights in use, dropout off.
 
-        Args:
-            batch: None where images do not enter (`topology.is_first`). Counts are those of the replica's last
-                stage, elsewhere 0.
+        Args: batch: None where images do not enter. Counts are those of the replica's last stage, elsewhere 0.
         """
 
     @abstractmethod
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images of `batch`, dropout off: float32 [valid, classes], on the device.
-
-        Only in a process that computes all stages.
-        """
+        """Logits of the valid images, dropout off: float32 [valid, classes]; in a process that computes all stages."""
 
     @abstractmethod
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        """Puts floating-point tensors in the place of the parameters and buffers of those names; others stay.
+        """Replace the parameters and buffers of those names; others and the optimizer's state stay.
 
-        The optimizer's state stays, too. Raises ValueError for a name or shape that is not the model's.
+        Raises ValueError for a name or shape that is not the model's.
         """
 
     @abstractmethod
     def state_dict(self) -> dict:
-        """All that persists, on the CPU, whole-model: the same whatever the topology.
-
-        On the main rank; elsewhere it is empty.
-        """
+        """All that persists of the whole model, on the CPU, whatever the topology. Empty but on the main rank."""
 
     @abstractmethod
     def load_state_dict(self, state: dict) -> None:
-        """Takes over what `state_dict` of any topology gave. Raises ValueError naming a tensor that does not fit."""
+        """Load the `state_dict` of any topology. Raises ValueError naming a tensor that does not fit."""
 
     def replica_states(self) -> Iterator[dict]:
-        """State that differs between replicas, one dictionary for each in order, on the CPU, made when asked for.
+        """State that differs between replicas, one dictionary for each in order, on the CPU, made one at a time.
 
-        On the main rank; elsewhere as many empty dictionaries. Every rank iterates to the end. Nothing where replicas
-        differ in nothing.
+        On the main rank; elsewhere as many empty dictionaries. Every rank iterates to the end. None where replicas
+        do not differ.
         """
         return iter(())
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Takes over what `replica_states` of `count` replicas gave, be there as many replicas now or not.
+        """Load the `replica_states` of `count` replicas, whatever the number of replicas now.
 
-        Each replica takes the share of what those had whose images it now computes. Every rank calls, after
-        `load_state_dict`.
+        Each replica takes the share of those whose images it now computes. Every rank calls, after `load_state_dict`.
 
-        Args:
-            read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
+        Args: read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
 
-        Raises:
-            ValueError: on every rank, naming what does not fit; what `read` raises, likewise.
+        Raises ValueError: on every rank, naming what does not fit; the errors of `read` are raised on every rank too.
         """
         if count:
             raise ValueError(f"{count} replicas have a state of their own there, none has one here")
@@ -215,4 +198,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the hardware, once all ranks are there: the end of a run in which nothing failed."""
+        """Release the hardware at the end of a run without failure; waits for all ranks."""

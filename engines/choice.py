@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from engines import cuts
-from engines.devices import device_of, synchronize
+from engines.devices import device_of, timed
 from models.families import build
 from parallel import exchange
 from parallel.costs import Link
@@ -20,10 +19,10 @@ from recipe.exchange import Exchange
 if TYPE_CHECKING:
     from parallel.agreement import Agreement
 
-# An exchange that loses more of a gradient has to be so many times as fast as one that loses less: what is lost costs
+# An exchange that loses more of a gradient must be this many times as fast as one that loses less: what is lost costs
 # accuracy or steps, and a prediction may be wrong by a fifth or so.
 _WORTH = 1.5
-# Seconds of a dense exchange that are no matter: few steps of large batches take less than some tenths.
+# Seconds of a dense exchange that do not matter: few steps of large batches take less than some tenths.
 _NEGLIGIBLE = 0.01
 
 
@@ -36,7 +35,6 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of the method."""
         return self.method.name
 
     @property
@@ -52,50 +50,55 @@ class Gradient(NamedTuple):
 
 
 def resolve(
-    recipe: Recipe,
-    batch: Batch,
-    processes: Agreement,
-    say: Callable[[str], None],
-    begun: Optional[Exchange] = None,
+    recipe: Recipe, batch: Batch, processes: Agreement, report: Callable[[str], None], begun: Optional[Exchange] = None
 ) -> Recipe:
     """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
 
-    Of a new run, links and selection are measured, and `say` is told what is predicted: of the exchange alone, as if
-    it began after the last backward pass, and without the merges of gtopk. Keys that go only with topk and gtopk are
-    left out where another method is taken. One replica and IPUs have no choice: they take dense.
+    For a new run, links and selection are measured and the predictions reported: of the exchange alone, as if it began
+    after the last backward pass, and without the merges of gtopk. One replica and IPUs take dense. Keys that only topk
+    and gtopk have are left out where another method is taken.
 
-    Args:
-        begun: the section of the run that goes on, whose method and pattern it keeps; None for a new one.
+    Args: begun: the section of the run that is resumed, whose method and pattern are kept; None for a new run.
 
-    Raises:
-        ConfigError: cut points that the model does not have.
+    Raises ConfigError: cut points that the model does not have.
     """
-    if recipe.exchange.method != "auto":
+    section, replicas = recipe.exchange, processes.topology.replicas
+    if section.method != "auto":
         return recipe
     if begun is not None and begun.method != "auto":
-        say(f"exchange.method auto: {exchange.of(begun).name}, as the run began")
-        return _resolved(recipe, exchange.of(begun), say)
-    if recipe.run.device == "ipu" or processes.topology.replicas == 1:
+        method = exchange.of(begun)
+        report(f"exchange.method auto: {method.name}, as the run began")
+    elif recipe.run.device == "ipu" or replicas == 1:
+        method = exchange.named("dense")
         why = "on IPUs there is no other" if recipe.run.device == "ipu" else "one replica has nobody to send to"
-        say(f"exchange.method auto: dense; {why}")
-        return _resolved(recipe, exchange.named("dense"), say)
-    gradient = processes.together(lambda: _gradient(recipe, batch, processes))
-    link, selection, rounding = _measured(recipe, gradient, processes)
-    candidates = predict(recipe.exchange, processes.topology.replicas, gradient, link, selection, rounding)
-    taken, why = pick(candidates)
-    for line in _table(recipe, processes.topology.replicas, gradient, link, candidates):
-        say(line)
-    say(f"  taken: {taken.name}; {why}")
-    return _resolved(recipe, taken.method, say)
+        report(f"exchange.method auto: dense; {why}")
+    else:
+        gradient = processes.together(lambda: _gradient(recipe, batch, processes))
+        link, selection, rounding = _measured(section, gradient, processes, device_of(recipe, processes.topology))
+        candidates = predict(section, replicas, gradient, link, selection, rounding)
+        bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
+        report(
+            f"exchange.method auto: {gradient.elements:,} gradients, density {section.density:g}, {replicas} replicas; "
+            f"links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
+        )
+        for each in candidates:
+            work = f", {_figure(1e3 * each.processor)} ms of it to {each.method.work}" if each.processor else ""
+            report(f"  {each.name:15}  {_figure(1e3 * each.seconds)} ms{work}")
+        taken, why = pick(candidates)
+        method = taken.method
+        report(f"  taken: {taken.name}; {why}")
+    dropped = section.refused_by(method.section.method)
+    if dropped:
+        report(f"exchange.{', '.join(dropped)}: left out, as {method.section.method} sends whole gradients")
+    return recipe.model_copy(update={"exchange": method.taken_by(section)})
 
 
 def predict(
     section: Exchange, replicas: int, gradient: Gradient, link: Link, selection: float, rounding: float
 ) -> List[Candidate]:
-    """The exchanges that the section allows, from the most faithful one to that which leaves out most.
+    """The exchanges that the section allows, from the most faithful one to the one that leaves out most.
 
-    Args:
-        selection, rounding: seconds of a processor.
+    Args: selection, rounding: seconds of a processor.
     """
     work = {"": 0.0, "select": selection, "round": rounding}
     return [
@@ -105,25 +108,15 @@ def predict(
 
 
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
-    """The candidate to take, and why: one takes another's place if it is `_WORTH` times as fast."""
+    """The candidate to take, and why: one replaces another if it is `_WORTH` times as fast."""
     taken, why = candidates[0], f"nothing else is {_WORTH} times as fast"
     if taken.seconds < _NEGLIGIBLE:
         return taken, f"below {1e3 * _NEGLIGIBLE:.0f} ms no other is worth a change"
-    for candidate in candidates[1:]:
-        if candidate.seconds * _WORTH <= taken.seconds:
-            why = (
-                f"{taken.seconds / candidate.seconds:.1f} times as fast as {taken.name}, and {_WORTH} is worth a change"
-            )
-            taken = candidate
+    for each in candidates[1:]:
+        if each.seconds * _WORTH <= taken.seconds:
+            why = f"{taken.seconds / each.seconds:.1f} times as fast as {taken.name}, and {_WORTH} is worth a change"
+            taken = each
     return taken, why
-
-
-def _resolved(recipe: Recipe, method: Method, say: Callable[[str], None]) -> Recipe:
-    section, taken = recipe.exchange, method.section.method
-    dropped = section.refused_by(taken)
-    if dropped:
-        say(f"exchange.{', '.join(dropped)}: left out, as {taken} sends whole gradients")
-    return recipe.model_copy(update={"exchange": method.taken_by(section)})
 
 
 def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
@@ -141,50 +134,23 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
     return max(found)
 
 
-def _measured(recipe: Recipe, gradient: Gradient, processes: Agreement) -> Tuple[Link, float, float]:
-    """The link, and seconds to select and to round a gradient; of the slowest process, and so the same on all."""
+def _measured(
+    section: Exchange, gradient: Gradient, processes: Agreement, device: torch.device
+) -> Tuple[Link, float, float]:
+    """The link, and seconds to select from and to round a gradient; of the slowest process, so the same on all."""
     # These need a newer Python than the IPU's, where nothing is measured.
     from parallel import probe, selection
 
-    device = device_of(recipe, processes.topology)
     vector = torch.randn(gradient.elements - gradient.whole, generator=torch.Generator().manual_seed(0)).to(device)
-    count = _count(recipe.exchange, gradient)
+    count = min(max(1, round(section.density * len(vector))), len(vector))  # once densities have come down
+    # The fastest of four calls: the first finds caches empty, and a machine that starts a run is busy.
     own = (
         probe.measure(processes.replica_group, device),
-        _seconds(lambda values: selection.largest(values, min(count, len(values))), vector),
-        _seconds(lambda values: values.half().float(), vector),
+        min(timed(lambda: selection.largest(vector, count), device, 4)),
+        min(timed(lambda: vector.half().float(), device, 4)),
     )
     links, *processor = zip(*processes.gather(own))
     return Link(*map(max, zip(*links))), max(processor[0]), max(processor[1])
-
-
-def _seconds(work: Callable[[torch.Tensor], object], vector: torch.Tensor) -> float:
-    """Seconds of the fastest of a few calls: the first finds caches empty, and a machine that starts a run is busy."""
-    found = []
-    for _ in range(4):
-        synchronize(vector.device)
-        start = time.perf_counter()
-        work(vector)
-        synchronize(vector.device)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def _count(section: Exchange, gradient: Gradient) -> int:
-    """Values that a replica sends of the largest stage's gradient, once densities have come down."""
-    return max(1, round(section.density * (gradient.elements - gradient.whole)))
-
-
-def _table(recipe: Recipe, replicas: int, gradient: Gradient, link: Link, candidates: List[Candidate]) -> List[str]:
-    bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
-    lines = [
-        f"exchange.method auto: {gradient.elements:,} gradients, density {recipe.exchange.density:g}, "
-        f"{replicas} replicas; links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
-    ]
-    for each in candidates:
-        and_work = f", {_figure(1e3 * each.processor)} ms of it to {each.method.work}" if each.processor else ""
-        lines.append(f"  {each.name:15}  {_figure(1e3 * each.seconds)} ms{and_work}")
-    return lines
 
 
 def _figure(value: float) -> str:

@@ -1,6 +1,6 @@
-"""Cut of a recipe's model into stages: by the names it gives, or by what its blocks cost.
+"""Cut of a recipe's model into parts: at the blocks that the recipe names, or by what blocks cost.
 
-What blocks cost is measured only where the cut changes no bit of what is learned: elsewhere it is counted.
+Costs are measured only where the cut changes no bit of what is learned: elsewhere they are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.checks import bound_to_cut
-from recipe.config import Parallel, Recipe
+from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 
@@ -29,65 +29,38 @@ def parts(
 ) -> Tuple[List[List[str]], str]:
     """Names of the blocks of each part of the model, and a line about an automatic cut.
 
-    One process that computes all stages has one part, but cut points that are wrong are refused there, too.
+    One process that computes all stages has one part; wrong cut points are refused there too.
 
     Raises:
         ConfigError: cut points that are no blocks, out of order, or leave a part without parameters; more parts
             than blocks.
     """
-    parallel, note = recipe.parallel, ""
-    able = _able(model, parallel)
-    if isinstance(parallel.split, list):
-        cut = parallel.split
-    elif processes.topology.stages > 1:
-        cut, note = _automatic(model, recipe, batch, processes, device)
+    one_stage = processes.topology.stages == 1
+    with_parameters, note = _with_parameters(model, recipe), ""
+    if isinstance(recipe.parallel.split, list):
+        cut = recipe.parallel.split
+    elif one_stage:
+        return [model.names], ""
     else:
-        return [model.names], note
-    divided = _divided(model, able, cut)
-    return (divided if processes.topology.stages > 1 else [model.names]), note
+        cut, note = _automatic(model, recipe, batch, processes, device)
+    divided = _divided(model, with_parameters, cut)
+    return ([model.names] if one_stage else divided), note
 
 
 def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[str]], str]:
     """Parts on a device where blocks cannot be timed one by one: an automatic cut balances multiply-adds.
 
-    Its memory is not looked at. All stages are returned, also where one process computes them.
+    Memory is ignored. All stages are returned, also where one process computes them.
     """
     parallel = recipe.parallel
-    able = _able(model, parallel)
+    with_parameters = _with_parameters(model, recipe)
     if parallel.stages == 1:
         return [model.names], ""
     if isinstance(parallel.split, list):
-        return _divided(model, able, parallel.split), ""
-    found = _count(model, recipe, batch)
+        return _divided(model, with_parameters, parallel.split), ""
+    found = _counted_costs(model, recipe, batch)
     cut = balance.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
-    return _divided(model, able, cut.cuts), cut.describe("counted")
-
-
-def _count(model: BlockList, recipe: Recipe, batch: Batch) -> Dict[str, balance.BlockCost]:
-    itemsize = next(model.parameters()).element_size()
-    return shapes.costs(recipe.model, recipe.model.image_size, batch.micro, itemsize)
-
-
-def _able(model: BlockList, parallel: Parallel) -> List[str]:
-    """The blocks that have parameters, of which every part must have one."""
-    able = [name for name in model.names if any(True for _ in model.block(name).parameters())]
-    if parallel.parts > len(able):
-        raise ConfigError(
-            f"parallel.stages: {parallel.parts} parts are more than the {len(able)} blocks that have parameters"
-        )
-    return able
-
-
-def _divided(model: BlockList, able: Sequence[str], cut: Sequence[str]) -> List[List[str]]:
-    """The parts that cut points make. Raises ConfigError."""
-    try:
-        divided = split_names(model.names, cut)
-    except ValueError as error:
-        raise ConfigError(f"parallel.split: {error}") from None
-    for names in divided:
-        if not set(names) & set(able):
-            raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
-    return divided
+    return _divided(model, with_parameters, cut.cuts), cut.describe("counted")
 
 
 def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:
@@ -95,34 +68,58 @@ def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int,
     return {number: names for number, names in enumerate(divided) if number % topology.stages == topology.stage}
 
 
+def _counted_costs(model: BlockList, recipe: Recipe, batch: Batch) -> Dict[str, balance.BlockCost]:
+    itemsize = next(model.parameters()).element_size()
+    return shapes.costs(recipe.model, recipe.model.image_size, batch.micro, itemsize)
+
+
+def _with_parameters(model: BlockList, recipe: Recipe) -> List[str]:
+    """The blocks that have parameters; every part must have one."""
+    found = [name for name in model.names if any(True for _ in model.block(name).parameters())]
+    count = recipe.parallel.parts
+    if count > len(found):
+        raise ConfigError(f"parallel.stages: {count} parts are more than the {len(found)} blocks that have parameters")
+    return found
+
+
+def _divided(model: BlockList, with_parameters: Sequence[str], cut: Sequence[str]) -> List[List[str]]:
+    """The parts that cut points make. Raises ConfigError."""
+    try:
+        divided = split_names(model.names, cut)
+    except ValueError as error:
+        raise ConfigError(f"parallel.split: {error}") from None
+    for names in divided:
+        if not set(names) & set(with_parameters):
+            raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
+    return divided
+
+
 def _automatic(
     model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
 ) -> Tuple[List[str], str]:
     """The balanced cut. All ranks measure at once, as they will compute, and the median counts.
 
-    A counted cut is a function of the recipe and the number of replicas: how much memory is free now is no part of it.
+    A counted cut is a function of the recipe and the number of replicas, whatever memory is free now.
     """
-    parallel, size = recipe.parallel, recipe.model.image_size
+    parallel, size, memory = recipe.parallel, recipe.model.image_size, None
     why = "" if parallel.split == "counted" else bound_to_cut(recipe, processes.topology.replicas)
-    counted = parallel.split == "counted" or bool(why)
-    if counted:
-        found = _count(model, recipe, batch)
+    if parallel.split == "counted" or why:
+        found = _counted_costs(model, recipe, batch)
+        origin = f"counted, not measured: {why}, so that another cut would be another result" if why else "counted"
     else:
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)
         found = costs.median(processes.gather(costs.measure(model, images.to(device))))
-
-    def balanced() -> balance.Cut:
-        return balance.balance(
+        memory, origin = memory_of(device) // (parallel.virtual_stages or 1), "measured"
+    cut = processes.from_main(
+        lambda: balance.balance(
             found,
             parallel.parts,
             in_flight=parallel.in_flight(batch.accumulation),
             recompute=blocks_to_recompute(model.names, parallel.recompute),
             bytes_per_parameter=_BYTES_PER_PARAMETER,
-            memory=None if counted else memory_of(device) // (parallel.virtual_stages or 1),
+            memory=memory,
             phases=parallel.schedule == "gpipe",
         )
-
-    cut = processes.from_main(balanced)
-    origin = f"counted, not measured: {why}, so that another cut would be another result" if why else "counted"
-    return cut.cuts, cut.describe(origin if counted else "measured")
+    )
+    return cut.cuts, cut.describe(origin)

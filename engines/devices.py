@@ -1,10 +1,11 @@
-"""CPU or CUDA: which device a recipe means, in which dtype it computes, and what torch is to do about repeatability."""
+"""CPU or CUDA: the device of a recipe, its dtype, memory and speed, and torch's switches for repeatability."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
+from typing import Callable, List
 
 import torch
 
@@ -16,10 +17,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def device_of(recipe: Recipe, topology: Topology) -> torch.device:
-    """The device of this process: of several on a host, each has a GPU of its own.
+    """Device of this process: each process on a host has a GPU of its own.
 
-    Raises:
-        ConfigError: no CUDA device, or fewer than processes on this host.
+    Raises ConfigError: no CUDA device, or fewer than processes on this host.
     """
     wanted, found = recipe.run.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
@@ -38,12 +38,12 @@ def device_of(recipe: Recipe, topology: Topology) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """The kind of device, as `NVIDIA H200` or `cpu`: what another is of the same speed and adds in the same order."""
+    """The kind of device, as `NVIDIA H200` or `cpu`: devices of a kind are equally fast and add in the same order."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all it was given."""
+    """Wait until a device has no work left."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -64,17 +64,23 @@ def set_determinism(wanted: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[float]:
+    """Seconds of each of some calls of `work`, until the device is done; the first ones warm caches and compilers."""
+    seconds = []
+    for _ in range(calls):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large matrix product: the median of three, after a first."""
     size = 8192 if device.type == "cuda" else 1024
     left = torch.randn(size, size, device=device).to(dtype)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        left @ left
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(times[1:])
+    return 2 * size**3 / statistics.median(timed(lambda: left @ left, device, 4)[1:])
 
 
 def memory_of(device: torch.device) -> int:

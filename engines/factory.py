@@ -1,4 +1,4 @@
-"""From the recipe's device to an engine. Engines are imported when they are asked for: each has its own needs."""
+"""From the recipe's device to an engine. Engines are imported when they are needed: each has its own dependencies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 def connect(recipe: Recipe, topology: Topology) -> Agreement:
-    """Meets the run's other processes, on the device that the recipe asks for.
+    """Connect the run's processes, on the device of the recipe.
 
-    Raises:
-        ConfigError: a device that this machine does not have, or ranks that do not meet.
+    Raises ConfigError: a device that this machine does not have, or ranks that do not meet.
     """
     if recipe.run.device == "ipu":
         from engines import ipu_engine
@@ -32,14 +31,13 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
 def create(
     recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None, steps_per_epoch: Optional[int] = None
 ) -> Engine:
-    """The engine that `run.device` asks for.
+    """The engine of `run.device`.
 
     Args:
-        processes: of the run; None for a process that is alone.
-        steps_per_epoch: of a run that is to be trained.
+        processes: of the run; None for a single process.
+        steps_per_epoch: of a run that trains.
 
-    Raises:
-        ConfigError: a device or library that this machine does not have, or cut points that the model does not have.
+    Raises ConfigError: a device or library that this machine does not have, or cut points that the model does not have.
     """
     processes = processes or connect(recipe, Topology())
     if recipe.run.device == "ipu":

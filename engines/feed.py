@@ -1,19 +1,26 @@
-"""Micro batches on their way into the model: to the device, mixed, and with their targets to the last stage."""
+"""Micro batches of a step: images to the device, mixed; targets to the last stage; losses, and gradients added up."""
 
 from __future__ import annotations
 
 import functools
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from data import loader, mixing
 from data.base import Source
 from data.batches import MicroBatch
 from data.prefetch import Prefetcher
+from engines.base import summable
+from engines.timeline import Recorder
+from models.stochastic import Draws
+from optim.gradients import Gradients
+from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.topology import Topology
+from parallel.work import Work
 from recipe.batch import training_image_size
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -36,15 +43,12 @@ class Targets(NamedTuple):
 class Feed:
     """Images for the first stage, targets for the last, of the micro batches of this replica.
 
-    The first stage has the loader. Where the last stage is another process it is sent the labels, micro batch by
-    micro batch; how images are mixed it draws itself, for that is a function of (seed, step, micro batch).
+    The first stage has the loader. A last stage in another process receives the labels, micro batch by micro batch, and
+    draws by itself how images are mixed: that is a function of (seed, step, micro batch).
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, device: torch.device, whole_batches: bool):
-        """
-        Args:
-            whole_batches: whether padding rows repeat images, as layers need that take statistics over the rows.
-        """
+        """Args: whole_batches: whether padding rows repeat images, for layers that take statistics over the rows."""
         self._data, self._classes, self._seed = recipe.data, recipe.model.classes, recipe.run.seed
         self._processes, self._topology = processes, processes.topology
         self._device, self._whole_batches = device, whole_batches
@@ -56,15 +60,9 @@ class Feed:
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
     def start(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        count: int,
-        step: int,
-        first_number: int,
-        rows: int,
-        size: int,
+        self, micro_batches: Iterator[MicroBatch], count: int, step: int, first_number: int, rows: int, size: int
     ) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
             micro_batches: of this replica; used on the first stage only.
@@ -76,12 +74,13 @@ class Feed:
         self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
         self._own_numbers: Dict[int, int] = {}
         if self._topology.is_last and not self._topology.is_first:
-            self._coming = [self._ask() for _ in range(count)]
+            # All before the first are needed, so that the sender need not wait.
+            self._coming = [self._receive_labels() for _ in range(count)]
         self.images_seen = 0
         self.unreadable: List[str] = []
 
     def number_of(self, number: int) -> int:
-        """The number within the step over all replicas, of a micro batch that is counted in this replica."""
+        """Number within the step over all replicas of a micro batch that is counted in this replica."""
         return self._own_numbers.get(number, self._first_number + number)
 
     def images(self, number: int) -> torch.Tensor:
@@ -92,7 +91,7 @@ class Feed:
         self._own_numbers[number] = batch.number
         self.images_seen += batch.valid
         self.unreadable.extend(batch.unreadable)
-        self._hand_over(number, batch)
+        self._send_labels(number, batch)
         images = batch.images.to(self._device, non_blocking=True)
         plan = self._plan(batch.number, len(images), batch.valid)
         if plan is not None:
@@ -104,7 +103,7 @@ class Feed:
 
     def targets(self, number: int) -> Targets:
         """Targets of micro batch `number`, on the last stage; in order."""
-        labels, valid = self._taken(number)
+        labels, valid = self._labels(number)
         labels = labels.to(self._device, non_blocking=True)
         plan = self._plan(self.number_of(number), self._rows, valid)
         targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
@@ -113,19 +112,19 @@ class Feed:
     def evaluation_images(self, batch: MicroBatch) -> torch.Tensor:
         """Images to be scored, on the device; their labels go to the last stage."""
         self._waiting = {}
-        self._hand_over(0, batch)
+        self._send_labels(0, batch)
         return batch.images.to(self._device, non_blocking=True)
 
     def evaluation_labels(self, rows: int) -> torch.Tensor:
         """Labels of the valid rows of what is being scored, int64 [valid], on the device; on the last stage."""
         self._rows = rows
         if not self._topology.is_first:
-            self._coming = [self._ask()]
-        labels, valid = self._taken(0)
+            self._coming = [self._receive_labels()]
+        labels, valid = self._labels(0)
         return labels[:valid].to(self._device)
 
     def finish(self) -> None:
-        """All labels have arrived: their memory may be used again."""
+        """Wait until all labels have arrived: then their memory may be used again."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -133,7 +132,7 @@ class Feed:
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
         return mixing.draw(self._data, self._seed, self._step, number, rows, valid, self._size, self._size)
 
-    def _hand_over(self, number: int, batch: MicroBatch) -> None:
+    def _send_labels(self, number: int, batch: MicroBatch) -> None:
         if self._topology.is_last:
             self._waiting[number] = batch.labels, batch.valid
             return
@@ -142,17 +141,72 @@ class Feed:
         work = dist.isend(message, group=group, tag=_LABELS, group_dst=self._topology.stages - 1)
         self._sent.append((work, message))
 
-    def _taken(self, number: int) -> Tuple[torch.Tensor, int]:
+    def _receive_labels(self) -> tuple:
+        message = torch.empty(1 + self._rows, dtype=torch.int64)
+        return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message
+
+    def _labels(self, number: int) -> Tuple[torch.Tensor, int]:
+        """Labels of a micro batch, and how many of its rows are images."""
         if self._topology.is_first:
             return self._waiting.pop(number)
         work, message = self._coming[number]
         work.wait()
         return message[1:], int(message[0])
 
-    def _ask(self) -> tuple:
-        """Ask for labels; all before the first are needed, so that the sender need not wait."""
-        message = torch.empty(1 + self._rows, dtype=torch.int64)
-        return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message
+
+class TrainingStep(Work):
+    """One training step as the schedules see it, in this process; the same object for all steps.
+
+    total: float64 [], losses added up; correct: int64 [], top-1 hits. Both are 0 except on the last stage.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        draws: Draws,
+        gradients: Gradients,
+        loss_scale: LossScale,
+        recorder: Recorder,
+        smoothing: float,
+        arm: Optional[Callable[[], None]],
+    ):
+        """Args: arm: called before the last backward pass of the step, where the exchange can overlap it."""
+        self._feed, self._draws, self._gradients = feed, draws, gradients
+        self._loss_scale, self._recorder = loss_scale, recorder
+        self._smoothing, self._arm = smoothing, arm
+
+    def start(self, step: int, rows: int, device: torch.device) -> None:
+        """Args: rows: of a micro batch. The feed must have been started."""
+        self._step, self._rows = step, rows
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._gradients.zero()
+
+    def images(self, number: int) -> torch.Tensor:
+        return self._feed.images(number)
+
+    def before_forward(self, number: int) -> None:
+        self._draws.step, self._draws.micro_batch = self._step, self._feed.number_of(number)
+
+    def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy; an image that was left out counts as one with loss 0, so others keep their weight."""
+        valid, labels, targets = self._feed.targets(number)
+        logits = logits[:valid].float()
+        losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._smoothing)
+        loss = losses / self._rows
+        self.total += summable(loss.detach())
+        self.correct += (logits.detach().argmax(1) == labels).sum()
+        return loss * self._loss_scale.scale
+
+    def before_backward(self, part: int, last: bool) -> None:
+        if last and self._arm is not None:
+            self._arm()
+
+    def after_backward(self, part: int, last: bool) -> None:
+        self._gradients.accumulate(part)
+
+    def span(self, kind: str, number: int) -> ContextManager[None]:
+        return self._recorder.span(kind, number)
 
 
 def training_batches(
@@ -176,24 +230,8 @@ def training_batches(
     )
 
 
-class _Nothing(list):
-    """A list of None for each batch of the first stage."""
+class Nothing(list):
+    """In the place of batches, where images do not enter: as many times None."""
 
     def close(self) -> None:
         """There is nothing to end."""
-
-
-def evaluation_batches(source: Optional[Source], recipe: Recipe, topology: Topology, images: int, device: torch.device):
-    """This replica's share of the validation images; where images do not enter, as many times None."""
-    rows = recipe.batch.evaluation
-    if source is None:
-        return _Nothing([None] * len(loader.evaluation_share(images, rows, topology.replica, topology.replicas)))
-    return loader.EvaluationBatches(
-        source,
-        data=recipe.data,
-        image_size=recipe.model.image_size,
-        batch=rows,
-        replica=topology.replica,
-        replicas=topology.replicas,
-        device=device,
-    )

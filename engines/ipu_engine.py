@@ -1,8 +1,8 @@
 """The engine for Graphcore's IPUs: the only file that imports PopTorch.
 
 recipe/ipu.py maps a recipe to PopTorch's options; docs/ipu.md has the table. One program is compiled for training and
-one for evaluation; they take turns on the same IPUs. Weights and optimizer state live on the device and come to the
-host when they are saved, averaged or evaluated.
+one for evaluation; they take turns on the same IPUs. Weights and optimizer state are on the device and are copied to
+the host when they are saved, averaged or evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -26,7 +26,6 @@ from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, TrainingModule, device_model
-from engines.ipu_options import made, resolved
 from models.normalization import norm_parameters
 from models.stages import BlockList
 from optim import factory
@@ -44,16 +43,14 @@ from recipe.errors import ConfigError
 # Matrix products on a Mk2 IPU, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
-_WORKERS_PORTION = 64  # images that a worker hands over at once: each time costs some 0.2 ms
-_NO_MARKS = (None, None)
+_WORKERS_PORTION = 64  # images that a worker sends at once: each message costs some 0.2 ms
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
 
 
 def connect(recipe: Recipe, topology: Topology) -> Agreement:
-    """Joins the other instances that poprun started, if any.
+    """Join the other instances that poprun started, if any.
 
-    Raises:
-        ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe says.
+    Raises ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe says.
     """
     _poptorch()
     if not _under_poprun():
@@ -81,8 +78,7 @@ class IpuEngine(Engine):
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Agreement):
         poptorch = _poptorch()
-        self.batch, self.topology = batch, processes.topology
-        self._recipe, self.processes = recipe, processes
+        self.batch, self.topology, self.processes, self._recipe = batch, processes.topology, processes, recipe
         self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: ipu_rules requires one for both
         training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
         self.shapes = state.shapes(evaluation)
@@ -92,15 +88,15 @@ class IpuEngine(Engine):
                 raise ConfigError(
                     f"ipu.keep_activations: {name} is not a block; the blocks are {', '.join(evaluation.names)}"
                 )
-        for model in (training, evaluation):
-            for number, names in enumerate(parts):
+        for number, names in enumerate(parts):
+            for model in (training, evaluation):
                 poptorch.BeginBlock(model.get_submodule(names[0]), user_id=f"stage {number}", ipu_id=number)
         # The host's copy of the weights and the optimizer's state, in the form that all engines save.
         self._host = WeightState(
             evaluation.named_parameters(),
             lambda parameters: factory.create(recipe.optimizer, parameters, norm_parameters(evaluation)),
             dtype=self._dtype,
-            rounding="nearest",  # the device rounds; here values are only kept
+            rounding="nearest",  # the device rounds; here values are only stored
             seed=recipe.run.seed,
         )
         decay = recipe.average.epoch_decay
@@ -117,10 +113,13 @@ class IpuEngine(Engine):
             "evaluation": ipu.evaluation_settings(recipe, self.batch, served, _under_poprun()),
         }
         self._options = {
-            name: made(poptorch, _new_options(poptorch, recipe), settings, self.topology.is_main)
-            for name, settings in options.items()
+            name: _options(poptorch, recipe, settings, self.topology.is_main) for name, settings in options.items()
         }
-        marks = _overlap_marks(poptorch)
+        mode = poptorch.OverlapMode.OverlapAccumulationLoop
+        marks = {
+            "mark_input": lambda tensor: poptorch.set_overlap_for_input(tensor, mode),
+            "mark_output": lambda tensor: poptorch.set_overlap_for_output(tensor, mode),
+        }
         module = TrainingModule(
             training,
             recipe.data.label_smoothing,
@@ -128,16 +127,15 @@ class IpuEngine(Engine):
             functools.partial(poptorch.identity_loss, reduction="none"),
             kept=frozenset(recipe.ipu.keep_activations),
             keep=poptorch.recomputationCheckpoint,
-            overlap=marks if ipu.overlaps(recipe, self.batch) else _NO_MARKS,
+            **(marks if ipu.overlaps(recipe, self.batch) else {}),
         ).train()
         self._create_optimizer(poptorch, training)
         self._module = module
         self._training = poptorch.trainingModel(module, self._options["training"], self._optimizer)
-        scoring = EvaluationModule(evaluation, marks if ipu.evaluation_overlaps(recipe) else _NO_MARKS).eval()
+        scoring = EvaluationModule(evaluation, **(marks if ipu.evaluation_overlaps(recipe) else {})).eval()
         self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
         self._rows = recipe.batch.evaluation * ipu.evaluation_iterations(recipe) * served
-        self._weights_are_on_device = self._slots_are_on_device = False
-        self._slots_to_send = False
+        self._weights_are_on_device = self._slots_are_on_device = self._slots_to_send = False
         self._inference_is_stale = False
         # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
         self._slot_scale = recipe.precision.loss_scale if recipe.optimizer.name == "sgd" else 1.0
@@ -152,7 +150,7 @@ class IpuEngine(Engine):
             if members:
                 groups.append({"params": members, **group.options})
                 self._rate_scales.append(group.lr_scale)
-        keywords = {name: resolved(poptorch, value) for name, value in plan.options.items()}
+        keywords = {name: _resolved(poptorch, value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch compiles in what only groups have.
         self._optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **keywords)
         for name in plan.constant:
@@ -160,8 +158,7 @@ class IpuEngine(Engine):
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
         poptorch, place, recipe = _poptorch(), self.topology, self._recipe
-        instance, instances = place.replica // place.served, place.world
-        positions = Positions(source, recipe, self.batch, steps, instance, instances)
+        positions = Positions(source, recipe, self.batch, steps, place.replica // place.served, place.world)
 
         def loader(dataset: Positions) -> Any:
             return poptorch.DataLoader(
@@ -172,7 +169,7 @@ class IpuEngine(Engine):
                 worker_init_fn=begin_work,
                 auto_distributed_partitioning=False,  # `Positions` are this instance's already
                 mode=poptorch.DataLoaderMode.AsyncRebatched,
-                rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // instances),
+                rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // place.world),
                 async_options={"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False,
                                "early_preload": True},
             )  # fmt: skip
@@ -196,7 +193,7 @@ class IpuEngine(Engine):
             group["lr"] = lr * scale
         self._training.setOptimizer(self._optimizer)
         arguments = [tensor for tensor in images[:3] if tensor is not None]
-        _set_free(self._inference)
+        _detach(self._inference)
         if not self._training.isCompiled():
             self._training.compile(*arguments)
         if self._slots_to_send:
@@ -208,24 +205,13 @@ class IpuEngine(Engine):
         if self._weights_are_on_device and not sums[0].isfinite():
             raise Diverged(f"the loss is {sums[0].item()}, and the IPUs have made an update of it")
         zero = torch.zeros((), dtype=torch.int64)
-        return StepResult(
-            (sums[0] / self.batch.micro_batches).float(),
-            sums[1].long(),
-            self.batch.global_,
-            zero,
-            zero,
-            self._loss_scale.scale,
-            None,
-            (),
-        )
+        loss, images = (sums[0] / self.batch.micro_batches).float(), self.batch.global_
+        return StepResult(loss, sums[1].long(), images, zero, zero, self._loss_scale.scale, None, ())
 
     def end_epoch(self) -> None:
         if "epoch_average" in self._averages:
             self._fetch_weights()
             self._averages["epoch_average"].add([self._host.flat])
-
-    def averages(self) -> Tuple[str, ...]:
-        return tuple(name for name, average in self._averages.items() if average.count)
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
@@ -248,7 +234,7 @@ class IpuEngine(Engine):
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
         """float32 [rows, classes], of the weights in use."""
         self._fetch_weights()
-        _set_free(self._training)
+        _detach(self._training)
         if self._inference_is_stale and self._inference.isCompiled() and self._inference.isAttachedToDevice():
             self._inference.copyWeightsToDevice()  # else they are sent when it is attached
         self._inference_is_stale = False
@@ -270,12 +256,8 @@ class IpuEngine(Engine):
             name: {"weights": self._host.by_name(average.tensors[0]), "buffers": {}, "count": average.count.clone()}
             for name, average in self._averages.items()
         }
-        return {
-            **self._host.state_dict(),
-            "loss_scale": self._loss_scale.state_dict(),
-            "averages": averages,
-            "buffers": {},
-        }
+        own = {"loss_scale": self._loss_scale.state_dict(), "averages": averages, "buffers": {}}
+        return {**self._host.state_dict(), **own}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages"), self._averages)
@@ -370,24 +352,35 @@ def _under_poprun() -> bool:
     return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
 
-def _new_options(poptorch: Any, recipe: Recipe) -> Any:
+def _options(poptorch: Any, recipe: Recipe, settings: Sequence[ipu.Setting], is_main: bool) -> Any:
+    """PopTorch's options with these settings, made in order. Args: is_main: in the first process of a run."""
     if _under_poprun():
         import popdist.poptorch
 
-        return popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
-    return poptorch.Options()
+        options = popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
+    else:
+        options = poptorch.Options()
+    for setting in settings:
+        if is_main or not setting.main_only:
+            method = functools.reduce(getattr, setting.call.split(".")[1:], options)
+            method(*_resolved(poptorch, list(setting.arguments)))
+    return options
 
 
-def _set_free(program: Any) -> None:
+def _resolved(poptorch: Any, value: Any) -> Any:
+    """Replace the names in `value` by the objects that they stand for."""
+    if isinstance(value, ipu.Name):
+        module, *path = value.path.split(".")
+        return functools.reduce(getattr, path, {"poptorch": poptorch, "torch": torch}[module])
+    if isinstance(value, ipu.Chain):
+        found = _resolved(poptorch, ipu.Name(value.start))()
+        for method, arguments in value.calls:
+            found = getattr(found, method)(*_resolved(poptorch, list(arguments)))
+        return found
+    return [_resolved(poptorch, each) for each in value] if isinstance(value, list) else value
+
+
+def _detach(program: Any) -> None:
     """Detach a program from the IPUs; the other one attaches itself when it is called."""
     if program.isCompiled() and program.isAttachedToDevice():
         program.detachFromDevice()
-
-
-def _overlap_marks(poptorch: Any) -> tuple:
-    """Functions that mark inputs and outputs whose transfer overlaps the accumulation loop."""
-    mode = poptorch.OverlapMode.OverlapAccumulationLoop
-    return (
-        lambda tensor: poptorch.set_overlap_for_input(tensor, mode),
-        lambda tensor: poptorch.set_overlap_for_output(tensor, mode),
-    )

@@ -1,7 +1,7 @@
-"""Images for IPUs: those of one instance, position by position, in the order that every engine keeps.
+"""Images for IPUs: those of one instance, position by position, in the order of all engines.
 
 PopTorch's loader gathers positions into the batches of a whole update, in worker processes. So a step arrives as one
-block of memory, which its data path takes as it is.
+block of memory, which PopTorch takes without a copy.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from recipe.config import Recipe
 from recipe.division import Batch
 
 UNREADABLE = -2  # label of an image that could not be decoded
-_PATIENCE = 30.0  # seconds that PopTorch's process has to end; until then it ignores the signals that PopTorch sends it
+_PATIENCE = 30.0  # seconds for PopTorch's process to end; it ignores the signals that PopTorch sends it
 
 
 class StepImages(NamedTuple):
     """The images of one update that an instance computes: micro batches one behind the other.
 
-    images: uint8 [accumulation x replicas x micro, 3, H, W]. labels: int32, likewise. mixing: float32 [.., 6], see
-    engines.ipu_model.mixing_rows; None where the recipe does not mix. step: number of the update.
+    images: uint8 [rows, 3, H, W], rows = accumulation x replicas x micro. labels: int32 [rows]. mixing: float32
+    [rows, 6], see engines.ipu_model.mixing_rows; None where the recipe does not mix. step: number of the update.
     """
 
     images: torch.Tensor
@@ -47,8 +47,8 @@ class StepImages(NamedTuple):
 class Positions(Dataset):
     """Position p of an instance: row p % share of its part of step first_step + p // share, `share` images a step.
 
-    Order, augmentation and mixing are the functions of (seed, epoch, step, micro batch) that the other devices use:
-    which images a step has does not depend on the number of replicas or instances.
+    Order, augmentation and mixing are the functions of (seed, epoch, step, micro batch) that other devices use: the
+    images of a step do not depend on the number of replicas or instances.
     """
 
     def __init__(
@@ -71,10 +71,14 @@ class Positions(Dataset):
     def __getitem__(self, position: int) -> tuple:
         """Image, uint8 [3, H, W]; label, int32 []; how its row is mixed, float32 [6], if anything is."""
         step, row, epoch, index = self._place(position)
-        image, label = self._read(epoch, index)
-        if not self._mixes:
-            return image, label
-        return image, label, self._mixing(step, row // self._batch.micro)[row % self._batch.micro]
+        try:
+            image = self._transform(self._source.open(index), self._size, epoch, index)
+            label = int(self._source.labels[index])
+        except UnreadableImage:  # the training process reports it: here it would be a worker's traceback
+            image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
+        found = image, torch.tensor(label, dtype=torch.int32)
+        number, row = divmod(row, self._batch.micro)
+        return (*found, self._mixing(step, number)[row]) if self._mixes else found
 
     def complain(self, position: int) -> None:
         """Raise UnreadableImage with the fault of the image at a position."""
@@ -90,20 +94,9 @@ class Positions(Dataset):
         number, row = divmod(position, self._share)
         step, row = self._steps[number], row + self._first
         epoch, within = divmod(step, self._per_epoch)
-        return step, row, epoch, int(self._ordered(epoch)[within * self._batch.global_ + row])
-
-    def _read(self, epoch: int, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        try:
-            image = self._transform(self._source.open(index), self._size, epoch, index)
-            label = int(self._source.labels[index])
-        except UnreadableImage:  # the training process reports it: here it would be a worker's traceback
-            image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
-        return image, torch.tensor(label, dtype=torch.int32)
-
-    def _ordered(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             self._order = epoch, self._source.order(self._recipe.run.seed, epoch)
-        return self._order[1]
+        return step, row, epoch, int(self._order[1][within * self._batch.global_ + row])
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         if self._plan[0] != (step, number):
@@ -114,17 +107,16 @@ class Positions(Dataset):
 
 
 class TrainingFeed:
-    """The steps of a run, from a loader of combined batches of `Positions`; closing it ends the loader.
+    """The steps of a run, from a loader of combined batches of `Positions`.
 
-    Attributes:
-        waited: seconds spent waiting for images while the IPUs were idle, without the first step's.
+    waited: seconds spent waiting for images while the IPUs were idle, without the first step's.
     """
 
     def __init__(self, positions: Positions, steps: range, loader: Callable[[Positions], object]):
         """Args: loader: creates PopTorch's loader, which begins to read at once."""
         self._positions, self._first = positions, steps.start
-        # A signal to all processes is for this one: it saves, and needs the images of the step until then. Python's
-        # tracker of resources, which PopTorch's fork server needs, unblocks signals here once it is started.
+        # A signal to all processes is for this one: it saves, and needs the images of the step until then. Starting
+        # Python's resource tracker, which PopTorch's fork server needs, unblocks signals here.
         with signals_withheld():
             resource_tracker.ensure_running()
         before = multiprocessing.active_children()
@@ -167,22 +159,18 @@ class EvaluationFeed:
 
     def __init__(self, source: Source, recipe: Recipe, rows: int, instance: int, instances: int):
         """Args: rows: images that the instance's replicas evaluate in one call."""
+        size = recipe.model.image_size
         self._batches = EvaluationBatches(
-            source,
-            data=recipe.data,
-            image_size=recipe.model.image_size,
-            batch=rows,
-            replica=instance,
-            replicas=instances,
+            source, data=recipe.data, image_size=size, batch=rows, replica=instance, replicas=instances
         )
         shares = [len(evaluation_share(len(source), rows, each, instances)) for each in range(instances)]
         self._empty = max(shares) - shares[instance]
-        self._shape = (rows, 3, recipe.model.image_size, recipe.model.image_size)
+        self._shape = (rows, 3, size, size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
             yield from self._batches
-        except NotLeftOut as error:  # its advice is to leave the image out, which IPUs cannot
+        except NotLeftOut as error:  # it advises to leave the image out, which IPUs cannot
             raise UnreadableImage(f"{error.reason}; mend or remove the file") from None
         for _ in range(self._empty):
             none = torch.zeros(self._shape[0], dtype=torch.int64)
@@ -195,7 +183,7 @@ class EvaluationFeed:
 
 def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
     """Images in parts of `rows`, the last filled up with black images: a compiled program takes one size only."""
-    parts = list(images.contiguous().split(rows))  # PopTorch warns of others, and copies them
+    parts = list(images.contiguous().split(rows))  # PopTorch copies others, with a warning
     missing = rows - len(parts[-1])
     if missing:
         parts[-1] = torch.cat([parts[-1], parts[-1].new_zeros(missing, *images.shape[1:])])

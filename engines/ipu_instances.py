@@ -1,7 +1,7 @@
 """The instances of a run on IPUs: the processes that poprun starts, each of which serves some replicas.
 
-Gradients travel between IPUs without the hosts. The hosts exchange small objects by Horovod's `allgather`, which all of
-its versions have.
+Gradients are exchanged between IPUs. The hosts exchange small objects by Horovod's `allgather`, which all its versions
+have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.topology import Topology
 
 
 class Instances(Agreement):
-    """The counterpart of parallel.processes.Processes for the instances of poprun."""
+    """Counterpart of parallel.processes.Processes for the instances of poprun."""
 
     def __init__(self, topology: Topology):
         """Join the other instances; every one must make this call."""
@@ -33,26 +33,20 @@ class Instances(Agreement):
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
-        """`value` of each of `ranks` (of all, if None), in their order, on the main instance; elsewhere nothing."""
-        values = self.gather(value if ranks is None or self.topology.rank in ranks else None)
-        if not self.topology.is_main:
-            return []
-        return values if ranks is None else [values[rank] for rank in ranks]
+        ranks = ranks or range(self.topology.world)
+        values = self.gather(value if self.topology.rank in ranks else None)
+        return [values[rank] for rank in ranks] if self.topology.is_main else []
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values` over all instances, with the same bits on each."""
         return torch.stack(self.gather(values)).sum(0)
 
     def agree(self, value: int) -> int:
-        """The largest `value` of all instances, the same on each."""
         return max(self.gather(value))
 
     def wait_for_all(self) -> None:
-        """Returns once every instance has called it."""
         self.gather(None)
 
     def part(self) -> None:
-        """The end of a run in which nothing failed."""
         self.wait_for_all()
 
     def _broadcast(self, value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""The model as an IPU runs it: with its loss, its mixing of images, and random layers whose draws are the hardware's.
+"""The model as an IPU runs it: with its loss, mixing of images, and random layers that draw by the hardware.
 
-Nothing here imports PopTorch. The functions that mark losses and overlapped tensors are arguments, so the same modules
-run on a CPU.
+PopTorch's functions that mark losses and overlapped tensors are arguments, so the same modules run on a CPU.
 """
 
 from __future__ import annotations
@@ -22,8 +21,12 @@ from recipe.config import Recipe
 Mark = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class HardwareDraws(Draws):
-    """Draws of the device's own generator: a compiled program cannot ask the host for numbers.
+    """Draws of the device's own generator: a compiled program gets no numbers from the host.
 
     They have the distribution of `Draws`, but other values; Options.randomSeed seeds them.
     """
@@ -64,63 +67,54 @@ class TrainingModule(nn.Module):
         classes: int,
         mark_loss: Mark,
         kept: Container[str] = (),
-        keep: Optional[Mark] = None,
-        overlap: Tuple[Optional[Mark], Optional[Mark]] = (None, None),
+        keep: Mark = _unmarked,
+        mark_input: Mark = _unmarked,
+        mark_output: Mark = _unmarked,
     ):
         """
         Args:
-            model: as `device_model` makes it.
+            model: of `device_model`.
             mark_loss: poptorch.identity_loss.
             kept, keep: blocks whose output is kept where activations are recomputed, and the function that marks it.
-            overlap: functions that mark an input and an output whose transfer may overlap computation.
+            mark_input, mark_output: mark a tensor whose transfer may overlap computation.
         """
         super().__init__()
         self.model = model
         self._smoothing, self._classes = smoothing, classes
         self._mark_loss, self._kept, self._keep = mark_loss, kept, keep
-        self._overlap_input, self._overlap_output = overlap
+        self._mark_input, self._mark_output = mark_input, mark_output
 
     def forward(
         self, images: torch.Tensor, labels: torch.Tensor, mixing: Optional[torch.Tensor] = None
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """Args: images: uint8 [micro, 3, H, W]; labels: int32 [micro]; mixing: float32 [micro, 6]."""
-        if self._overlap_input is not None:
-            images, labels = self._overlap_input(images), self._overlap_input(labels)
-            mixing = None if mixing is None else self._overlap_input(mixing)
-        logits = self._logits(images, mixing).float()
+        images, labels = self._mark_input(images), self._mark_input(labels)
+        mixing = None if mixing is None else self._mark_input(mixing)
+        first, *others = self.model.names
+        x = self.model.get_submodule(first)(images, mixing)
+        for name in others:
+            x = self.model.get_submodule(name)(x)
+            x = self._keep(x) if name in self._kept else x
+        logits = x.float()
         targets = (labels[:, None] == torch.arange(self._classes, device=labels.device, dtype=labels.dtype)).float()
         if mixing is not None:
             targets = mix_targets(targets, mixing)
         targets = targets * (1 - self._smoothing) + self._smoothing / self._classes
         loss = self._mark_loss(-(targets * F.log_softmax(logits, dim=1)).sum(1).mean())
         correct = (logits.argmax(1).to(labels.dtype) == labels).float().sum()
-        if self._overlap_output is not None:
-            loss, correct = self._overlap_output(loss), self._overlap_output(correct)
-        return loss, correct
-
-    def _logits(self, images: torch.Tensor, mixing: Optional[torch.Tensor]) -> torch.Tensor:
-        first, *others = self.model.names
-        x = self.model.get_submodule(first)(images, mixing)
-        for name in others:
-            x = self.model.get_submodule(name)(x)
-            if name in self._kept:
-                x = self._keep(x)
-        return x
+        return self._mark_output(loss), self._mark_output(correct)
 
 
 class EvaluationModule(nn.Module):
     """Images in, uint8 [rows, 3, H, W]; logits out, float32 [rows, classes]."""
 
-    def __init__(self, model: BlockList, overlap: Tuple[Optional[Mark], Optional[Mark]] = (None, None)):
+    def __init__(self, model: BlockList, mark_input: Mark = _unmarked, mark_output: Mark = _unmarked):
         super().__init__()
         self.model = model
-        self._overlap_input, self._overlap_output = overlap
+        self._mark_input, self._mark_output = mark_input, mark_output
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self._overlap_input is not None:
-            images = self._overlap_input(images)
-        logits = self.model(images).float()
-        return logits if self._overlap_output is None else self._overlap_output(logits)
+        return self._mark_output(self.model(self._mark_input(images)).float())
 
 
 def device_model(recipe: Recipe, dtype: torch.dtype) -> BlockList:
@@ -137,8 +131,8 @@ def device_model(recipe: Recipe, dtype: torch.dtype) -> BlockList:
 def mixing_rows(plan: Mixing, rows: int, height: int, width: int) -> torch.Tensor:
     """A plan of mixing as a tensor for the device: float32 [rows, 6].
 
-    A row has its own share in mixup; top, left, bottom and right edge of cutmix's box in pixels; and the share of the
-    pixels outside the box, which is the same in all rows.
+    A row: its own share in mixup; top, left, bottom and right edge of cutmix's box in pixels; and the share of the
+    pixels outside the box. All but the first are the same in all rows.
     """
     top, left, box_height, box_width = plan.box
     edges = torch.tensor([top, left, top + box_height, left + box_width, plan.kept], dtype=torch.float32)
@@ -160,9 +154,8 @@ def mix_images(images: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
 
 def mix_targets(targets: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
     """Mix targets in the same way: float32 [micro, classes]."""
-    mixed = _mixed_up(targets, mixing)
-    kept = mixing[:, 5:6]
-    return mixed * kept + _donors(mixed) * (1 - kept)
+    mixed, outside = _mixed_up(targets, mixing), mixing[:, 5:6]
+    return mixed * outside + _donors(mixed) * (1 - outside)
 
 
 def _mixed_up(rows: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:

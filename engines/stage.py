@@ -1,28 +1,33 @@
-"""A stage's blocks as a module that keeps its activations, or computes them again in the backward pass."""
+"""A stage's blocks as a module: activations kept or computed again in the backward pass; blocks compiled if asked."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Callable, Container, Iterator, List, Sequence, Tuple
+import time
+import types
+from typing import Callable, Container, Dict, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engines.compilation import compiled
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stages import BlockList
-from models.stochastic import Draws
+from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
+from recipe.errors import first_line
+
+# Programs that one block may have: for each size of images, with a backward pass to come and without.
+_PROGRAMS = 64
 
 
 class Stage(nn.Module):
     """Consecutive blocks. Those in `recompute` keep their input only (GPipe's re-materialisation, 1811.06965).
 
     What is computed again is the same to the bit: random layers draw for the micro batch that they drew for, and
-    running statistics do not move a second time. Compiled, it may be rounded differently: without and with a backward
+    running statistics do not move a second time. Compiled, it may be rounded differently: with and without a backward
     pass to come, a block is two programs.
     """
 
@@ -33,41 +38,47 @@ class Stage(nn.Module):
         recompute: Container[str],
         memory_format: torch.memory_format = torch.contiguous_format,
     ):
-        """Args: recompute: names of blocks; memory_format: of activations within the stage. Its output is contiguous,
-        and so may its input be: in this form activations travel between stages."""
+        """
+        Args:
+            recompute: names of blocks.
+            memory_format: of activations within the stage. Between stages they are contiguous.
+        """
         super().__init__()
         self._draws, self._memory_format = draws, memory_format
         # A block without parameters, as the cast of the images, is computed again with the one behind it: its output
         # takes four times the memory of its input.
-        self._segments: List[Tuple[nn.Module, bool]] = []
-        waiting: list = []
+        self._segments, self._recomputed, waiting = nn.ModuleList(), [], []
         for name in blocks.names:
             waiting.append(blocks.block(name))
             if any(True for _ in waiting[-1].parameters()):
-                self._segments.append((nn.Sequential(*waiting), name in recompute))
+                self._segments.append(nn.Sequential(*waiting))
+                self._recomputed.append(name in recompute)
                 waiting = []
         assert not waiting, "the last block has parameters"
-        self._layers = nn.ModuleList(segment for segment, _ in self._segments)
         self._takes_images = isinstance(blocks.block(blocks.names[0]), Preprocess)
         self._compiled: Sequence[Callable] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self._entered(x)
         for segment, run, recomputed in self._passes():
-            x = self._recomputed(segment, run, x) if recomputed and torch.is_grad_enabled() else run(x)
+            x = self._checkpointed(segment, run, x) if recomputed and torch.is_grad_enabled() else run(x)
         return x.contiguous()
 
     def compile(self, backend: str = "inductor") -> None:
-        """From now on blocks are compiled, each when it is first computed. In training only: evaluation has batches of
-        another size, and too few of them to make up for compiling once more."""
-        self._compiled = compiled([segment for segment, _ in self._segments], backend)
+        """Compile each block when it is first computed in training. Evaluation has batches of another size, and too few
+        of them to make up for compiling. Blocks that look alike share their program."""
+        torch._dynamo.config.recompile_limit = _PROGRAMS
+        programs: Dict[str, Callable] = {}
+        for segment in self._segments:
+            programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", backend))
+        self._compiled = [_CompiledSegment(segment, programs[repr(segment[-1])]) for segment in self._segments]
 
     def interpret(self) -> None:
-        """Takes `compile` back."""
+        """Undo `compile`."""
         self._compiled = ()
 
     def dry_pass(self, x: torch.Tensor) -> None:
-        """A training micro batch forward and backward, for what happens at the first one only, such as compiling.
+        """Compute a training micro batch forward and backward, for what happens only once, such as compiling.
 
         It leaves no trace in gradients, running statistics and draws.
         """
@@ -91,16 +102,15 @@ class Stage(nn.Module):
 
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
         """Each segment, what computes it, and whether it is to be computed again."""
-        training = self._segments[0][0][-1].training
-        runs = self._compiled if training and self._compiled else self._layers
-        for (segment, recomputed), run in zip(self._segments, runs):
-            yield segment, run, recomputed
+        training = self._segments[0][-1].training
+        runs = self._compiled if training and self._compiled else self._segments
+        return zip(self._segments, runs, self._recomputed)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """In the stage's memory format. Images get it together with their cast, in the first block."""
         return x if self._takes_images else x.contiguous(memory_format=self._memory_format)
 
-    def _recomputed(self, segment: nn.Module, run: Callable, x: torch.Tensor) -> torch.Tensor:
+    def _checkpointed(self, segment: nn.Module, run: Callable, x: torch.Tensor) -> torch.Tensor:
         """Torch's reentrant form: the other one's hooks on each saved tensor cost a quarter of a step on a CPU.
 
         It gives its output a gradient only where an input has one, which images have not.
@@ -117,6 +127,7 @@ class Stage(nn.Module):
 
 @contextlib.contextmanager
 def _again(draws: Draws, step: int, micro_batch: int, segment: nn.Module) -> Iterator[None]:
+    """Within it the segment draws for that micro batch, and its running statistics stand still."""
     norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
     current = draws.step, draws.micro_batch
     draws.step, draws.micro_batch = step, micro_batch
@@ -149,10 +160,75 @@ def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundar
 
 
 def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
-    """The blocks that `parallel.recompute` means. Raises ValueError for one that is none."""
+    """The blocks that `parallel.recompute` means. Raises ValueError for one that the model does not have."""
     if isinstance(recompute, bool):
         return frozenset(names) if recompute else frozenset()
     for name in recompute:
         if name not in names:
             raise ValueError(f"{name} is not a block; the blocks are {', '.join(names)}")
     return frozenset(recompute)
+
+
+# torch.compile: before the first step, so that no step is slow, and never again -------------------------------------
+
+
+def compile_stages(
+    stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device
+) -> Tuple[str, ...]:
+    """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none.
+
+    Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
+
+    Args:
+        stages: those of this process, by number.
+        entering: for each size of images, what enters each of the model's stages.
+
+    Returns:
+        Lines for the user.
+    """
+    started = time.perf_counter()
+    for stage in stages.values():
+        stage.compile()
+    if not entering:
+        return ()
+    try:
+        for inputs in entering:
+            for number, stage in stages.items():
+                stage.dry_pass(torch.zeros(tuple(inputs[number].shape), dtype=inputs[number].dtype, device=device))
+    except Exception as error:  # a compiler may be missing, half installed or wrong: there is no list of its errors
+        for stage in stages.values():
+            stage.interpret()
+        return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
+    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
+
+
+class _CompiledSegment:
+    """Blocks without parameters as they are, and then the one that has some, compiled.
+
+    The former cast the images: there is little to gain, and the strides of images differ with where they come from.
+    """
+
+    def __init__(self, segment: nn.Sequential, program: Callable):
+        self._before, self._block, self._program = segment[:-1], segment[-1], program
+        self._random = [layer for layer in self._block.modules() if isinstance(layer, RANDOM_LAYERS) and layer.rate]
+        self._like = next(self._block.parameters())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._before(x)
+        for layer in self._random:
+            layer.mask = layer.draw(len(x), self._like)
+        try:
+            return self._program(self._block, x)
+        finally:
+            for layer in self._random:
+                layer.mask = None
+
+
+def _program(name: str, backend: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A compiled function with a code object of its own: torch keeps programs by it, and tries one after the other."""
+
+    def compute(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x)
+
+    own = types.FunctionType(compute.__code__.replace(co_name=name), compute.__globals__, name)
+    return torch.compile(own, backend=backend, dynamic=False)

@@ -1,4 +1,4 @@
-"""The state of a model of which each process has a part: state dicts, and running statistics of all replicas."""
+"""State of a model of which each process has a part: state dicts, and running statistics of all replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
 
 
 def check_parts(saved: dict, parts: Iterable[str], averages: Iterable[str]) -> None:
-    """Raises ValueError naming a part of a saved state, or one of its averages, that is missing."""
+    """Raise ValueError naming a part of a saved state, or one of its averages, that is missing."""
     for part in parts:
         if part not in saved:
             raise ValueError(f"{part} is missing")
@@ -30,7 +30,7 @@ def check_parts(saved: dict, parts: Iterable[str], averages: Iterable[str]) -> N
 
 
 def check_shapes(weights: Dict[str, torch.Tensor], expected: Dict[str, Tuple[int, ...]]) -> None:
-    """Raises ValueError for a tensor whose name or shape is not among the expected."""
+    """Raise ValueError for a tensor whose name or shape is not among the expected."""
     for name, tensor in weights.items():
         if name not in expected:
             raise ValueError(f"{name} is unknown")
@@ -45,21 +45,16 @@ def persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:
 
 
 def load_buffers(buffers: Dict[str, torch.Tensor], saved: Dict[str, torch.Tensor]) -> None:
-    """Fills `buffers` by name. Raises ValueError naming one that is missing or unknown."""
+    """Fill `buffers` by name. Raises ValueError naming one that is missing or unknown."""
     if buffers.keys() != saved.keys():
         name = sorted(buffers.keys() ^ saved.keys())[0]
         raise ValueError(f"{name} is {'missing' if name in buffers else 'unknown'}")
-    copy_all(buffers.values(), (saved[name] for name in buffers))
-
-
-def copy_all(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copies each source into its target."""
-    for target, source in zip(targets, sources):
-        target.copy_(source)
+    for name, buffer in buffers.items():
+        buffer.copy_(saved[name])
 
 
 def merged(states: List[dict]) -> dict:
-    """One nested dictionary of several that differ in the names of tensors; what all have is taken from the first."""
+    """Merge nested dictionaries that differ in the names of tensors; of what several have the first counts."""
     whole: dict = {}
     for state in states:
         for key, value in state.items():
@@ -88,7 +83,7 @@ def combine_statistics(
     topology: Topology,
     group: dist.ProcessGroup,
 ) -> None:
-    """Makes each replica's running statistics those of one process that has seen all micro batches of the step.
+    """Make each replica's running statistics those of one process that has seen all micro batches of the step.
 
     A replica's micro batches move a statistic from R to d^A R + T, with d = 1 - momentum and A = `accumulation`.
     One process, which takes the replicas' micro batches one after the other, would end at d^(A P) R + the sum over
@@ -100,13 +95,9 @@ def combine_statistics(
         group: the processes that compute this stage, ordered by replica.
     """
     replicas, decay = topology.replicas, 1 - momentum
-    start, end = _flattened(before), _flattened(buffers)
+    start, end = (torch.cat([tensor.flatten().double() for tensor in each]) for each in (before, buffers))
     own = (end - start * decay**accumulation) * decay ** (accumulation * (replicas - 1 - topology.replica))
     dist.all_reduce(own, group=group)
     combined = own + start * decay ** (accumulation * replicas)
     for buffer, values in zip(buffers, combined.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(values.view_as(buffer))
-
-
-def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten().double() for tensor in tensors])

@@ -1,11 +1,11 @@
-"""Timeline of steps: the spans of time of each rank, on one clock."""
+"""Timeline of steps: spans of time of each rank, on one clock."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import time
-from typing import ContextManager, Iterator, List, NamedTuple
+from typing import Iterator, List, NamedTuple
 
 import torch
 
@@ -14,11 +14,11 @@ from parallel.agreement import Agreement
 
 
 class Span(NamedTuple):
-    """One activity of one rank from `start` to `end`.
+    """One activity of one rank.
 
-    replica, stage, rank: who. kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number
-    within the replica's share of the step; -1 where the span belongs to none. step: number of the update. start,
-    end: seconds on a clock that all ranks have in common.
+    kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number within the replica's share of
+    the step; -1 where the span belongs to none. step: number of the update. start, end: seconds on a clock that all
+    ranks have in common.
     """
 
     replica: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Spans of time, while `on`; on CUDA each waits for the device, so that it is the device's time."""
+    """Records spans while `on`; on CUDA each waits for the device, so that it is the device's time."""
 
     def __init__(self, processes: Agreement, device: torch.device):
         self._processes, self._device = processes, device
@@ -41,9 +41,19 @@ class Recorder:
         self._spans: List[Span] = []
         self._start = 0.0
 
-    def span(self, kind: str, number: int = -1) -> ContextManager[None]:
-        """Record the time of a block. number: of the micro batch within the replica's share."""
-        return self._recorded(kind, number) if self.on else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def span(self, kind: str, number: int = -1) -> Iterator[None]:
+        """Record the time of a block, while `on`. number: of the micro batch within the replica's share."""
+        if not self.on:
+            yield
+            return
+        synchronize(self._device)
+        start = time.monotonic()
+        yield
+        synchronize(self._device)
+        place = self._processes.topology
+        times = start, time.monotonic()
+        self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self.step, *times))
 
     def set_clock(self) -> None:
         """Start the clocks of all ranks together."""
@@ -53,9 +63,9 @@ class Recorder:
     def collect(self) -> List[Span]:
         """End the recording; return the spans of all ranks on the main rank, elsewhere none. Every rank calls.
 
-        They are in seconds since all clocks were started. Ranks on one host have one clock, and the main rank's start
-        counts. Clocks of other hosts differ from it by the time that a barrier takes to end, less than a millisecond
-        in a good network.
+        They are in seconds since all clocks were started. Ranks on one host share a clock, and the main rank's start
+        counts. Clocks of other hosts are off by the time that a barrier takes to end, less than a millisecond in a good
+        network.
         """
         self.on = False
         starts = self._processes.gather((platform.node(), self._start))
@@ -65,14 +75,3 @@ class Recorder:
         spans, self._spans = self._spans, []
         own = [span._replace(start=span.start - start, end=span.end - start) for span in spans]
         return [span for part in self._processes.gather_to_main(own) for span in part]
-
-    @contextlib.contextmanager
-    def _recorded(self, kind: str, number: int) -> Iterator[None]:
-        synchronize(self._device)
-        start = time.monotonic()
-        yield
-        synchronize(self._device)
-        place = self._processes.topology
-        self._spans.append(
-            Span(place.replica, place.stage, place.rank, kind, number, self.step, start, time.monotonic())
-        )

@@ -1,23 +1,22 @@
-"""The engine for CPU and CUDA: plain PyTorch, in one process or one of several."""
+"""The engine for CPU and CUDA: plain PyTorch, in a single process or one of several."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 
+from data import loader
 from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, state, tuning
 from engines.base import AVERAGES, Counts, Engine, StepResult, scored
-from engines.compilation import compile_stages
 from engines.devices import DTYPES, compute_dtype, device_of, measured_flops, set_determinism
 from engines.exchange import GradientExchange
-from engines.stage import Stage, blocks_to_recompute, boundaries
-from engines.step import TrainingStep
+from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
 from models.families import build
 from models.normalization import BatchNormAct, norm_parameters
@@ -29,7 +28,7 @@ from parallel import exchange
 from parallel.processes import Processes
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_sizes
-from recipe.config import Optimizer, Recipe
+from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 
@@ -38,13 +37,12 @@ class TorchEngine(Engine):
     """Computes one stage of one replica, or all stages, on one device, accumulating gradients in float32."""
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int] = None):
-        """Args: steps_per_epoch: what `exchange.density_warmup` counts in; None for an engine that does not train."""
-        self.batch, self.topology = batch, processes.topology
-        self._recipe, self.processes = recipe, processes
+        """Args: steps_per_epoch: for `exchange.density_warmup`; None for an engine that does not train."""
+        self.batch, self.topology, self.processes = batch, processes.topology, processes
+        self._recipe, self._trains = recipe, steps_per_epoch is not None
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
             set_determinism(recipe.run.deterministic)
-        self._trains = steps_per_epoch is not None
         if self._trains:
             tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)
@@ -58,7 +56,7 @@ class TorchEngine(Engine):
         self._exchange = GradientExchange(self.weights, recipe, batch, processes, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self.recorder = Recorder(processes, self.device)
-        self._work = TrainingStep(
+        self._work = feed.TrainingStep(
             self._feed,
             self._model.draws,
             self.weights.gradients,
@@ -67,11 +65,11 @@ class TorchEngine(Engine):
             recipe.data.label_smoothing,
             self._exchange.arm if len(self._stages) == 1 else None,
         )
-        self._pipelines: dict = {}
+        self._schedules: dict = {}
         self._steps_made = 0
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
-            entering = [self._boundaries(self._images(size)) for size in sizes]
+            entering = [self._boundaries(batch.micro, size, self._feed.image_dtype) for size in sizes]
             self.notes += compile_stages(self._stages, entering, self.device)
 
     def _build(self) -> None:
@@ -99,9 +97,14 @@ class TorchEngine(Engine):
         self._model.draws = whole.draws
         self._buffers = state.persistent_buffers(self._model)
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
+        optimizer = recipe.optimizer
+        if recipe.exchange.replica_momentum:
+            # The exchange has the momentum. Weight decay, which momentum would have added up too, gets stronger.
+            decay = optimizer.weight_decay / (1 - optimizer.momentum)
+            optimizer = optimizer.model_copy(update={"momentum": 0.0, "weight_decay": decay})
         self.weights = WeightState(
             self._model.named_parameters(),
-            lambda parameters: factory.create(self._optimizer_section(), parameters, norms),
+            lambda parameters: factory.create(optimizer, parameters, norms),
             dtype=DTYPES[recipe.precision.weights],
             rounding=recipe.precision.rounding,
             seed=recipe.run.seed,
@@ -114,17 +117,6 @@ class TorchEngine(Engine):
         self.notes += self.weights.notes
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
 
-    def _optimizer_section(self) -> Optimizer:
-        """The recipe's; without momentum where the exchange has it.
-
-        Weight decay, which momentum would have added up as well, is then as much stronger.
-        """
-        section = self._recipe.optimizer
-        if not self._recipe.exchange.replica_momentum:
-            return section
-        decay = section.weight_decay / (1 - section.momentum)
-        return section.model_copy(update={"momentum": 0.0, "weight_decay": decay})
-
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
         self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
         return self._batches
@@ -132,13 +124,21 @@ class TorchEngine(Engine):
     def data_wait(self) -> float:
         return self._batches.waited()
 
-    def evaluation_batches(self, source: Optional[Source], images: int):
-        return feed.evaluation_batches(source, self._recipe, self.topology, images, self.device)
+    def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
+        recipe, place = self._recipe, self.topology
+        rows, replica = recipe.batch.evaluation, {"replica": place.replica, "replicas": place.replicas}
+        if source is None:
+            return feed.Nothing([None] * len(loader.evaluation_share(images, rows, **replica)))
+        size, device = recipe.model.image_size, self.device
+        return loader.EvaluationBatches(source, data=recipe.data, image_size=size, batch=rows, device=device, **replica)
 
     def train_step(
         self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure: bool = False
     ) -> StepResult:
-        self._trace(step)
+        self.recorder.step = step
+        self.recorder.on = 0 < self._steps_made <= self._recipe.log.trace  # from the session's second step on
+        if self._steps_made == 1 and self.recorder.on:
+            self.recorder.set_clock()
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         self._compute_gradients(micro_batches, step)
@@ -146,8 +146,14 @@ class TorchEngine(Engine):
             divisor = self._exchange(step, self._loss_scale.scale)
         self._combine_statistics(statistics_before)
         with self.recorder.span("update"):
-            finite, loss, correct = self._agreed(divisor)
-            norms = None if divisor is None else self.weights.apply(step, lr, finite, measure)
+            finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
+            if divisor is not None:  # else the first gradient is still on its way
+                finite = self.weights.prepare(divisor)
+            own = [(~finite).double(), self._work.total, self._work.correct.double()]
+            unfinished, loss, correct = self.processes.sum(torch.stack(own))  # one message
+            finite = unfinished == 0
+            if divisor is not None:
+                norms = self.weights.apply(step, lr, finite, measure)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
@@ -166,38 +172,22 @@ class TorchEngine(Engine):
             tuple(unreadable),
         )
 
-    def _agreed(self, divisor: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Prepare the update; return whether all ranks' gradients are finite, bool [], and the sums over all ranks of
-        losses and hits, float64 []: one message.
-
-        Args:
-            divisor: of the gradient in the buffer; None while the first gradient is still on its way.
-        """
-        if divisor is None:
-            finite = torch.ones((), dtype=torch.bool, device=self.device)
-        else:
-            finite = self.weights.prepare(divisor)
-        own = [(~finite).double(), self._work.total, self._work.correct.double()]
-        unfinished, loss, correct = self.processes.sum(torch.stack(own))
-        return unfinished == 0, loss, correct
-
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
         """All micro batches of this replica, forward and backward."""
-        first_number, rows = self.topology.replica * self.batch.accumulation, self.batch.micro
-        size = 0
+        count, rows, size = self.batch.accumulation, self.batch.micro, 0
         if self.topology.is_first:
             first = next(micro_batches, None)
-            assert first is not None, f"0 of {self.batch.accumulation} micro batches came"
+            assert first is not None, f"0 of {count} micro batches came"
             size, rows = first.images.shape[-1], len(first.images)
             micro_batches = itertools.chain([first], micro_batches)
-        size = self._agreed_size(size)
-        self._feed.start(micro_batches, self.batch.accumulation, step, first_number, rows, size)
+        size = self._same_size(size)
+        self._feed.start(micro_batches, count, step, self.topology.replica * count, rows, size)
         self._work.start(step, rows, self.device)
         self._schedule(size).train(self._work)
         self._feed.finish()
 
-    def _agreed_size(self, size: int) -> int:
-        """Pixels a side of this step's images, which the first stage sees and the others are told."""
+    def _same_size(self, size: int) -> int:
+        """Pixels a side of this step's images, which only the first stage sees, on all stages."""
         if self.topology.stages == 1:
             return size
         sizes = training_image_sizes(self._recipe)
@@ -207,29 +197,28 @@ class TorchEngine(Engine):
         dist.broadcast(message, group=self.processes.host_stage_group, group_src=0)
         return int(message)
 
-    def _images(self, size: int) -> Boundary:
-        return Boundary((self.batch.micro, 3, size, size), self._feed.image_dtype)
-
-    def _schedule(self, size: int):
-        if self.topology.stages == 1:
+    def _schedule(self, size: Optional[int]) -> Any:
+        """What computes training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
+        if size is not None and self.topology.stages == 1:
             return SingleProcess(self._stages[0], self.batch.accumulation)
-        if size not in self._pipelines:
-            from parallel.pipeline import Pipeline
+        if size not in self._schedules:
+            from parallel.pipeline import ForwardPipeline, Pipeline
 
-            self._pipelines[size] = Pipeline(
-                self._stages,
-                self._boundaries(self._images(size)),
-                schedule=self._recipe.parallel.schedule,
-                micro_batches=self.batch.accumulation,
-                group=self.processes.stage_group,
-                device=self.device,
-            )
-        return self._pipelines[size]
+            named = {"group": self.processes.stage_group, "device": self.device}
+            if size is None:
+                rows, pixels = self._recipe.batch.evaluation, self._recipe.model.image_size
+                schedule = ForwardPipeline(self._stages, self._boundaries(rows, pixels, torch.uint8), **named)
+            else:
+                entering = self._boundaries(self.batch.micro, size, self._feed.image_dtype)
+                named.update(schedule=self._recipe.parallel.schedule, micro_batches=self.batch.accumulation)
+                schedule = Pipeline(self._stages, entering, **named)
+            self._schedules[size] = schedule
+        return self._schedules[size]
 
-    def _boundaries(self, images: Boundary) -> list:
+    def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
         with torch.device("meta"):
             model = build(self._recipe.model, self._recipe.run.seed)
-        return boundaries(self._parts, model, images, self._compute)
+        return boundaries(self._parts, model, Boundary((rows, 3, size, size), dtype), self._compute)
 
     def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
         if self._buffers and self.topology.replicas > 1 and self._method.sums:
@@ -243,7 +232,7 @@ class TorchEngine(Engine):
             )
 
     def _seen(self) -> Tuple[int, List[str]]:
-        """Images of the step over all replicas, and what could not be read. Only `skip` needs to ask the others."""
+        """Images of the step over all replicas, and what could not be read. Only `skip` needs a message."""
         if self.topology.world == 1:
             return self._feed.images_seen, self._feed.unreadable
         if self._recipe.data.bad_images != "skip":
@@ -253,28 +242,30 @@ class TorchEngine(Engine):
 
     def not_finite(self) -> List[str]:
         if self._method.sparse:
-            return []  # of which one element says that something was not finite
+            return []  # its result has one element that is not finite, wherever the others' were
         return self.weights.not_finite()
 
     def end_epoch(self) -> None:
         if "epoch_average" in self._averages:
             self._averages["epoch_average"].add(self._averaged())
 
-    def averages(self) -> Tuple[str, ...]:
-        return tuple(name for name, average in self._averages.items() if average.count)
-
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
         if weights == "trained":
             yield
             return
-        average, trained = self._averages[weights].tensors, [buffer.clone() for buffer in self._buffers.values()]
-        with self.weights.shown(average[0]):
+        flat, *averaged = self._averages[weights].tensors
+        trained = [buffer.clone() for buffer in self._buffers.values()]
+        with self.weights.shown(flat):
             try:
-                state.copy_all(self._buffers.values(), average[1:])
+                self._show(averaged)
                 yield
             finally:
-                state.copy_all(self._buffers.values(), trained)
+                self._show(trained)
+
+    def _show(self, buffers: Sequence[torch.Tensor]) -> None:
+        for own, other in zip(self._buffers.values(), buffers):
+            own.copy_(other)
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
         logits = self._forward(batch)
@@ -293,23 +284,9 @@ class TorchEngine(Engine):
         self._model.eval()
         images = self._feed.evaluation_images(batch) if self.topology.is_first else None
         if self.topology.stages > 1:
-            return self._forward_pipeline().predict(images)
+            return self._schedule(None).predict(images)
         with torch.no_grad():
             return self._stages[0](images)
-
-    def _forward_pipeline(self):
-        if "evaluation" not in self._pipelines:
-            from parallel.pipeline import ForwardPipeline
-
-            size = self._recipe.model.image_size
-            shape = (self._recipe.batch.evaluation, 3, size, size)
-            self._pipelines["evaluation"] = ForwardPipeline(
-                self._stages,
-                self._boundaries(Boundary(shape, torch.uint8)),
-                group=self.processes.stage_group,
-                device=self.device,
-            )
-        return self._pipelines["evaluation"]
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         state.check_shapes(weights, self.shapes)
@@ -319,18 +296,17 @@ class TorchEngine(Engine):
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
-        own = self._own_state() if self.topology.replica == 0 else {}
+        own = {}
+        if self.topology.replica == 0:
+            averages = {
+                name: {**self._by_name(average.tensors), "count": average.count.to("cpu", copy=True)}
+                for name, average in self._averages.items()
+            }
+            own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
+            delayed = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
+            own.update({"delayed": delayed} if delayed else {})
+            own["buffers"] = self._by_name(self._averaged())["buffers"]
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
-
-    def _own_state(self) -> dict:
-        averages = {
-            name: {**self._by_name(average.tensors), "count": average.count.to("cpu", copy=True)}
-            for name, average in self._averages.items()
-        }
-        own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        late = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
-        own.update({"delayed": late} if late else {})
-        return {**own, "buffers": self._by_name(self._averaged())["buffers"]}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
@@ -360,20 +336,12 @@ class TorchEngine(Engine):
     def close(self) -> None:
         self._exchange.close()
         self.processes.part()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _trace(self, step: int) -> None:
-        """Records the steps from a session's second on that the recipe asks for."""
-        self.recorder.step = step
-        self.recorder.on = 0 < self._steps_made <= self._recipe.log.trace
-        if self._steps_made == 1 and self.recorder.on:
-            self.recorder.set_clock()
+        torch.cuda.empty_cache()
 
     def _averaged(self) -> list:
-        """Tensors that are averaged: the persistent weights in one, then each buffer."""
+        """The tensors of an average: the persistent weights in one, then each buffer."""
         return [self.weights.flat, *self._buffers.values()]
 
-    def _by_name(self, tensors: list) -> dict:
+    def _by_name(self, tensors: Sequence[torch.Tensor]) -> dict:
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in zip(self._buffers, tensors[1:])}
         return {"weights": self.weights.by_name(tensors[0]), "buffers": buffers}

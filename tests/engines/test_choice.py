@@ -1,4 +1,4 @@
-"""exchange.method auto: what links and model ask for, the same on all ranks, and for all of a run."""
+"""exchange.method auto: the method that suits links and model, the same on all ranks, and for all of a run."""
 
 import functools
 import json
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from engines import choice
+from models.balance import split_names
+from models.efficientnet import build
 from parallel import exchange, probe
 from parallel.costs import Link
 from parallel.processes import Processes
@@ -14,15 +16,16 @@ from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from recipe.exchange import Exchange
-from tests import ranks, world
-from tests.conftest import QUICKSTART, TINY
+from tests import ranks
+from tests.conftest import QUICKSTART
+from tests.engines import threads
 
 SLOW, FAST = Link(2e-4, 4e-6), Link(1e-4, 1e-12)
 SELECTION, ROUNDING = 0.004, 0.001
 
 
 class Company(Processes):
-    """As one of several ranks sees them, all of which say what it says."""
+    """Several ranks that all have the same values."""
 
     def __init__(self, replicas, stages=1):
         super().__init__(Topology(), torch.device("cpu"))
@@ -34,11 +37,11 @@ class Company(Processes):
 
 @pytest.fixture
 def resolved(tiny, monkeypatch):
-    """resolved(link, *overrides): the section that auto becomes, and what is said."""
+    """resolved(link, *overrides): the section that auto becomes, and the lines that are reported."""
 
     def resolve(link, *overrides, replicas=8, stages=1, begun=None, selection=SELECTION):
         monkeypatch.setattr(probe, "measure", lambda group, device: link)
-        monkeypatch.setattr(choice, "_seconds", lambda work, vector: selection)
+        monkeypatch.setattr(choice, "timed", lambda work, device, calls: [selection])
         lines = []
         recipe = tiny("exchange.method=auto", "run.device=cpu", "batch.micro=2", "batch.global=48", *overrides)
         processes = Company(replicas, stages)
@@ -56,19 +59,18 @@ def seconds(replicas, link, elements=1_000_000, section=None):
     return {candidate.name: candidate.seconds for candidate in found}
 
 
-def test_slow_links_ask_for_gtopk(resolved):
-    section, said = resolved(SLOW)
+def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
+    section, lines = resolved(SLOW)
     assert (section.method, section.pattern) == ("gtopk", "butterfly")
-    assert said[0].endswith("density 0.001, 8 replicas; links: latency 0.2 ms, bandwidth 2 Mbit/s")
-    assert [line.split()[0] for line in said[1:6]] == ["dense", "half", "topk", "gtopk", "gtopk"]
-    assert said[6].startswith("  taken: gtopk butterfly; ")
-    assert max(map(len, said)) <= 120
-
-
-def test_fast_links_ask_for_nothing_but_dense(resolved):
-    section, said = resolved(FAST)
+    assert lines[0].endswith("density 0.001, 8 replicas; links: latency 0.2 ms, bandwidth 2 Mbit/s")
+    assert [line.split()[0] for line in lines[1:6]] == ["dense", "half", "topk", "gtopk", "gtopk"]
+    assert lines[6].startswith("  taken: gtopk butterfly; ")
+    assert max(map(len, lines)) <= 120
+    section, lines = resolved(FAST)
     assert section.method == "dense"
-    assert said[-1] == "  taken: dense; below 10 ms no other is worth a change"
+    assert lines[-1] == "  taken: dense; below 10 ms no other is worth a change"
+    _, lines = resolved(SLOW, "exchange.wire=float32")
+    assert [line.split()[0] for line in lines[1:5]] == ["dense", "topk", "gtopk", "gtopk"], "no half"
 
 
 def test_predicted_seconds():
@@ -104,20 +106,13 @@ def test_what_biases_cost_beside_the_sparse_ones():
         ((15, 11, 10, 7, 7), "topk"),
         ((15, 11, 10, 6.6, 6), "gtopk butterfly"),
         ((15, 10, 20, 6.7, 4.4), "gtopk tree"),
+        ((11e-3, 1e-3), "half"),
+        ((9e-3, 1e-3), "dense"),
     ],
 )
-def test_more_is_lost_only_for_half_as_much_speed_again(times, taken):
+def test_more_is_lost_only_for_half_as_much_speed_again_and_not_for_milliseconds(times, taken):
     names = seconds(4, SLOW)
     candidates = [choice.Candidate(exchange.named(name), network, 0.0) for name, network in zip(names, times)]
-    assert choice.pick(candidates)[0].name == taken
-
-
-@pytest.mark.parametrize(("dense", "taken"), [(0.009, "dense"), (0.011, "topk")])
-def test_milliseconds_are_not_worth_a_change(dense, taken):
-    candidates = [
-        choice.Candidate(exchange.named(name), seconds, 0.0)
-        for name, seconds in (("dense", dense), ("topk", dense / 10))
-    ]
     assert choice.pick(candidates)[0].name == taken
 
 
@@ -130,9 +125,6 @@ def test_selection_on_a_slow_processor_decides_too(resolved):
 def test_the_largest_stage_counts(tiny):
     """As the meta model is cut by names: parameters counted by hand from a built one."""
     recipe = tiny("exchange.method=auto", "parallel.stages=2", "parallel.split=[blocks.3.0]", "run.device=cpu")
-    from models.balance import split_names
-    from models.efficientnet import build
-
     model = build(recipe.model, 0)
     sizes = [
         sum(each.numel() for name in names for each in model.block(name).parameters())
@@ -145,58 +137,41 @@ def test_the_largest_stage_counts(tiny):
 
 def test_keys_of_topk_are_left_out_with_dense(resolved):
     keys = ("exchange.density_warmup=[0.25]", "exchange.dense_1d=true", "exchange.density=0.01")
-    section, said = resolved(FAST, *keys)
+    section, lines = resolved(FAST, *keys)
     assert section == Exchange(method="dense", density=0.01)
-    assert said[-1] == "exchange.density_warmup, dense_1d: left out, as dense sends whole gradients"
-    section, said = resolved(SLOW, *keys)
+    assert lines[-1] == "exchange.density_warmup, dense_1d: left out, as dense sends whole gradients"
+    section, lines = resolved(SLOW, *keys)
     assert (section.method, section.density_warmup, section.dense_1d) == ("gtopk", [0.25], True)
 
 
-def test_float32_on_the_wire_rules_half_out(resolved):
-    _, said = resolved(SLOW, "exchange.wire=float32")
-    assert [line.split()[0] for line in said[1:5]] == ["dense", "topk", "gtopk", "gtopk"]
-
-
-def test_one_replica_takes_dense(resolved):
-    section, said = resolved(SLOW, replicas=1)
+def test_where_there_is_no_choice(resolved, tiny):
+    section, lines = resolved(SLOW, replicas=1)
     assert section.method == "dense"
-    assert said == ["exchange.method auto: dense; one replica has nobody to send to"]
-
-
-def test_another_method_is_left_alone(tiny):
+    assert lines == ["exchange.method auto: dense; one replica has nobody to send to"]
     recipe = tiny("exchange.method=topk")
     assert choice.resolve(recipe, divide(recipe), Company(4), print) is recipe
-
-
-def test_a_run_that_goes_on_keeps_its_method(resolved, tiny):
     begun = tiny("exchange.method=gtopk", "exchange.pattern=tree").exchange
-    section, said = resolved(FAST, begun=begun)
-    assert (section, said) == (begun, ["exchange.method auto: gtopk tree, as the run began"])
+    section, lines = resolved(FAST, begun=begun)
+    assert (section, lines) == (begun, ["exchange.method auto: gtopk tree, as the run began"])
 
 
 # Ranks ------------------------------------------------------------------------------------------------------------
 
 
-def choose(rank, size, stages):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_agree_over_replicas_and_stages(tiny, monkeypatch, stages):
     """Selection really takes its time, and each rank finds another link."""
-    torch.set_num_threads(1)
-    recipe = loading.load(QUICKSTART, [*TINY, "run.device=cpu", "batch.micro=2", "exchange.method=auto", *stages])
-    count = recipe.parallel.stages
-    processes = Processes(Topology(size // count, count, rank, rank), torch.device("cpu"))
-    measure, lines = probe.measure, []
-    probe.measure = lambda *given: measure(*given)._replace(latency=0.001 * rank, seconds_per_byte=1e-6 * (size - rank))
-    recipe = choice.resolve(recipe, divide(recipe, size // count), processes, lines.append)
-    processes.part()
-    return recipe, lines
+    monkeypatch.setattr(probe, "measure", lambda *_: Link(0.001 * threads.rank(), 1e-6 * (4 - threads.rank())))
+    recipe = tiny("run.device=cpu", "batch.micro=2", "exchange.method=auto", f"parallel.stages={stages}")
 
+    def choose(processes):
+        lines = []
+        return choice.resolve(recipe, divide(recipe, 4 // stages), processes, lines.append), lines
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("stages", [(), ("parallel.stages=2",)])
-def test_ranks_agree_over_replicas_and_stages(stages):
-    found = world.run(4, choose, stages, connect=False)
+    found = threads.run(4, stages, choose)
     assert found == [found[0]] * 4
-    recipe, lines = found[0]
-    assert recipe.exchange.method != "auto"
+    chosen, lines = found[0]
+    assert chosen.exchange.method != "auto"
     assert lines[0].endswith("latency 3 ms, bandwidth 2 Mbit/s")
 
 
@@ -204,33 +179,20 @@ def find(link, rank):
     probe.measure = lambda group, device: link
 
 
-def begin(folder, link, *overrides):
-    return ranks.train(
-        2,
-        "exchange.order=fast",
-        f"run.output={folder}",
-        *overrides,
-        sabotage=functools.partial(find, link),
-    )
-
-
 @pytest.mark.multiprocess
 def test_a_run_stores_its_method_and_keeps_it_when_links_change(tmp_path, capfd):
     import evaluate
 
     folder = tmp_path / "run"
-    for link, steps in ((SLOW, 4), (FAST, 4)):
-        ended = begin(folder, link, "exchange.method=auto", f"run.steps={steps}", "run.epochs=null")
+    keys = ("exchange.order=fast", f"run.output={folder}", "run.steps=4", "run.epochs=null")
+    for link in (SLOW, FAST):
+        ended = ranks.train(2, *keys, "exchange.method=auto", sabotage=functools.partial(find, link))
         assert [rank.code for rank in ended] == [0, 0], ended
         assert [rank.errors for rank in ended] == [[], []]
         assert ended[1].out == []
         assert loading.load(folder / "config.yaml").exchange.method == "topk"
     assert ended[0].out[0] == "exchange.method auto: topk, as the run began"
-    other = begin(folder, FAST, "exchange.method=dense", "run.steps=4", "run.epochs=null")
-    assert [rank.code for rank in other] == [2, 2]
-    assert "exchange.method is topk there, dense here" in other[0].errors[0]
     content = torch.load(next(iter((folder / "checkpoints").glob("step-????????.pt"))), weights_only=True)
     assert loading.loads(content["recipe"], "checkpoint").exchange.method == "topk"
-    assert evaluate.main(["--checkpoint", str(folder), "run.device=cpu"]) == 0
     assert evaluate.main(["--checkpoint", str(folder), "run.device=cpu", "exchange.method=auto"]) == 0
     assert "top1" in json.loads((folder / "evaluation" / "scores.json").read_text())

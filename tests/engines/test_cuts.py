@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def parts(tiny):
-    """parts(stages, *overrides): of the first of `stages` processes, with what it says; no other process is needed."""
+    """parts(stages, *overrides): of the first of `stages` processes, and the note; no other process is needed."""
 
     def divided(stages, *overrides, change=lambda model: model):
         recipe = tiny(*overrides)
@@ -41,14 +41,16 @@ def test_one_process_computes_all_parts_as_one(parts):
 
 
 @pytest.mark.parametrize("split", ["auto", "counted"])
-def test_automatic_cuts_are_even_and_told(parts, split):
+def test_automatic_cuts_are_even_and_noted(parts, split):
     model, found, note = parts(2, "parallel.stages=2", f"parallel.split={split}", "data.image_sizes=null")
     assert [name for part in found for name in part] == model.names and len(found) == 2
     origin = "measured" if split == "auto" else "counted"
     assert note.startswith(f"split [{found[1][0]}] ({origin}): stages take ")
 
 
-def test_counting_asks_nothing_of_kernels_that_run_on_devices_only(parts):
+def test_counting_computes_nothing_and_is_always_the_same(parts):
+    """As for layers whose kernels run on devices only."""
+
     def with_such(model):
         model.block("head").register_forward_pre_hook(lambda *_: pytest.fail("was computed"))
         return model.half()
@@ -57,11 +59,6 @@ def test_counting_asks_nothing_of_kernels_that_run_on_devices_only(parts):
     _, found, note = parts(2, *split, change=with_such)
     assert (found, note) == parts(2, *split, change=lambda model: model.half())[1:]
     assert note != parts(2, *split)[2]  # half the bytes
-
-
-def test_a_counted_cut_is_always_the_same(parts):
-    first, second = (parts(3, "parallel.stages=3", "parallel.split=counted")[1:] for _ in range(2))
-    assert first == second
 
 
 def test_a_counted_cut_does_not_depend_on_free_memory(parts, monkeypatch):
@@ -73,7 +70,6 @@ def test_a_counted_cut_does_not_depend_on_free_memory(parts, monkeypatch):
     assert "no cut fits" in parts(2, "parallel.stages=2")[2]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -94,9 +90,14 @@ def test_a_counted_cut_does_not_depend_on_free_memory(parts, monkeypatch):
         ),
     ],
 )
-def test_cuts_that_make_no_stages_are_refused(parts, processes, overrides, message):
+def test_cuts_that_make_no_stages_are_refused(parts, tiny, overrides, message):
+    """By one process too, and where blocks cannot be timed."""
+    for processes in (1, 2):
+        with pytest.raises(ConfigError, match=message):
+            parts(processes, "parallel.stages=2", *overrides)
+    recipe = tiny("parallel.stages=2", *overrides)
     with pytest.raises(ConfigError, match=message):
-        parts(processes, "parallel.stages=2", *overrides)
+        cuts.counted(build(recipe.model, 0), recipe, divide(recipe))
 
 
 def test_virtual_stages_go_round_the_devices():
@@ -119,8 +120,3 @@ def test_where_blocks_cannot_be_timed_their_multiply_adds_are_balanced(tiny):
     assert counted(tiny, "parallel.stages=2", "parallel.split=[blocks.2.0]", "batch.micro=4")[1][1][0] == "blocks.2.0"
     model, found, note = counted(tiny)
     assert (found, note) == ([model.names], "")
-
-
-def test_cuts_that_are_none_are_refused_there_too(tiny):
-    with pytest.raises(ConfigError, match=r"^parallel.split: blocks.9.9 is not a block"):
-        counted(tiny, "parallel.stages=2", "parallel.split=[blocks.9.9]", "batch.micro=4")

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from engines import devices, factory, tuning
-from engines.tuning import Candidate, Outcome
+from engines.tuning import Candidate
+from models.efficientnet import build
 from models.kernels import patching
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from recipe.errors import ConfigError
-from tests import ranks, world
-from tests.conftest import QUICKSTART, TINY
+from tests import ranks
+from tests.engines import threads
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 PLAIN, FASTEST = ("contiguous", "torch"), ("channels_last", "triton")
@@ -25,7 +26,7 @@ TIMES = dict(zip(itertools.product(("contiguous", "channels_last"), KERNELS), SE
 
 
 def pretend(times=TIMES, measured=None, triton=True):
-    """As if the CPU had a choice, with or without Triton, and candidates took these times; a text is a fault."""
+    """As if the CPU had a choice, with or without Triton, and candidates took these times; a string is a fault."""
 
     def seconds(recipe, part, device, candidate):
         if measured is not None:
@@ -34,16 +35,16 @@ def pretend(times=TIMES, measured=None, triton=True):
             raise torch.cuda.OutOfMemoryError(times[candidate])
         return times[candidate]
 
-    tuning._has_choice = lambda device: True
+    tuning._WITH_CHOICE = ("cpu", "cuda")
     tuning._seconds = seconds
     patching.available = lambda: triton
 
 
 @pytest.fixture
 def resolved(tiny, monkeypatch, tmp_path):
-    """resolved(*overrides, times=..., begun=...): the section that auto becomes, what is said, what was measured."""
+    """resolved(*overrides, times=..., begun=...): what auto becomes, the lines reported, the candidates measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module, name in ((tuning, "_has_choice"), (tuning, "_seconds"), (patching, "available")):
+    for module, name in ((tuning, "_WITH_CHOICE"), (tuning, "_seconds"), (patching, "available")):
         monkeypatch.setattr(module, name, getattr(module, name))
 
     def resolve(*overrides, times=TIMES, begun=None, triton=True):
@@ -57,10 +58,10 @@ def resolved(tiny, monkeypatch, tmp_path):
     return resolve
 
 
-def test_the_fastest_is_taken_and_all_are_told(resolved):
-    taken, said, measured = resolved()
+def test_the_fastest_is_taken_and_all_are_reported(resolved):
+    taken, lines, measured = resolved()
     assert taken == FASTEST and len(measured) == 8
-    assert said == [
+    assert lines == [
         "engine auto: 12 x 16 x 16 in float32 on cpu, measured",
         "  contiguous torch          90 ms",
         "  contiguous group_norm     70 ms",
@@ -83,27 +84,25 @@ def test_the_fastest_is_taken_and_all_are_told(resolved):
         (("engine.memory_format=channels_last", "engine.kernels=torch"), ("channels_last", "torch"), 0),
     ],
 )
-def test_what_the_recipe_says_is_not_open(resolved, overrides, taken, count):
-    found, said, measured = resolved(*overrides)
-    assert (found, len(measured), bool(said)) == (taken, count, count > 0)
+def test_a_choice_of_the_recipe_is_kept(resolved, overrides, taken, count):
+    found, lines, measured = resolved(*overrides)
+    assert (found, len(measured), bool(lines)) == (taken, count, count > 0)
 
 
-def test_candidates_that_fail_are_left_out_and_why_is_said(resolved):
-    taken, said, _ = resolved(times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"})
+def test_candidates_that_fail_are_left_out_with_the_reason_and_measured_again(resolved):
+    taken, lines, _ = resolved(times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"})
     assert taken == ("channels_last", "group_norm")
-    assert "  channels_last triton      left out: CUDA out of memory." in said
-    assert "  contiguous torch          left out: no" in said
+    assert "  channels_last triton      left out: CUDA out of memory." in lines
+    assert "  contiguous torch          left out: no" in lines
     assert resolved(times=dict.fromkeys(TIMES, "no"))[0] == PLAIN
+    assert resolved()[0] == FASTEST
 
 
-def test_without_triton_its_kernels_are_no_candidates(resolved):
+def test_without_triton_or_with_determinism(resolved):
     assert set(resolved(triton=False)[2]) == {PLAIN, ("channels_last", "torch")}
-
-
-def test_determinism_leaves_no_choice(resolved):
-    taken, said, measured = resolved("run.deterministic=true")
+    taken, lines, measured = resolved("run.deterministic=true")
     assert (taken, measured) == (PLAIN, [])
-    assert said == ["engine auto: contiguous torch, as run.deterministic asks"]
+    assert lines == ["engine auto: contiguous torch, as run.deterministic asks"]
 
 
 def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
@@ -129,22 +128,19 @@ def test_cpus_and_ipus_leave_the_choice_open(tiny, device):
     assert tuning.resolve(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
 
 
-def test_a_run_that_goes_on_keeps_its_choice(resolved, tiny):
+def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(resolved, tiny):
+    """It measures if it began on a CPU, or where there was Triton."""
     begun = tiny("engine.memory_format=channels_last", "engine.kernels=torch").engine
-    taken, said, measured = resolved(begun=begun)
+    taken, lines, measured = resolved(begun=begun)
     assert (taken, measured) == (("channels_last", "torch"), [])
-    assert said == ["engine auto: channels_last torch, as this run has had it"]
+    assert lines == ["engine auto: channels_last torch, as this run has had it"]
     assert resolved("engine.kernels=triton", begun=begun)[0] == FASTEST
-
-
-def test_a_run_that_goes_on_without_a_choice_or_without_its_kernels_measures(resolved, tiny):
-    """It began on a CPU, or where there was Triton."""
-    assert len(resolved(begun=tiny().engine)[2]) == 8
+    assert len(resolved("run.seed=1", begun=tiny().engine)[2]) == 8
     begun = tiny("engine.memory_format=contiguous", "engine.kernels=triton").engine
     assert len(resolved(begun=begun, triton=False)[2]) == 2
 
 
-# What was measured before -----------------------------------------------------------------------------------------
+# Times of earlier measurements --------------------------------------------------------------------------------------
 
 
 def cached(tmp_path):
@@ -154,60 +150,43 @@ def cached(tmp_path):
 
 def test_a_machine_measures_once(resolved, tmp_path):
     first, _, _ = resolved()
-    taken, said, measured = resolved("run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not asked"))
+    taken, lines, measured = resolved("run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not asked"))
     assert (taken, measured) == (first, [])
-    assert said[0] == f"engine auto: 12 x 16 x 16 in float32 on cpu, measured before ({cached(tmp_path)})"
-    assert said[-1] == "  taken: channels_last triton"
+    assert lines[0] == f"engine auto: 12 x 16 x 16 in float32 on cpu, measured before ({cached(tmp_path)})"
+    assert lines[-1] == "  taken: channels_last triton"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "batch.micro=6",
-        "model.width=0.5",
-        "model.image_size=24",
-        "precision.compute=bfloat16",
-        "parallel.recompute=true",
-    ],
-)
+KEYS = "batch.micro=6 model.width=0.5 model.image_size=24 precision.compute=bfloat16 parallel.recompute=true"
+
+
+@pytest.mark.parametrize("override", KEYS.split())
 def test_what_the_times_depend_on_is_measured_anew(resolved, override):
     resolved()
     assert len(resolved(override)[2]) == 8
 
 
-def with_seconds(seconds):
-    def changed(text):
-        content = json.loads(text)
-        content["seconds"]["contiguous torch"] = seconds
-        return json.dumps(content)
-
-    return changed
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *("", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'),
-        *map(with_seconds, (float("nan"), -1, 0, "fast", None)),
-    ],
-)
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": {}, "seconds": {}}', '{"seconds": 3}'])
 def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
     resolved()
     whole = cached(tmp_path).read_text()
-    cached(tmp_path).write_text(damage(whole) if callable(damage) else damage)
+    cached(tmp_path).write_text(damage)
     assert len(resolved()[2]) == 8
     assert cached(tmp_path).read_text() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_no_matter(resolved, tmp_path):
-    (tmp_path / "cache").write_text("a file in the way")
-    assert resolved()[0] == FASTEST
+@pytest.mark.parametrize("seconds", [float("nan"), -1, 0, "fast", None])
+def test_times_that_are_none_are_measured_anew(resolved, tmp_path, seconds):
+    resolved()
+    content = json.loads(cached(tmp_path).read_text())
+    content["seconds"]["contiguous torch"] = seconds
+    cached(tmp_path).write_text(json.dumps(content))
     assert len(resolved()[2]) == 8
 
 
-def test_a_failure_is_not_remembered(resolved, tmp_path):
-    resolved(times={**TIMES, FASTEST: "out of memory"})
+def test_a_folder_that_cannot_be_written_does_not_matter(resolved, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
     assert resolved()[0] == FASTEST
+    assert len(resolved()[2]) == 8
 
 
 # What is measured, and what a model becomes -----------------------------------------------------------------------
@@ -221,47 +200,38 @@ def test_a_failure_is_not_remembered(resolved, tmp_path):
         (("data.image_sizes=[[0, 24], [1, 16]]",), "preprocess", (12, 3, 24, 24)),
     ],
 )
-def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, first, shape):
+def test_the_largest_part_is_measured_with_the_largest_images(resolved, tiny, overrides, first, shape):
     recipe = tiny("run.device=cpu", *overrides)
     part = tuning._largest_part(recipe, divide(recipe), CPU)
     assert (part.names[0], part.names[-1], part.entering.shape) == (first, "head", shape)
-    assert 0 < tuning._measured(recipe, part, CPU, Candidate(*PLAIN)).seconds < 10
+    assert 0 < tuning._measured(recipe, part, CPU, Candidate(*PLAIN)) < 10
     blocks = "blocks.1.0 to head, " if first == "blocks.1.0" else ""
-    assert tuning._what(recipe, part, CPU) == f"{blocks}12 x {shape[2]} x {shape[3]} in float32 on cpu"
+    line = f"engine auto: {blocks}12 x {shape[2]} x {shape[3]} in float32 on cpu, measured"
+    assert resolved(*overrides)[1][0] == line
 
 
-def test_what_fails_is_an_outcome(tiny, monkeypatch):
-    def no_kernel(recipe, part, device, candidate):
-        raise RuntimeError
-
-    monkeypatch.setattr(tuning, "_seconds", no_kernel)
-    assert tuning._measured(tiny(), None, CPU, Candidate(*PLAIN)) == Outcome(None, "RuntimeError")
-
-
-@pytest.mark.parametrize("memory_format", ["auto", "contiguous", "channels_last"])
 @pytest.mark.parametrize(
-    ("kernels", "layers"),
+    ("memory_format", "kernels", "layers"),
     [
-        *(("auto", ()), ("torch", ()), ("group_norm", ("group_norm",)), ("group_conv", ("group_conv",))),
-        ("triton", ("group_norm", "group_conv")),
+        ("auto", "auto", ()),
+        ("contiguous", "torch", ()),
+        ("channels_last", "group_norm", ("group_norm",)),
+        ("contiguous", "group_conv", ("group_conv",)),
+        ("channels_last", "triton", ("group_norm", "group_conv")),
     ],
 )
-def test_models_on_gpus_get_what_the_section_says(tiny, monkeypatch, memory_format, kernels, layers):
+def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypatch, memory_format, kernels, layers):
     """The device is only a word here: nothing is computed."""
-    from models.efficientnet import build
-
     recipe = tiny(f"engine.memory_format={memory_format}", f"engine.kernels={kernels}")
     patched = []
     monkeypatch.setattr(patching, "available", lambda: True)
     monkeypatch.setattr(patching, "patch", lambda *arguments: patched.append(arguments))
-    model = build(recipe.model, 0)
     expected = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    assert tuning.apply(model, recipe.engine, GPU) == expected
-    assert model.block("preprocess").memory_format == expected
+    for device, layout in ((CPU, torch.contiguous_format), (GPU, expected)):
+        model = build(recipe.model, 0)
+        assert tuning.apply(model, recipe.engine, device) == layout
+        assert model.block("preprocess").memory_format == layout
     assert patched == [(model, layers)]
-    model = build(recipe.model, 0)
-    assert tuning.apply(model, recipe.engine, CPU) == torch.contiguous_format
-    assert model.block("preprocess").memory_format == torch.contiguous_format
 
 
 @pytest.mark.parametrize(
@@ -289,39 +259,29 @@ def test_triton_that_is_missing_is_said_before_training(tiny, monkeypatch):
 # Ranks ------------------------------------------------------------------------------------------------------------
 
 
-def choose(rank, size, folder):
+def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):
     """Each rank is slow at something else, and only the first has measured before."""
-    import os
+    pretend()
+    known, slow = {Candidate(*each): 0.01 for each in TIMES}, (FASTEST, ("contiguous", "triton"))
+    times = [{**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, each: 0.2} for each in slow]
+    measured, recipe = [[], []], tiny("run.device=cpu", "batch.micro=6")
 
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
-    torch.set_num_threads(1)
-    recipe = loading.load(QUICKSTART, [*TINY, "run.device=cpu", "batch.micro=6"])
-    processes = Processes(Topology(size, 1, rank, rank), CPU)
-    slow = (FASTEST, ("contiguous", "triton"))[rank]
-    lines, measured = [], []
-    pretend({**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, slow: 0.2}, measured)
-    if rank == 0:
-        part = tuning._largest_part(recipe, divide(recipe, size), CPU)
-        candidates = [Candidate(*pair) for pair in TIMES]
-        tuning._write(tuning._key(recipe, part, candidates, CPU), {each: Outcome(0.01) for each in candidates})
-    section = tuning.resolve(recipe, divide(recipe, size), processes, lines.append).engine
-    processes.part()
-    return (section.memory_format, section.kernels), lines[1:], len(measured)
+    def seconds(recipe, part, device, candidate):
+        measured[threads.rank()].append(candidate)
+        return times[threads.rank()][candidate]
 
+    monkeypatch.setattr(tuning, "_seconds", seconds)
+    monkeypatch.setattr(tuning, "_read", lambda key, candidates: None if threads.rank() else known)
 
-@pytest.mark.multiprocess
-def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(tmp_path):
-    found = world.run(2, choose, str(tmp_path), connect=False)
-    assert found[0] == found[1]
-    assert found[0][0] == PLAIN and found[0][2] == 8
-    told = [line.split()[2] for line in found[0][1][:8]]
-    assert told == ["90", "150", "150", "200", "150", "150", "150", "200"]
+    def choose(processes):
+        lines = []
+        section = tuning.resolve(recipe, divide(recipe, 2), processes, lines.append).engine
+        return (section.memory_format, section.kernels), lines
 
-
-def begin(folder, cache, times, *overrides):
-    steps = ("run.steps=4", "run.epochs=null", "exchange.order=fast")
-    keys = (*steps, f"run.output={folder}", *overrides)
-    return ranks.train(1, *keys, sabotage=None if times is None else Fake(times), XDG_CACHE_HOME=str(cache))
+    found = threads.run(2, 1, choose)
+    assert found[0] == found[1] and found[0][0] == PLAIN
+    assert [line.split()[2] for line in found[0][1][1:9]] == ["90", "150", "150", "200", "150", "150", "150", "200"]
+    assert list(map(len, measured)) == [8, 8]
 
 
 class Fake:
@@ -338,22 +298,17 @@ class Fake:
 @pytest.mark.multiprocess
 def test_a_run_stores_its_choice_keeps_it_and_goes_on_where_there_is_none(tmp_path):
     folder = tmp_path / "run"
-    (ended,) = begin(folder, tmp_path / "first", TIMES)
-    assert (ended.code, ended.errors) == (0, [])
-    assert ended.out[9] == "  taken: channels_last triton"
+    keys = ("run.steps=4", "run.epochs=null", "exchange.order=fast", f"run.output={folder}")
+
+    def session(number, fake, *overrides):
+        cache = str(tmp_path / str(number))
+        (ended,) = ranks.train(1, *keys, *overrides, sabotage=fake, XDG_CACHE_HOME=cache)
+        assert (ended.code, ended.errors) == (0, [])
+        return ended.out
+
+    assert session(1, Fake(TIMES))[9] == "  taken: channels_last triton"
     stored = loading.load(folder / "config.yaml").engine
     assert (stored.memory_format, stored.kernels) == FASTEST
-    (ended,) = begin(folder, tmp_path / "second", {**TIMES, PLAIN: 0.001})
-    assert ended.code == 0 and ended.out[0] == "engine auto: channels_last triton, as this run has had it"
-    (ended,) = begin(folder, tmp_path / "third", None)
-    assert ended.code == 0 and "this run is finished" in ended.out[0]
-    (ended,) = begin(folder, tmp_path / "third", None, "engine.memory_format=contiguous")
-    assert ended.code == 0 and "this run is finished" in ended.out[0]
-
-
-@pytest.mark.multiprocess
-def test_what_a_cpu_cannot_do_is_one_line(tmp_path):
-    (ended,) = begin(tmp_path / "run", tmp_path, None, "engine.kernels=triton")
-    assert ended.code == 2
-    (line,) = ended.errors
-    assert "engine.kernels triton: Triton's kernels need a CUDA device" in line
+    out = session(2, Fake({**TIMES, PLAIN: 0.001}))
+    assert out[0] == "engine auto: channels_last triton, as this run has had it"
+    assert "this run is finished" in session(3, None, "engine.memory_format=contiguous")[0]

@@ -1,10 +1,12 @@
-"""Fixture of the IPU tests: the double of PopTorch, importable for one test."""
+"""Fixture of the IPU tests: the double of PopTorch, importable for one test; and images that its processes read."""
 
 import multiprocessing
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 DOUBLE = Path(__file__).with_name("double")
 _PACKAGES = ("poptorch", "popdist", "horovod", "signatures")
@@ -35,3 +37,15 @@ def double(monkeypatch):
 
     yield poptorch
     _forget()
+
+
+class Hanging(torch.utils.data.Dataset):
+    """Image 4 never comes, as from a file system that has gone. Here, where processes that read import little."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == 4:
+            time.sleep(1000)
+        return torch.zeros(1), torch.tensor(0)

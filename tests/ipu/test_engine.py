@@ -1,8 +1,11 @@
 """Training on IPUs, through the double of PopTorch, is training on the CPU: weights, momenta, scores and resumes."""
 
+import builtins
+import functools
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,12 @@ from data.sources import open_source
 from engines import base, factory
 from optim import schedule
 from parallel.topology import Topology
-from recipe import ipu
+from recipe import ipu, loading
 from recipe.batch import divide, lengths
 from recipe.errors import ConfigError
+from tests.conftest import QUICKSTART, TINY
 from tests.recipe.test_ipu import EVERYTHING
-from tests.tensors import flat
+from tests.tensors import assert_bitwise_equal
 from training.checkpoint import CheckpointFolder
 from training.loop import TrainingError
 from training.run import run
@@ -31,8 +35,8 @@ IPU = ("run.device=ipu", *FLOAT32, "batch.micro=4", "data.workers=0")
 MIXED = ("data.mixup=0.3", "data.cutmix=0.85", "data.label_smoothing=0.1")
 
 
-def on_cpu(overrides):
-    """The same recipe for one process on the CPU."""
+def for_cpu(overrides):
+    """The same recipe for a single process on the CPU."""
     return [text for text in overrides if not text.startswith(("parallel.", "ipu."))] + ["run.device=cpu"]
 
 
@@ -41,6 +45,18 @@ def trained(recipe):
     run(recipe)
     content = CheckpointFolder(Path(recipe.run.output, "checkpoints"), 2, True).load_newest(warn=pytest.fail)
     return content["engine"], events(recipe.run.output)
+
+
+@functools.lru_cache(maxsize=None)
+def on_cpu(*overrides):
+    """State and events of that run, and the state that it started from; computed once for each recipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = loading.load(QUICKSTART, [*TINY, *for_cpu(overrides), f"run.output={folder}/cpu"])
+        return (*trained(recipe), first_state(recipe))
+
+
+def first_state(recipe):
+    return factory.create(recipe, divide(recipe, 1)).state_dict()
 
 
 def events(folder):
@@ -58,66 +74,71 @@ def moved(state, other, part, start=None):
     return (difference / movement).item()
 
 
-def first_state(recipe):
-    """What a run starts from."""
-    engine = factory.create(recipe, divide(recipe, 1))
-    return engine.state_dict()
-
-
 # The quickstart's own model, size and batch; mixed images with a smaller one.
 PLAIN = ("batch.global=64", "model.width=0.5", "model.depth=0.4", "model.image_size=28")
 
 
 @pytest.mark.parametrize(
-    ("what", "steps"), [pytest.param(PLAIN, 20, marks=pytest.mark.slow), (MIXED, 44)], ids=["plain", "mixed"]
+    ("what", "steps"), [pytest.param(PLAIN, 20, marks=pytest.mark.slow), (MIXED, 20)], ids=["plain", "mixed"]
 )
 def test_many_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path, what, steps):
     own = (*IPU, *LARS, *what, f"run.steps={steps}", "schedule.warmup_steps=4", "log.every_steps=5")
-    state, said = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
-    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
-    expected, told = trained(cpu)
-    start = first_state(cpu)
+    state, found = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
+    expected, wanted, start = on_cpu(*own)
     # The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
     # difference of large numbers, that is more.
     assert moved(state, expected, "weights") < 1e-5
     assert moved(state, expected, "weights", start) < 1e-4
     assert moved(state, expected, "momentum_buffer") < 1e-3
     assert moved(expected, start, "weights") > 1e-2, "nothing was learned"
-    for ours, theirs in zip(said, told):
+    for ours, theirs in zip(found, wanted):
         assert ours["event"] == theirs["event"]
         for key in ("loss", "top1", "top5", "lr", "images"):
             if key in theirs:
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
-def test_another_recipe_would_be_seen(tiny, tmp_path):
-    own = (*IPU, *LARS, "run.steps=6", "schedule.warmup_steps=2")
-    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
-    expected, _ = trained(cpu)
-    for number, change in enumerate(("optimizer.trust_coefficient=0.0101", "optimizer.momentum=0.91", "run.seed=1")):
-        state, _ = trained(tiny(*own, change, *PIPELINE, f"run.output={tmp_path}/{number}"))
-        assert moved(state, expected, "weights", first_state(cpu)) > 1e-3, change
+SHORT = ("run.steps=4", "schedule.warmup_steps=1")
+REST = [pytest.param(change, marks=pytest.mark.slow) for change in ("optimizer.momentum=0.91", "run.seed=1")]
+
+
+@pytest.mark.parametrize("change", ["optimizer.trust_coefficient=0.0101", *REST])
+def test_another_recipe_would_be_seen(tiny, tmp_path, change):
+    own = (*IPU, *LARS, *SHORT)
+    expected, _, start = on_cpu(*own)
+    state, _ = trained(tiny(*own, change, *PIPELINE, f"run.output={tmp_path}"))
+    assert moved(state, expected, "weights", start) > 1e-3
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
         ("optimizer.name=sgd", "schedule.peak=0.05"),
-        ("optimizer.name=rmsprop", "schedule.peak=0.005"),
+        ("optimizer.name=rmsprop", "schedule.peak=0.02"),
         ("optimizer.name=lamb", "schedule.peak=0.01"),
     ],
     ids=["sgd", "rmsprop", "lamb"],
 )
 def test_the_controls_are_those_of_the_cpu(tiny, tmp_path, optimizer):
-    own = (*IPU, *optimizer, "run.steps=8", "schedule.warmup_steps=2")
+    own = (*IPU, *optimizer, *SHORT)
     state, _ = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
-    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
-    expected, _ = trained(cpu)
-    start = first_state(cpu)
+    expected, _, start = on_cpu(*own)
     for slot in expected.keys() - {"weights", "loss_scale", "averages", "buffers"}:
         assert moved(state, expected, slot) < 1e-3
     assert moved(state, expected, "weights", start) < 1e-4
     assert moved(expected, start, "weights") > 1e-3, "nothing was learned"
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [("parallel.stages=1",), ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")],
+    ids=["one stage", "sharded"],
+)
+def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
+    own = (*IPU, *LARS, *SHORT)
+    state, _ = trained(tiny(*own, *parallel, f"run.output={tmp_path}/ipu"))
+    expected, _, start = on_cpu(*own)
+    assert moved(state, expected, "weights", start) < 1e-4
 
 
 # Epochs of five steps: the one average of the first is there when a run goes on after step 6, the second comes then.
@@ -129,8 +150,11 @@ RESUMED = (
     "checkpoint.keep_last=11",
     "checkpoint.every_epochs=0.05",
     "average.epoch_decay=0.5",
-    "batch.global=240",
-    "batch.micro=12",
+    "data.source=glyphs",
+    "data.train_images=250",
+    "data.validation_images=50",
+    "batch.global=48",
+    "batch.micro=4",
     "log.every_steps=2",
 )
 
@@ -155,20 +179,18 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(tiny, tmp_path, optimizer):
     rest = [text for text in RESUMED if not text.startswith("optimizer.")] if optimizer == "lamb" else RESUMED
     named = [f"optimizer.name={optimizer}"] if optimizer == "lamb" else []
     own = (*IPU, *rest, *named, "schedule.peak=0.05", "parallel.stages=2", "parallel.split=auto")
-    expected, told = trained(tiny(*own, f"run.output={tmp_path}/whole"))
+    expected, wanted = trained(tiny(*own, f"run.output={tmp_path}/whole"))
     cut_back(tmp_path / "whole", tmp_path / "cut", 6)
-    state, said = trained(tiny(*own, f"run.output={tmp_path}/cut"))
-    expected, state = flat(expected), flat(state)
-    assert expected.keys() == state.keys()
-    assert all(torch.equal(expected[name], state[name]) for name in expected)
-    assert [event.get("loss") for event in said] == [event.get("loss") for event in told]
-    assert float(expected["/averages/epoch_average/count"]) == 2
+    state, found = trained(tiny(*own, f"run.output={tmp_path}/cut"))
+    assert_bitwise_equal(state, expected)
+    assert [event.get("loss") for event in found] == [event.get("loss") for event in wanted]
+    assert float(expected["averages"]["epoch_average"]["count"]) == 2
 
 
 @pytest.mark.parametrize("first", ["ipu", "cpu"])
 def test_a_run_changes_devices(tiny, tmp_path, first):
     """What one engine saved the other resumes: weights, momenta and averages mean the same to both."""
-    own = {"ipu": (*IPU, *RESUMED, *PIPELINE), "cpu": tuple(on_cpu((*IPU, *RESUMED)))}
+    own = {"ipu": (*IPU, *RESUMED, *PIPELINE), "cpu": tuple(for_cpu((*IPU, *RESUMED)))}
     second = {"ipu": "cpu", "cpu": "ipu"}[first]
     expected, _ = trained(tiny(*own[first], f"run.output={tmp_path}/whole"))
     folder = CheckpointFolder(tmp_path / "whole" / "checkpoints", 11, True)
@@ -220,7 +242,7 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     batches.close()
     first, last = (each[2]["weights"]["stem.conv_stem.weight"] for each in seen)
     assert not torch.equal(first, last)
-    cpu = tiny(*on_cpu((*IPU, *LARS)), "average.epoch_decay=0.5")
+    cpu = tiny(*for_cpu((*IPU, *LARS)), "average.epoch_decay=0.5")
     other = factory.create(cpu, divide(cpu))
     for total, averaged, state in seen:
         other.load_state_dict(state)
@@ -236,31 +258,18 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
 
 def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
     """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods run."""
-    recipe = tiny("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *PIPELINE, f"run.output={tmp_path}")
-    state, said = trained(recipe)
+    half = ("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *SHORT)
+    state, found = trained(tiny(*half, *PIPELINE, f"run.output={tmp_path}"))
     for part in ("weights", "momentum_buffer"):
         assert {tensor.dtype for tensor in state[part].values()} == {torch.float16}
         assert all(tensor.isfinite().all() for tensor in state[part].values())
-    cpu = tiny(*on_cpu((*LARS, *IPU)), f"run.output={tmp_path}/cpu")
-    expected, told = trained(cpu)
     assert caplog.text == "", "PopTorch warned"
+    expected, wanted, _ = on_cpu(*IPU, *LARS, *SHORT)
     assert 1e-5 < moved(state, expected, "weights") < 5e-3  # eleven bits, 4e-4, some updates deep
-    assert said[-1]["top1"] == pytest.approx(told[-1]["top1"], abs=0.2)
+    assert found[-1]["top1"] == pytest.approx(wanted[-1]["top1"], abs=0.2)
     capsys.readouterr()
     assert evaluate.main(["--checkpoint", str(tmp_path), "--output", f"{tmp_path}/scores"]) == 0
-    assert f"trained weights: top1 {said[-1]['top1']:.2%} " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [("parallel.stages=1",), ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")],
-    ids=["one stage", "sharded"],
-)
-def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
-    own = (*IPU, *LARS, "run.steps=4", "schedule.warmup_steps=1")
-    state, _ = trained(tiny(*own, *parallel, f"run.output={tmp_path}/ipu"))
-    cpu = tiny(*on_cpu(own), f"run.output={tmp_path}/cpu")
-    assert moved(state, trained(cpu)[0], "weights", first_state(cpu)) < 1e-4
+    assert f"trained weights: top1 {found[-1]['top1']:.2%} " in capsys.readouterr().out
 
 
 def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
@@ -275,28 +284,23 @@ def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
 
 
 def test_synthetic_data_leaves_the_first_weights(tiny, tmp_path, capsys):
-    """Nothing comes back from a device that makes its own images; what is said of it is said at the start."""
+    """Nothing comes back from a device that makes its own images; a note at the start says so."""
     recipe = tiny(*IPU, *LARS, "ipu.synthetic_data=true", "run.steps=3", f"run.output={tmp_path}/ipu")
     state, _ = trained(recipe)
-    cpu = tiny(*on_cpu((*IPU, *LARS)))
+    cpu = tiny(*for_cpu((*IPU, *LARS)))
     assert all(torch.equal(state["weights"][name], tensor) for name, tensor in first_state(cpu)["weights"].items())
     assert "synthetic data: nothing is learned" in capsys.readouterr().out
 
 
-def test_blocks_that_do_not_exist_are_refused(tiny):
+def test_blocks_and_states_that_do_not_fit_are_refused(tiny):
     recipe = tiny(*IPU, *LARS, "parallel.recompute=true", "ipu.keep_activations=[blocks.0.0, nonsense]")
-    with pytest.raises(
-        ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preprocess, "
-    ):
+    with pytest.raises(ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preproc"):
         factory.create(recipe, divide(recipe))
-
-
-def test_states_that_do_not_fit_are_refused(tiny):
     recipe = tiny(*IPU, *LARS)
     engine = factory.create(recipe, divide(recipe))
     state = engine.state_dict()
-    for part, message in (("loss_scale", "loss_scale is missing"), ("momentum_buffer", "momentum_buffer is missing")):
-        with pytest.raises(ValueError, match=message):
+    for part in ("loss_scale", "momentum_buffer"):
+        with pytest.raises(ValueError, match=f"{part} is missing"):
             engine.load_state_dict({key: value for key, value in state.items() if key != part})
     with pytest.raises(ValueError, match=r"stem.conv_stem.weight is \[1\]"):
         engine.load_weights({"stem.conv_stem.weight": torch.zeros(1)})
@@ -307,28 +311,23 @@ def test_states_that_do_not_fit_are_refused(tiny):
 
 def test_poptorchs_own_refusal_is_shown(tiny, monkeypatch):
     """Where it cannot be imported, and what its release needs."""
-    import builtins
-
     imported = builtins.__import__
 
     def refuse(name, *arguments, **keywords):
-        if name == "poptorch":
-            raise AssertionError("This version of PopTorch is only compatible with PyTorch version 2.0.1")
+        assert name != "poptorch", "only compatible with PyTorch version 2.0.1"
         return imported(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    recipe = tiny(*IPU, *LARS)
-    with pytest.raises(ConfigError) as error:
-        factory.connect(recipe, Topology())
-    assert "only compatible with PyTorch version 2.0.1" in str(error.value)
-    assert f"torch {torch.__version__}" in str(error.value) and "requirements-ipu.txt" in str(error.value)
+    with pytest.raises(ConfigError, match=r"only compatible with PyTorch version 2.0.1.*requirements-ipu") as error:
+        factory.connect(tiny(*IPU, *LARS), Topology())
+    assert f"torch {torch.__version__}" in str(error.value)
 
 
 CUT = (*PIPELINE, "parallel.split=[blocks.3.0]")
 SWITCHES = (*EVERYTHING, "ipu.keep_activations=[blocks.2.0]", "parallel.schedule=sharded")
 
 
-@pytest.mark.parametrize("overrides", [CUT, ("batch.micro=24", "data.mixup=0"), (*CUT, *SWITCHES)])
+@pytest.mark.parametrize("overrides", [("batch.micro=24", "data.mixup=0"), (*CUT, *SWITCHES)])
 def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
     """In their order, with PopTorch's objects for their names; the recorder refuses calls that PopTorch lacks."""
     recipe = tiny("run.device=ipu", "batch.micro=4", "data.workers=0", *LARS, *overrides)
@@ -360,29 +359,20 @@ def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
         ]
 
 
-def under_poprun(monkeypatch, replicas):
-    """The variables of one process of poprun."""
+@pytest.mark.parametrize(
+    ("missing", "replicas", "line"),
+    [
+        # evaluate.py: its instances would all score everything.
+        ("", 2, "^poprun started 2 replicas, but this command computes with one; start it without"),
+        ("popdist", 1, "^poprun needs popdist, .* cannot be imported: .*; install it from the Poplar SDK"),
+        ("horovod", 1, "^poprun needs horovod, .* cannot be imported: .*; install it by pip .requirements-ipu.txt"),
+    ],
+)
+def test_instances_that_cannot_join_end_in_a_line(tiny, monkeypatch, missing, replicas, line):
     numbers = {"NUM_TOTAL_REPLICAS": replicas, "NUM_LOCAL_REPLICAS": replicas, "NUM_IPUS_PER_REPLICA": 1}
     for name, value in {**numbers, "REPLICA_INDEX_OFFSET": 0, "LOCAL_INSTANCE_INDEX": 0}.items():
         monkeypatch.setenv(f"POPDIST_{name}", str(value))
-
-
-def test_a_command_of_one_replica_is_not_for_poprun(tiny, monkeypatch):
-    """evaluate.py is one: its instances would all score everything."""
-    under_poprun(monkeypatch, 2)
-    with pytest.raises(
-        ConfigError, match=r"^poprun started 2 replicas, but this command computes with one; start it wi"
-    ):
-        factory.connect(tiny(*IPU, *LARS), Topology())
-
-
-@pytest.mark.parametrize(
-    ("missing", "remedy"), [("popdist", "install it from the Poplar SDK"), ("horovod", "install it by pip")]
-)
-def test_what_joins_instances_and_is_missing_is_said_in_a_line(tiny, monkeypatch, missing, remedy):
-    under_poprun(monkeypatch, 1)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(
-        ConfigError, match=f"^poprun needs {missing}, which cannot be imported: .*; {remedy} .requirements-ipu.txt"
-    ):
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=line):
         factory.connect(tiny(*IPU, *LARS), Topology())

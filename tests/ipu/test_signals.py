@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from engines import ipu_input
 from recipe.errors import STOPPED
 from tests.conftest import QUICKSTART, ROOT, TINY
-from tests.ipu.conftest import DOUBLE
+from tests.ipu.conftest import DOUBLE, Hanging
 from tests.ipu.test_engine import FLOAT32, LARS
 
 pytestmark = [pytest.mark.ipu, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -49,7 +48,10 @@ def reader_of(run):
     return next((each for each, parent in group.items() if group.get(parent) == run), None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW], ids=lambda number: number.name)
 def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp_path, number):
     """The process that reads is stopped, so the step lacks its images until the run has noted the signal."""
     output, errors = tmp_path / "output", tmp_path / "errors"
@@ -84,20 +86,8 @@ def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}.pt").exists()
 
 
-class Hanging(torch.utils.data.Dataset):
-    """Image 4 never comes, as from a file system that has gone."""
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        if index == 4:
-            time.sleep(10 * PATIENCE)
-        return torch.zeros(1), torch.tensor(0)
-
-
 def test_a_feed_ends_though_a_read_hangs(double, monkeypatch):
-    """PopTorch ends its process by the very signals that it withholds."""
+    """PopTorch ends its process by the very signals that are withheld from it."""
     monkeypatch.setattr(ipu_input, "_PATIENCE", 1.0)
     values = {"batch_size": 2, "mode": double.DataLoaderMode.AsyncRebatched, "auto_distributed_partitioning": False}
     feed = ipu_input.TrainingFeed(

@@ -87,34 +87,17 @@ class poptorch:
 
     class DataLoader:  # python/__init__.py:229
         def __init__(
-            self,
-            options,
-            dataset,
-            batch_size=1,
-            shuffle=None,
-            num_workers=0,
-            drop_last=True,
-            persistent_workers=None,
-            auto_distributed_partitioning=True,
-            mode=0,  # DataLoaderMode.Sync
-            async_options=None,
-            rebatched_worker_size=None,
-            batch_sampler=None,
-            **kwargs,
-        ): ...
+            self, options, dataset, batch_size=1, shuffle=None, num_workers=0, drop_last=True,
+            persistent_workers=None, auto_distributed_partitioning=True, mode=0, async_options=None,
+            rebatched_worker_size=None, batch_sampler=None, **kwargs,
+        ): ...  # fmt: skip
         def terminate(self): ...  # python/__init__.py:499
 
     class AsynchronousDataAccessor:  # python/__init__.py:526
         def __init__(
-            self,
-            dataset,
-            buffer_size=3,
-            miss_sleep_time_in_ms=0.1,
-            load_indefinitely=True,
-            early_preload=False,
-            sharing_strategy=3,  # SharingStrategy.ForkServer
-            rebatched_size=None,
-        ): ...
+            self, dataset, buffer_size=3, miss_sleep_time_in_ms=0.1, load_indefinitely=True,
+            early_preload=False, sharing_strategy=3, rebatched_size=None,
+        ): ...  # fmt: skip
 
     def trainingModel(model, options=None, optimizer=None): ...  # python/__init__.py:660
     def inferenceModel(model, options=None): ...  # python/__init__.py:720
@@ -140,59 +123,25 @@ class poptorch:
 
         class SGD:  # python/optim.py:108
             def __init__(
-                self,
-                params,
-                lr,
-                momentum=None,
-                dampening=None,
-                weight_decay=None,
-                nesterov=None,
-                maximize=None,
-                foreach=None,
-                differentiable=None,
-                loss_scaling=None,
-                velocity_scaling=None,
-                use_combined_accum=None,
-                accum_type=None,
-                velocity_accum_type=None,
-                max_grad_norm=None,
-            ): ...
+                self, params, lr, momentum=None, dampening=None, weight_decay=None, nesterov=None,
+                maximize=None, foreach=None, differentiable=None, loss_scaling=None, velocity_scaling=None,
+                use_combined_accum=None, accum_type=None, velocity_accum_type=None, max_grad_norm=None,
+            ): ...  # fmt: skip
 
         class RMSprop:  # python/optim.py:545
             def __init__(
-                self,
-                params,
-                lr=None,
-                alpha=None,
-                eps=None,
-                weight_decay=None,
-                momentum=None,
-                centered=None,
-                foreach=None,
-                maximize=None,
-                differentiable=None,
-                loss_scaling=None,
-                accum_type=None,
-                first_order_momentum_accum_type=None,
-                second_order_momentum_accum_type=None,
+                self, params, lr=None, alpha=None, eps=None, weight_decay=None, momentum=None, centered=None,
+                foreach=None, maximize=None, differentiable=None, loss_scaling=None, accum_type=None,
+                first_order_momentum_accum_type=None, second_order_momentum_accum_type=None,
                 use_tf_variant=None,
-            ): ...
+            ): ...  # fmt: skip
 
         class LAMB:  # python/optim.py:666
             def __init__(
-                self,
-                params,
-                lr=None,
-                betas=None,
-                eps=None,
-                weight_decay=None,
-                bias_correction=None,
-                loss_scaling=None,
-                max_weight_norm=None,
-                accum_type=None,
-                first_order_momentum_accum_type=None,
+                self, params, lr=None, betas=None, eps=None, weight_decay=None, bias_correction=None,
+                loss_scaling=None, max_weight_norm=None, accum_type=None, first_order_momentum_accum_type=None,
                 second_order_momentum_accum_type=None,
-            ): ...
+            ): ...  # fmt: skip
 
     def BeginBlock(layer_to_call, user_id=None, ipu_id=None): ...  # python/ops.py:689
     def identity_loss(x, reduction): ...  # python/ops.py:1014

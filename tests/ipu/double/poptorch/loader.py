@@ -19,21 +19,10 @@ class DataLoader:
     """
 
     def __init__(
-        self,
-        options,
-        dataset,
-        batch_size=1,
-        shuffle=None,
-        num_workers=0,
-        drop_last=True,
-        persistent_workers=None,
-        auto_distributed_partitioning=True,
-        mode=poptorch.DataLoaderMode.Sync,
-        async_options=None,
-        rebatched_worker_size=None,
-        batch_sampler=None,
-        **kwargs,
-    ):
+        self, options, dataset, batch_size=1, shuffle=None, num_workers=0, drop_last=True,
+        persistent_workers=None, auto_distributed_partitioning=True, mode=poptorch.DataLoaderMode.Sync,
+        async_options=None, rebatched_worker_size=None, batch_sampler=None, **kwargs,
+    ):  # fmt: skip
         options.frozen = True
         size = batch_size * options.micro_batches
         assert mode == poptorch.DataLoaderMode.AsyncRebatched and not (shuffle or batch_sampler or persistent_workers)

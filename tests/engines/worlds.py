@@ -1,0 +1,211 @@
+"""Engines on several ranks. Cases with the same stages and replicas share one world, whose ranks take seconds to start.
+
+A case is a function(processes, *arguments) at the top level of its module, which every rank calls. It returns what all
+ranks must agree on, a digest of the rank's own weights, and the outcome, of which the main rank's counts.
+"""
+
+import functools
+import hashlib
+from typing import Any, Callable, NamedTuple
+
+import pytest
+import torch
+
+from data.batches import MicroBatch
+from engines import base, factory
+from models.efficientnet import build
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe import loading
+from recipe.batch import divide
+from tests import world
+from tests.conftest import QUICKSTART, TINY
+from tests.engines.noise import as_micro_batches, noise_images
+from tests.tensors import flat
+
+# Every kind of random draw is on, and both averages.
+RECIPE = (
+    *TINY,
+    "run.device=cpu",
+    "batch.global=24",
+    "batch.micro=2",
+    "batch.evaluation=6",
+    "model.dropout=0.3",
+    "model.drop_path=0.3",
+    "data.mixup=0.2",
+    "data.cutmix=0.85",
+    "data.label_smoothing=0.1",
+    "average.step_decay=0.9",
+    "average.epoch_decay=0.9",
+)
+FLOAT32 = ("precision.weights=float32",)
+TREE = "exchange.order=tree"
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """A function of all ranks of a topology, and its arguments."""
+
+    stages: int
+    replicas: int
+    function: Callable
+    arguments: tuple
+    slow: bool
+
+
+_cases, _outcomes = {}, {}  # (stages, replicas, slow) -> cases; outcomes of each rank
+
+
+def case(stages, replicas, function, *arguments, slow=False):
+    """A parameter of a test. The world of its topology computes it together with the others that are as fast.
+
+    Arguments that are functions are called before that, in the process of the tests.
+    """
+    made = Case(stages, replicas, function, arguments, slow)
+    _cases.setdefault((stages, replicas, slow), []).append(made)
+    return pytest.param(made, marks=pytest.mark.slow if slow else ())
+
+
+def outcome(found: Case) -> Any:
+    """The main rank's; all ranks agree, and replicas of a stage have the same weights."""
+    key = found.stages, found.replicas, found.slow
+    cases = _cases[key]
+    if key not in _outcomes:
+        calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
+        _outcomes[key] = world.run(
+            found.stages * found.replicas, _rank, found.stages, calls, connect=False, timeout=600
+        )
+    number = next(number for number, each in enumerate(cases) if each is found)
+    return _agreed([of_rank[number] for of_rank in _outcomes[key]], found.stages)
+
+
+def now(stages, replicas, function, *arguments) -> Any:
+    """As `outcome`, of one function, in a world of its own."""
+    ranks = world.run(stages * replicas, _rank, stages, [(function, arguments)], connect=False)
+    return _agreed([found for (found,) in ranks], stages)
+
+
+def _agreed(ranks, stages):
+    for rank, (common, own, _) in enumerate(ranks):
+        assert repr(common) == repr(ranks[0][0])  # NaN is NaN
+        assert own == ranks[rank % stages][1]
+    return ranks[0][2]
+
+
+def _rank(rank, size, stages, calls):
+    processes = Processes(Topology(size // stages, stages, rank, rank), CPU)
+    found = [function(processes, *arguments) for function, arguments in calls]
+    processes.part()
+    return found
+
+
+def digest(tree):
+    """Of the bytes of a nested dictionary of tensors."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in flat(tree).values())).hexdigest()
+
+
+# What engines compute -----------------------------------------------------------------------------------------------
+
+
+def recipe_of(overrides):
+    return loading.load(QUICKSTART, [*RECIPE, *overrides])
+
+
+def engine_of(processes, overrides, steps_per_epoch=None):
+    recipe = recipe_of((f"parallel.stages={processes.topology.stages}", *overrides))
+    return factory.create(recipe, divide(recipe, processes.topology.replicas), processes, steps_per_epoch)
+
+
+def single():
+    """The processes of a run of one."""
+    return Processes(Topology(), CPU)
+
+
+def micro_batches(step, engine, size=16):
+    """This replica's share of the step's images, on its first stage."""
+    if not engine.topology.is_first:
+        return iter(())
+    batch, replica = engine.batch, engine.topology.replica
+    share = slice(replica * batch.accumulation, (replica + 1) * batch.accumulation)
+    return iter(list(as_micro_batches(*noise_images(24, step, size=size), batch.micro, step))[share])
+
+
+def evaluation(engine):
+    """Scores of 20 images in batches of 6, the last with 2, on whichever ranks they enter."""
+    images, labels = noise_images(24, 99)
+    rows, place, counts = 6, engine.topology, []
+    for number in range(4 * place.replica // place.replicas, 4 * (place.replica + 1) // place.replicas):
+        batch = None
+        if place.is_first:
+            own, valid = slice(number * rows, (number + 1) * rows), min(rows, 20 - number * rows)
+            batch = MicroBatch(images[own], labels[own], labels[own], valid, number, 0, ())
+        counts.append(engine.evaluate_step(batch))
+    found, _ = base.total(counts, [], engine.processes, engine.device)
+    return found.images, found.loss.item(), found.top1.item(), found.top5.item()
+
+
+def train(engine, first=0, steps=3, sizes=(16,), saved=None, lr=2.0, poisoned=None):
+    """Results of steps, scores, and the state where it is gathered. poisoned: rank with a NaN in step 1."""
+    if saved is not None:
+        engine.load_state_dict(saved)
+    if engine.topology.rank == poisoned:
+        poison(engine)
+    results = []
+    for step in range(first, first + steps):
+        batches = micro_batches(step, engine, sizes[step % len(sizes)])
+        result = engine.train_step(batches, step, lr, measure=True)
+        norms = {name: getattr(result.norms, name).item() for name in ("gradient", "weight", "update")}
+        trust = {name: ratio.item() for name, ratio in result.norms.trust.items()}
+        results.append((result.loss.item(), result.correct.item(), result.images, norms, trust, result.skipped.item()))
+    engine.end_epoch()
+    scores = evaluation(engine)
+    return results, scores, engine.state_dict()
+
+
+def poison(engine):
+    """One gradient of this rank is not finite in step 1."""
+    compute = engine._compute_gradients
+
+    def poisoned(micro_batches, step):
+        compute(micro_batches, step)
+        if step == 1:
+            engine.weights.gradients.flat[3] = float("nan")
+
+    engine._compute_gradients = poisoned
+
+
+def trains(processes, overrides, options=None):
+    """A case: `train` with options."""
+    engine = engine_of(processes, overrides)
+    found = train(engine, **(options or {}))
+    engine._exchange.close()
+    return found[:2], digest(engine.weights.state_dict()), found
+
+
+def goes_on(processes, overrides, first, steps, saved=None, states=()):
+    """A case: steps after what was saved. The outcome is what is saved then, of the model and of each replica."""
+    engine = engine_of(processes, overrides, steps_per_epoch=2)
+    if saved is not None:
+        engine.load_state_dict(saved)
+        engine.load_replica_states(len(states), lambda number: states[number])
+    for step in range(first, first + steps):
+        engine.train_step(micro_batches(step, engine), step, 2.0, measure=True)
+    found = engine.state_dict(), [state for state in engine.replica_states() if engine.topology.is_main]
+    engine._exchange.close()
+    return (engine.cut, engine.notes), digest(engine.weights.state_dict()), found
+
+
+@functools.lru_cache(maxsize=None)
+def alone(*overrides, **options):
+    """`train` in a single process; computed once for each recipe."""
+    return train(engine_of(single(), overrides), **options)
+
+
+def distance(actual, expected):
+    """|actual - expected| over how far `expected` moved, all weights in one."""
+    recipe = recipe_of(())
+    initial = dict(build(recipe.model, recipe.run.seed).named_parameters())
+    moved = [expected["weights"][name].double() - tensor.detach().double() for name, tensor in initial.items()]
+    apart = [actual["weights"][name].double() - expected["weights"][name].double() for name in initial]
+    norms = [torch.cat([tensor.flatten() for tensor in tensors]).norm() for tensors in (apart, moved)]
+    return (norms[0] / norms[1]).item()
