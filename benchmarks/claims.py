@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: the command line, turns, and the report: table, claims, with --json one object."""
+"""Shared by all benchmarks: the command line, sides that take turns, and the report: table, claims, a JSON object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from typing import Callable, Dict, Iterator, List, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Mapping, Optional, Sequence, TypeVar
 
 import torch
 
@@ -21,31 +21,30 @@ from training.command import Parser
 _QUICK = "BENCHMARK_QUICK"
 _SECONDS = 5.0  # between two lines of progress
 _Any = TypeVar("_Any")
+_Key = TypeVar("_Key", bound=Hashable)
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 
 
-def parser(description: str | None, with_json: bool = True) -> Parser:
-    """A benchmark's command line: --json, --quick, and what the benchmark adds."""
+def parser(description: Optional[str]) -> Parser:
+    """A command line with --json and --quick, to which a benchmark adds its own options."""
     made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if with_json:
-        made.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
+    made.add_argument("--json", action="store_true", help="print the result as one JSON object, as the last line")
     made.add_argument("--quick", action="store_true", help="fewer turns, of fewer things: figures are indicative only")
     return made
 
 
 def begin(command: Parser | str | None, takes: str, quick: str) -> argparse.Namespace:
-    """Reads the command line and prints how long the benchmark takes.
+    """Read the command line and print how long the benchmark takes.
 
     Args:
         command: the parser, or the description for one without further options.
-        takes, quick: the whole benchmark's time and that of --quick, on two cores without other work.
+        takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
     """
     made = command if isinstance(command, Parser) else parser(command)
     options = made.parse_args()
-    # Processes that are started from here shall know it, too.
     os.environ.pop(_QUICK, None)
     if options.quick:
-        os.environ[_QUICK] = "1"
+        os.environ[_QUICK] = "1"  # in the environment for the processes that are started from here
     hint = "" if options.quick else f"; --quick: {quick}"
     _say(f"takes about {quick if options.quick else takes} on two cores, longer beside other work{hint}")
     return options
@@ -61,13 +60,14 @@ def less(whole: _Any, part: _Any) -> _Any:
     return part if quick() else whole
 
 
-def turns(number: int, what: str = "turn", at_most: int = 2) -> Iterator[int]:
-    """Counts from 0 to `number`, with --quick to `at_most`, and prints how far it is."""
-    return progress(range(less(number, min(number, at_most))), what)
+def turns(number: int, what: Optional[str] = "turn", at_most: int = 2) -> Iterator[int]:
+    """Count from 0 to `number`, with --quick to `at_most`; print the progress unless `what` is None."""
+    numbers = range(less(number, min(number, at_most)))
+    return progress(numbers, what) if what else iter(numbers)
 
 
 def progress(items: Sequence[_Any], what: str) -> Iterator[_Any]:
-    """The items; prints to stderr how many are done, how long that took and what is left, every few seconds."""
+    """The items; every few seconds prints to stderr how many are done and how much time is left."""
     began = said = time.monotonic()
     for done, item in enumerate(items, start=1):
         yield item
@@ -79,6 +79,46 @@ def progress(items: Sequence[_Any], what: str) -> Iterator[_Any]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def seconds(side: Callable[[int], object], number: int) -> float:
+    """Seconds of a call of a side in a round."""
+    start = time.perf_counter()
+    side(number)
+    return time.perf_counter() - start
+
+
+def in_turn(
+    sides: Mapping[_Key, Any],
+    rounds: int,
+    measure: Callable[[Any, int], _Any] = seconds,
+    at_most: int = 2,
+    what: Optional[str] = "turn",
+) -> Dict[_Key, List[_Any]]:
+    """measure(side, number) of each side in each round, after a round that does not count; the order alternates.
+
+    Args: at_most: rounds with --quick. what: name of a round in the progress; None prints none.
+    """
+    found: Dict[_Key, List[_Any]] = {name: [] for name in sides}
+    for number in turns(rounds + 1, what, at_most + 1):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            found[name].append(measure(sides[name], number))
+    return {name: values[1:] for name, values in found.items()}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> List[float]:
+    """Quotients turn by turn."""
+    return [one / other for one, other in zip(over, under)]
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Median of the quotients turn by turn."""
+    return statistics.median(ratios(over, under))
+
+
+def milliseconds(seconds: Sequence[float], per: str = "", low: str = "fastest", high: str = "slowest") -> dict:
+    """Columns of a row: median, least and most of some times."""
+    return {f"ms{per}": 1e3 * statistics.median(seconds), low: 1e3 * min(seconds), high: 1e3 * max(seconds)}
 
 
 def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict:
@@ -95,39 +135,27 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
     }
 
 
-def in_turn(sides: Mapping[str, Callable[[int], object]], rounds: int, at_most: int = 2) -> Dict[str, List[float]]:
-    """Seconds of a call of each side in each round, after a round that does not count; the order alternates.
-
-    Args:
-        sides: called with the number of the round. at_most: rounds with --quick.
-    """
-    seconds: Dict[str, List[float]] = {name: [] for name in sides}
-    for number in turns(rounds + 1, at_most=at_most + 1):
-        for name in list(sides)[:: -1 if number % 2 else 1]:
-            start = time.perf_counter()
-            sides[name](number)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in seconds.items()}
-
-
-def ratios(over: Sequence[float], under: Sequence[float]) -> List[float]:
-    """Quotients turn by turn."""
-    return [one / other for one, other in zip(over, under)]
-
-
-def milliseconds(seconds: Sequence[float], per: str = "", low: str = "fastest", high: str = "slowest") -> dict:
-    """Columns of a row: median, least and most of some times."""
-    return {f"ms{per}": 1e3 * statistics.median(seconds), low: 1e3 * min(seconds), high: 1e3 * max(seconds)}
-
-
 def judged(made: dict) -> str:
     """`holds` or `does not hold`."""
     return "holds" if made["holds"] else "does not hold"
 
 
-def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json: bool) -> None:
-    """Prints `rows` (all with the same keys, the columns), what is claimed, and where it was measured."""
-    about = machine()
+def result(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], about: dict) -> dict:
+    """The object that --json prints."""
+    return {
+        "benchmark": benchmark,
+        "machine": about,
+        "quick": quick(),
+        "rows": list(rows),
+        "claims": list(claims),
+    }
+
+
+def report(
+    benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json: bool, about: Optional[dict] = None
+) -> None:
+    """Print `rows` (all with the same keys, the columns), the claims, and where it was measured (machine())."""
+    about = machine() if about is None else about
     _print_table(rows)
     print()
     for each in claims:
@@ -140,14 +168,7 @@ def report(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json
     if quick():
         print("quick: all figures are indicative only")
     if as_json:
-        result = {
-            "benchmark": benchmark,
-            "machine": about,
-            "quick": quick(),
-            "rows": list(rows),
-            "claims": list(claims),
-        }
-        print(json.dumps(result, allow_nan=False))
+        print(json.dumps(result(benchmark, rows, claims, about), allow_nan=False))
 
 
 def machine() -> dict:
@@ -176,9 +197,7 @@ def _print_table(rows: Sequence[dict]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines)]
     left = [isinstance(value, str) for value in rows[0].values()]
     for line in lines:
-        cells = (
-            text.ljust(width) if to_left else text.rjust(width) for text, width, to_left in zip(line, widths, left)
-        )
+        cells = (text.ljust(width) if flush else text.rjust(width) for text, width, flush in zip(line, widths, left))
         print("  ".join(cells).rstrip())
 
 
@@ -187,3 +206,14 @@ def cell(value: object) -> str:
     if value is None:
         return "-"
     return formats.number(value) if isinstance(value, float) else str(value)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def claims_table(claims: Sequence[dict], form: str = "{:.4g} ({:.4g} to {:.4g})") -> str:
+    """Claims as Markdown: name, value and spread by `form`, goal, whether it holds."""
+    lines = [(each["name"], form.format(each["value"], *each["spread"]), each["goal"], judged(each)) for each in claims]
+    return markdown(("claim", "value", "goal", ""), lines)

@@ -6,11 +6,10 @@ Hosts of `benchmarks/networks.py`, 2 to 32 of them with one rank each, whose cab
 rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer:
 - `dense`: torch's all-reduce of float32 over gloo. `topk`: all ranks gather all sparse vectors. `gtopk tree` and
   `gtopk butterfly`: `parallel/sparse.py`, which keeps 6,250 values of the sum.
-The sides take turns; ranks begin together, and the time is that from the first start to the last end. `model_ms` is
-`parallel/costs.py` with the cable's nominal rate, no latency, and nothing but payload: headers, acknowledgements,
-merges and everything else count as excess (`over_model`). `over_framed` allows for the headers of full frames, which
-carry 1448 bytes in 1514. The rate comes down as ranks share this machine's processors, so that these are idle (`idle`,
-in per cent) and the cables are what is waited for: all sides of one number of ranks have the same.
+Ranks begin together, and the time is that from the first start to the last end. `model_ms` is `parallel/costs.py` with
+the cable's nominal rate, no latency, and nothing but payload: everything else counts as excess (`over_model`).
+`over_framed` allows for the headers of full frames. The rate comes down as ranks share this machine's processors, so
+that these are idle (`idle`, in per cent) and the cables are what is waited for.
 In each run all ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
 """
 
@@ -44,30 +43,17 @@ RATES = {2: 16, 3: 16, 4: 16, 5: 16, 8: 4, 16: 2, 32: 1}  # Mbit/s, by ranks
 ROUNDS, DENSE_ROUNDS = 5, 3
 PATTERNS = {"topk": "gather", "gtopk tree": "tree", "gtopk butterfly": "butterfly"}
 GTOPK = ("gtopk tree", "gtopk butterfly")
-# Images a second of a worker by ranks, whole training steps of VGG-16 and AlexNet: Shi et al., 1901.04359, as plotted
-# by scripts/icdcs2019/communication.py of their repository.
-PUBLISHED = {
-    "VGG-16": {
-        "dense": {4: 104.2, 8: 92.56, 16: 39.48, 32: 12.6},
-        "topk": {4: 110.6, 8: 109.9, 16: 97.9, 32: 63.0},
-        "gtopk": {4: 131.1, 8: 130.6, 16: 126.4, 32: 123.2},
-    },
-    "AlexNet": {
-        "dense": {4: 14.01, 8: 12.12, 16: 4.94, 32: 1.234},
-        "topk": {4: 14.24, 8: 13.87, 16: 13.35, 32: 9.24},
-        "gtopk": {4: 16.54, 8: 16.45, 16: 16.36, 32: 15.78},
-    },
-}
 
 
 class Turn(NamedTuple):
-    """One turn of a side on one rank: seconds on the machine's clock, bytes, ticks of all processors (idle, all)."""
+    """One turn of a side on one rank: seconds on the machine's clock, ticks of all processors, bytes."""
 
     start: float
     end: float
+    idle: int
+    ticks: int
     sent: int
     received: int
-    ticks: Tuple[int, int]
 
 
 class Outcome(NamedTuple):
@@ -105,9 +91,6 @@ class Side:
             self.buffer.index_add_(0, part.indices, part.values)
         return kept
 
-    def digest(self) -> str:
-        return hashlib.sha256(self.buffer.numpy().tobytes()).hexdigest()
-
 
 def own_vector(rank: int) -> Sparse:
     """Random values at random places, multiples of 2**-16 below 8, of which float32 holds every sum of 32 exactly."""
@@ -130,26 +113,26 @@ def rank_takes_turns(rank: int, meet: Callable[[], object]) -> Dict[str, Outcome
         for name in list(sides)[:: -1 if number % 2 else 1]:
             if name == "dense" and number >= DENSE_ROUNDS:
                 continue
-            turn, kept = _take_turn(sides[name], meet)
+            side = sides[name]
+            turn, kept = _take_turn(side, meet)
             if name not in outcomes:
-                outcomes[name] = Outcome([], [], None if rank else sides[name].buffer.clone(), kept)
+                outcomes[name] = Outcome([], [], None if rank else side.buffer.clone(), kept)
             outcomes[name].turns.append(turn)
-            outcomes[name].digests.append(sides[name].digest())
+            outcomes[name].digests.append(hashlib.sha256(side.buffer.numpy().tobytes()).hexdigest())
     return outcomes
 
 
 def _take_turn(side: Side, meet: Callable[[], object]) -> Tuple[Turn, Sequence[Sparse]]:
     side.prepare()
     meet()
-    before, (sent, received) = networks.processors(), networks.traffic()
+    before = (*networks.processors(), *networks.traffic())
     meet()
     start = time.perf_counter()
     kept = side()
     end = time.perf_counter()
     meet()
-    after, (sent_after, received_after) = networks.processors(), networks.traffic()
-    ticks = (after[0] - before[0], after[1] - before[1])
-    return Turn(start, end, sent_after - sent, received_after - received, ticks), kept
+    after = (*networks.processors(), *networks.traffic())
+    return Turn(start, end, *(now - then for now, then in zip(after, before))), kept
 
 
 def check(outcomes: Sequence[Dict[str, Outcome]]) -> None:
@@ -167,9 +150,9 @@ def _whole(vector: Sparse) -> torch.Tensor:
     return torch.zeros(ELEMENTS, dtype=torch.float64).index_add_(0, vector.indices, vector.values.double())
 
 
-def model(name: str, ranks: int, rate: float) -> float:
-    """Seconds of a side's payload on cables of `rate` bits a second."""
-    link = Link(0.0, 8 / rate)
+def model(name: str, ranks: int) -> float:
+    """Seconds of a side's payload on the cables of so many ranks."""
+    link = Link(0.0, 8 / (RATES[ranks] * 1e6))
     if name == "dense":
         return costs.ring(link, ranks, 4 * ELEMENTS)
     return exchange.named(name).rounds(ranks) * link.message(costs.message_bytes(ENTRIES, "float32"))
@@ -184,9 +167,8 @@ def seconds(outcomes: Sequence[Dict[str, Outcome]], name: str) -> List[float]:
 def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict:
     """A row of the table."""
     ranks, times = len(outcomes), seconds(outcomes, name)
-    expected = model(name, ranks, RATES[ranks] * 1e6)
+    expected = model(name, ranks)
     turns = outcomes[0][name].turns
-    idle, ticks = (sum(turn.ticks[place] for turn in turns) for place in (0, 1))
     every = [turn for each in outcomes for turn in each[name].turns]
     return {
         "ranks": ranks,
@@ -198,7 +180,7 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
         "over_framed": statistics.median(times) / (expected * FRAME / PAYLOAD),
         "kb_sent": max(turn.sent for turn in every) / 1e3,
         "kb_received": max(turn.received for turn in every) / 1e3,
-        "idle": 100 * idle / ticks,
+        "idle": 100 * sum(turn.idle for turn in turns) / sum(turn.ticks for turn in turns),
         "dropped": dropped,
     }
 
@@ -215,33 +197,8 @@ def claimed(times: Dict[int, Dict[str, List[float]]]) -> List[dict]:
             found.append(claims.claim("gtopk_over_dense_p32", speedups, "times", ">= 14"))
     speedups = claims.ratios(times[4]["topk"], times[4]["gtopk butterfly"])
     found.append(claims.claim("butterfly_over_topk_p4", speedups, "times", ">= 1.0"))
-    excess = [
-        [each / model(name, ranks, RATES[ranks] * 1e6) for each in times[ranks][name]]
-        for ranks in (8, 16, 32)
-        for name in GTOPK
-    ]
+    excess = [[each / model(name, ranks) for each in times[ranks][name]] for ranks in (8, 16, 32) for name in GTOPK]
     return [*found, claims.claim("worst_time_over_model", max(excess, key=statistics.median), "times", "<= 1.15")]
-
-
-def print_published(times: Dict[int, Dict[str, List[float]]]) -> None:
-    """Speed-ups of the exchange here beside those of whole training steps in the paper."""
-    print("speed-up of gtopk (better pattern here, tree in the paper) over topk and over dense, by ranks:")
-    for other in ("topk", "dense"):
-        ours = {
-            ranks: statistics.median(sides[other]) / min(statistics.median(sides[name]) for name in GTOPK)
-            for ranks, sides in times.items()
-            if ranks in PUBLISHED["VGG-16"]["gtopk"]
-        }
-        theirs = {
-            network: {ranks: rate / table[other][ranks] for ranks, rate in table["gtopk"].items()}
-            for network, table in PUBLISHED.items()
-        }
-        for place, found in {
-            "the exchange, here": ours,
-            **{f"steps of {name}": each for name, each in theirs.items()},
-        }.items():
-            print(f"  over {other}, {place}: " + ", ".join(f"{ratio:.2f} ({ranks})" for ranks, ratio in found.items()))
-    print("published: whole steps on 32 hosts with slow processors and 1 Gbit/s, so no comparison one to one\n")
 
 
 def main() -> None:
@@ -255,5 +212,4 @@ def main() -> None:
         check(outcomes)
         times[ranks] = {name: seconds(outcomes, name) for name in outcomes[0]}
         rows += [row(outcomes, name, dropped) for name in outcomes[0]]
-    print_published(times)
     claims.report("exchange", rows, claimed(times), as_json)

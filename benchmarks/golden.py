@@ -18,14 +18,15 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import contextlib
+import hashlib
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 
-from benchmarks import ROOT, claims, digests
+from benchmarks import ROOT, claims
 from parallel.parent_death import bound_to_parent
 from recipe.errors import UserError
 
@@ -62,6 +63,27 @@ CASES: Dict[str, Case] = {
 }
 
 
+def digest_of(trees: Iterable[object]) -> str:
+    """SHA-256 of names, dtypes, shapes and values of all tensors in trees of dictionaries, such as checkpoints.
+
+    In the order of the names within each tree; equal only if all bits are.
+    """
+    found = hashlib.sha256()
+    for tree in trees:
+        for name, tensor in sorted(_tensors(tree)):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _tensors(tree: object, name: str = "") -> Iterator[Tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, branch in tree.items():
+            yield from _tensors(branch, f"{name}/{key}")
+
+
 def digest(checkout: Path, case: Case) -> str:
     """SHA-256 of every tensor that the case's run leaves when it is trained by the program in `checkout`.
 
@@ -70,10 +92,8 @@ def digest(checkout: Path, case: Case) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        if case.replicas == case.stages == 1:
-            start = ["train.py"]
-        else:
-            start = ["-m", "tools.launch", "--replicas", str(case.replicas), "--stages", str(case.stages)]
+        launch = ["-m", "tools.launch", "--replicas", str(case.replicas), "--stages", str(case.stages)]
+        start = ["train.py"] if case.replicas == case.stages == 1 else launch
         recipe = ["--config", "configs/quickstart.yaml", *_TINY, *case.overrides, f"run.output={run}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if case.ipu:
@@ -84,7 +104,7 @@ def digest(checkout: Path, case: Case) -> str:
             raise UserError(f"{checkout}: {' '.join(case.overrides)}: {ended.stdout}{ended.stderr}")
         newest = max((run / "checkpoints").glob("step-????????.pt"))
         files = [newest, *sorted(newest.parent.glob(f"{newest.stem}.replica-*.pt"))]
-        return digests.digest(torch.load(file, weights_only=True) for file in files)
+        return digest_of(torch.load(file, weights_only=True) for file in files)
 
 
 @contextlib.contextmanager

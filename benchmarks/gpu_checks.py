@@ -7,9 +7,9 @@ is met by chance is no fault.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import itertools
 from typing import Callable, Dict, Iterator, List, Tuple
 from unittest import mock
 
@@ -18,6 +18,7 @@ from timm.layers import Conv2dSame
 from torch import nn
 
 from benchmarks.gpu_measure import Row, Session
+from benchmarks.gpu_training import FORMATS
 from models.normalization import GroupNormAct
 from optim import lars
 from optim.half_weights import WeightState
@@ -25,49 +26,45 @@ from optim.lars import LARS
 from optim.lars_update import LarsUpdate
 from parallel.selection import largest
 
-_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # Many rows of 64 elements, a part of one, exactly one.
 _SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
 _STEPS = 3
+CHECKS = "checks"
 
-Layer = Callable[[], nn.Module]
+
+Found = Tuple[float, float, str]  # the error, its bound, and which of several outputs it is of
 
 
 def checks(session: Session) -> Iterator[Row]:
     """A row for each check; limit: the bound; note: what was worst, and the seed."""
     seed = torch.seed() % 2**31
-    checks = all_checks(session)
     return session.attempts(
-        {what: functools.partial(_row, session, what, check, seed) for what, check in checks.items()}
+        {what: functools.partial(_row, what, check, seed) for what, check in _all_checks(session).items()}
     )
 
 
-Check = Callable[[], Tuple[float, float, str]]
-
-
-def _row(session: Session, what: str, check: Check, seed: int) -> Row:
+def _row(what: str, check: Callable[[], Found], seed: int) -> Row:
     torch.manual_seed(seed)
     error, bound, name = check()
     verdict = "passed" if error <= bound else "FAILED"  # also where the error is NaN
-    return session.row(what, [error], "", limit=bound, note=f"{verdict}: {name}, seed {seed}")
+    return Row(CHECKS, what, (error,), limit=bound, note=f"{verdict}: {name}, seed {seed}")
 
 
-def all_checks(session: Session) -> Dict[str, Check]:
-    """By name: each gives the error, its bound, and which of several outputs it is of."""
+def passed(row: Row) -> bool:
+    """Whether a check has an error within its bound."""
+    return row.value is not None and row.limit is not None and row.value <= row.limit
+
+
+def _all_checks(session: Session) -> Dict[str, Callable[[], Found]]:
     plan, device = session.plan, session.device
-    halves = [getattr(torch, name) for name in plan.halves]
-    found: Dict[str, Check] = {}
-    for dtype in halves:
-        for name in _FORMATS:
-            found[f"group norm, {_named(dtype)}, {name}"] = functools.partial(
-                _group_norm, plan.norm, device, dtype, name
+    found: Dict[str, Callable[[], Found]] = {}
+    for half, layout in itertools.product(plan.halves, FORMATS):
+        norm = functools.partial(_group_norm, plan.norm, device, getattr(torch, half), FORMATS[layout])
+        found[f"group norm, {half}, {layout}"] = norm
+        for kernel, stride in plan.convolutions:
+            found[f"group conv {kernel} x {kernel} / {stride}, {half}, {layout}"] = functools.partial(
+                _group_conv, plan.conv, kernel, stride, device, getattr(torch, half), FORMATS[layout]
             )
-    for kernel, stride in plan.convolutions:
-        for dtype in halves:
-            for name in _FORMATS:
-                found[f"group conv {kernel} x {kernel} / {stride}, {_named(dtype)}, {name}"] = functools.partial(
-                    _group_conv, plan.conv, kernel, stride, device, dtype, name
-                )
     for trust in ("gradient", "momentum"):
         found[f"LARS ({trust}), float32 state"] = functools.partial(_lars, trust, device)
     found["LARS, bits rounded to float16"] = functools.partial(_rounding, device)
@@ -75,35 +72,31 @@ def all_checks(session: Session) -> Dict[str, Check]:
     return found
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).split(".")[1]
-
-
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _group_norm(shape, device: torch.device, dtype: torch.dtype, name: str) -> Tuple[float, float, str]:
+def _group_norm(shape, device: torch.device, dtype: torch.dtype, layout: torch.memory_format) -> Found:
     from models.kernels.group_norm import FusedGroupNormAct
 
     norm = GroupNormAct(shape[1], 4, 1e-3).to(device, dtype)
     with torch.no_grad():
         norm.weight.normal_(1.0, 0.3)
         norm.bias.normal_(0.0, 0.3)
-    return compared(norm, FusedGroupNormAct.of(norm), shape, dtype, _FORMATS[name])
+    return compared(norm, FusedGroupNormAct.of(norm), shape, dtype, layout)
 
 
-def _group_conv(shape, kernel: int, stride: int, device, dtype: torch.dtype, name: str) -> Tuple[float, float, str]:
+def _group_conv(shape, kernel: int, stride: int, device, dtype: torch.dtype, layout) -> Found:
     from models.kernels.group_conv import FusedGroupConv2d
 
     kind = Conv2dSame if stride == 2 else functools.partial(nn.Conv2d, padding=kernel // 2)
     channels = shape[1]
     conv = kind(channels, channels, kernel, stride=stride, groups=channels // 16, bias=False).to(device, dtype)
-    return compared(conv, FusedGroupConv2d.of(conv), shape, dtype, _FORMATS[name])
+    return compared(conv, FusedGroupConv2d.of(conv), shape, dtype, layout)
 
 
 def compared(
     layer: nn.Module, fused: nn.Module, shape, dtype: torch.dtype, memory_format: torch.memory_format
-) -> Tuple[float, float, str]:
+) -> Found:
     """Error and bound of that output or gradient of `fused` that is nearest to its bound, or beyond it.
 
     Args:
@@ -113,7 +106,7 @@ def compared(
     device = next(layer.parameters()).device
     x = (torch.randn(shape, device=device) + 0.5).to(dtype).contiguous(memory_format=memory_format)
     dy = torch.randn_like(layer(x).detach()).contiguous(memory_format=memory_format)
-    exact = _results(_doubled(layer), x.double(), dy.double())
+    exact = _results(copy.deepcopy(layer).double(), x.double(), dy.double())
     found, torchs = (_results(each, x, dy) for each in (fused, layer))
     worst: List[Tuple[float, float, float, str]] = []
     for name, reference in exact.items():
@@ -124,33 +117,20 @@ def compared(
     return error, bound, name
 
 
-def _doubled(layer: nn.Module) -> nn.Module:
-    return copy.deepcopy(layer).double()
-
-
 def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, torch.Tensor]:
     """Output, and gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
     y = layer(x)
     named = dict(layer.named_parameters())
     gradients = torch.autograd.grad(y, [x, *named.values()], dy)
-    return {
-        "output": y.detach(),
-        **dict(zip(["input's gradient", *(f"{name}'s gradient" for name in named)], gradients)),
-    }
+    names = ["input's gradient", *(f"{name}'s gradient" for name in named)]
+    return {"output": y.detach(), **dict(zip(names, gradients))}
 
 
 # Optimizer ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def update_by(kind: type) -> Iterator[None]:
-    """Within it a WeightState takes this LarsUpdate, whatever its device."""
-    with mock.patch.object(lars, "update_class", lambda device: kind):
-        yield
-
-
-def _lars(trust: str, device: torch.device) -> Tuple[float, float, str]:
+def _lars(trust: str, device: torch.device) -> Found:
     """Each number of the state is a few roundings of numbers up to the largest weight away."""
     from optim.kernels.lars import TritonLarsUpdate
 
@@ -174,7 +154,7 @@ def _lars(trust: str, device: torch.device) -> Tuple[float, float, str]:
     return errors[name], 8 * torch.finfo(torch.float32).eps * largest_weight, name
 
 
-def _rounding(device: torch.device) -> Tuple[float, float, str]:
+def _rounding(device: torch.device) -> Found:
     """Elements of float16 state that differ. Without momentum, decay and trust ratios, and from weights of 0, the
     gradients are what is rounded: nothing is computed before."""
     from optim.kernels.lars import TritonLarsUpdate
@@ -199,14 +179,14 @@ def _weight_state(
     def create(named: Dict[str, nn.Parameter]) -> LARS:
         return LARS([{"params": list(named.values()), "adapt": adapt}], lr=0.0, **{"momentum": 0.0, **options})
 
-    with update_by(kind):
+    with mock.patch.object(lars, "update_class", lambda device: kind):  # whatever the device
         return WeightState(own.items(), create, dtype=dtype, rounding="stochastic", seed=3)
 
 
 # Selection ------------------------------------------------------------------------------------------------------------
 
 
-def _largest(count: int, device: torch.device) -> Tuple[float, float, str]:
+def _largest(count: int, device: torch.device) -> Found:
     """Selection among values of which many are equal."""
     values = (torch.randn(count, device=device) * 64).round() / 64
     k = count // 100

@@ -2,14 +2,12 @@
 
     python -m benchmarks.gpu_suite [--quick] [--json]
 
-In this order: checks of the kernels on fresh random inputs; what the device copies and multiplies at best; training
-beside timm's loop, eager; the optimizer's update; the selection of the largest values; the loader beside the
-computation; the cost of repeating bit for bit; memory; and at last, for as long as time is left, training compiled.
-Each section has a time of its own. Tables are printed, and written to docs/results/gpu/DEVICE.md and .json after every
-section.
+In this order: checks of the kernels on fresh random inputs; training beside timm's loop, eager; the optimizer's update
+beside a copy; memory; and at last, for as long as time is left, training compiled. Each section has a time of its own.
+Tables are printed, and written to docs/results/gpu/DEVICE.md and .json after every section.
 
-Sections run in a process of their own: a kernel that reads where it must not, or a compiler that does not end, costs
-one figure. What was computed then says so, the next process goes on behind it.
+Each section runs in a process of its own: a kernel that reads where it must not, or a compiler that does not end, costs
+the rest of one section.
 """
 
 from __future__ import annotations
@@ -23,28 +21,96 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import contextlib
 import dataclasses
 import functools
+import importlib
+import itertools
 import json
+import re
 import tempfile
 import time
 from pathlib import Path
-from typing import List, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
-from benchmarks import ROOT, claims, gpu_report
-from benchmarks.gpu_checks import checks
-from benchmarks.gpu_measure import REAL, Plan, Row, reason
-from benchmarks.gpu_parts import CEILINGS, OPTIMIZER, SELECTION, ceilings, optimizer, selection
-from benchmarks.gpu_process import Process, Section
-from benchmarks.gpu_runs import DETERMINISM, FEED, MEMORY, determinism, feed, memory
-from benchmarks.gpu_training import SETTINGS, training
+from benchmarks import RESULTS, claims, optimizer, ranks
+from benchmarks.gpu_checks import CHECKS, checks, passed
+from benchmarks.gpu_measure import REAL, Plan, Row, Session, Side, missing, reason, recipe
+from benchmarks.gpu_training import CLAIMED, MEMORY, OURS, SETTINGS, TIMM, memory, training
+from models.efficientnet import build
 from recipe.errors import ConfigError
+from training.run_folder import describe_environment
 
+UPDATE = "update"
+IN_GRAPH = "ours, Triton, CUDA graph"
 _GRACE = 40.0  # seconds that a section may take beyond its time, which it only looks at between two turns
 _RESERVE = 20.0  # seconds before the end of all, in which the last section may take its turns
-_RESTARTS = 3  # of a section whose process was lost
+# A parameter. Gradient and weight are read for the norms (4 + 2); no weight may change before all norms are known, so
+# they are read again, with the momentum (4 + 2 + 2), and weight and momentum written (2 + 2).
+_BYTES = 18
+
+_HOW = """\
+Measured by `python -m benchmarks.gpu_suite`, all in one command of less than eight minutes; what there was no time for
+says so. Figures are medians over turns, in which the sides of a section are computed one after the other; CUDA's events
+are the clock, and what comes first (cuDNN's search, Triton's compiler) is left out. What the sides are, and what their
+limits are, is said in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
+
+
+class Section(NamedTuple):
+    """A part of the suite: `measure` gives its rows within about so many seconds."""
+
+    name: str
+    seconds: float
+    measure: Callable[[Session], Iterator[Row]]
+
+
+def update(session: Session) -> Iterator[Row]:
+    """Milliseconds of an update of the model's parameters; limit: 18 bytes each at the speed of the copy."""
+    plan, device = session.plan, session.device
+    named = itertools.islice(build(recipe(plan, 1).model, 0).named_parameters(), plan.tensors)
+    parameters = {name: nn.Parameter(parameter.detach().to(device)) for name, parameter in named}
+    moved = _BYTES * sum(parameter.numel() for parameter in parameters.values())
+    compare = functools.partial(
+        session.compare, figure=lambda seconds: 1e3 * seconds, unit="ms", calls=plan.queued, warm_up=3,
+        note=f"{moved // _BYTES:,} parameters, {plan.queued} updates queued",
+    )  # fmt: skip
+    (copy,) = compare(
+        {f"copy of {_BYTES} bytes a parameter": lambda stack: _call(optimizer.copy_of(moved, plan.device))}
+    )
+    yield copy
+    # The graph at the end: a capture that fails may leave the stream unusable.
+    makers = {
+        "ours, Triton": lambda stack: _our_update(parameters),
+        optimizer.TIMM: lambda stack: _call(optimizer.their_updates(parameters)[optimizer.TIMM]),
+        IN_GRAPH: lambda stack: _in_graph(_our_update(parameters), device),
+    }
+    yield from compare(makers, limit=copy.value)
+
+
+def _call(side: Callable[[int], object]) -> Side:
+    return functools.partial(side, 0)
+
+
+def _our_update(parameters: optimizer.Parameters) -> Side:
+    return _call(optimizer.updating(optimizer.weight_state(parameters, torch.float16, torch.float16, compile=False)))
+
+
+def _in_graph(side: Side, device: torch.device) -> Side:
+    if device.type != "cuda":
+        raise RuntimeError("CUDA graphs need CUDA")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            side()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side()
+    return graph.replay
 
 
 def _training(number: int, seconds: float) -> Section:
@@ -52,21 +118,16 @@ def _training(number: int, seconds: float) -> Section:
     return Section(setting.name(), seconds, functools.partial(training, setting=setting))
 
 
-SECTIONS = [
-    Section(gpu_report.CHECKS, 45, checks),
-    Section(CEILINGS, 8, ceilings),
-    _training(0, 95),
-    _training(1, 50),
-    _training(2, 35),
-    _training(3, 30),
-    Section(OPTIMIZER, 15, optimizer),
-    Section(SELECTION, 6, selection),
-    Section(FEED, 30, feed),
-    Section(DETERMINISM, 12, determinism),
+SECTIONS = (
+    Section(CHECKS, 45, checks),
+    _training(0, 70),
+    _training(1, 40),
+    _training(2, 30),
+    Section(UPDATE, 15, update),
     Section(MEMORY, 40, memory),
     # Nothing but its end ends a compiler, and it may take all that is left.
-    _training(4, 300),
-]
+    _training(3, 300),
+)
 
 
 def main() -> None:
@@ -74,46 +135,110 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("benchmarks.gpu_suite: PyTorch finds no CUDA device here; run it where there is one")
     with tempfile.TemporaryDirectory() as folder:  # a page is of a whole measurement
-        place = claims.less(ROOT / "docs" / "results" / "gpu", Path(folder))
         share = claims.less(1.0, 0.25)
         plan = dataclasses.replace(REAL, total=share * REAL.total)
         sections = [section._replace(seconds=share * section.seconds) for section in SECTIONS]
-        rows, machine = measured(plan, sections, place)
-    claims.report("gpu_suite", [row.columns() for row in rows], gpu_report.made_claims(rows), as_json=False)
-    print(
-        ", ".join(f"{name} {machine[name]}" for name in ("device", "memory_gib", "cuda", "cudnn", "triton", "revision"))
-    )
-    if as_json:
-        print(json.dumps(gpu_report.result(rows, machine), allow_nan=False))
+        rows, about = measured(plan, sections, claims.less(RESULTS / "gpu", Path(folder)))
+    claims.report("gpu_suite", [row.columns() for row in rows], made_claims(rows), as_json, about)
 
 
 def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[List[Row], dict]:
     """Rows of all sections, and the machine they are of; the files in `folder` are renewed after every section."""
-    end = time.monotonic() + plan.total
-    rows: List[Row] = []
-    process = Process(plan)
-    machine = process.machine
-    try:
-        for section in sections:
-            print(f"{section.name}: {end - time.monotonic():.0f} s are left", file=sys.stderr, flush=True)
-            section_end = min(end, time.monotonic() + section.seconds + _GRACE)
-            for _ in range(1 + _RESTARTS):
-                left = section_end - time.monotonic()
-                if left < 1:
-                    rows.append(Row.missing(section.name, "the rest", "no time was left"))
-                    break
-                try:
-                    process = process if process.alive else Process(plan)
-                except (RuntimeError, EOFError) as error:
-                    rows.append(Row.missing(section.name, "all", f"no process begins: {reason(error)}"))
-                    break
-                seconds = min(section.seconds, left - min(_RESERVE, left / 2))
-                outcome = process.run(section._replace(seconds=seconds), rows, left)
-                rows += outcome.rows
-                if outcome.finished:
-                    break
-            files = gpu_report.write([*rows, *gpu_report.PUBLISHED_ROWS], machine, folder)
-    finally:
-        process.end()
+    end, rows = time.monotonic() + plan.total, []
+    (about,) = ranks.run(1, machine, plan.device)
+    for section in sections:
+        left = min(end - time.monotonic(), section.seconds + _GRACE)
+        print(f"{section.name}: {end - time.monotonic():.0f} s are left", file=sys.stderr, flush=True)
+        if left < 1:
+            rows.append(missing(section.name, "all", "no time was left"))
+            continue
+        section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
+        try:
+            for row in ranks.stream(left, perform, section, plan, list(rows)):
+                rows.append(row)
+                value = f"{claims.cell(row.value)} {row.unit}, " if row.value is not None else ""
+                print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
+        except RuntimeError as error:
+            rows.append(missing(section.name, "the rest", reason(error)))
+        files = write(rows, about, folder)
     print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
-    return [*rows, *gpu_report.PUBLISHED_ROWS], machine
+    return rows, about
+
+
+def perform(section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
+    """A section's rows; if it raises, the last one says why there are no more."""
+    try:
+        yield from section.measure(Session(section.name, plan, section.seconds, before))
+    except Exception as error:
+        yield missing(section.name, "the rest", reason(error))
+
+
+def machine(_: int, name: str) -> dict:
+    """The machine and the program, as `claims.machine` and more."""
+    device = torch.device(name)
+    cuda = device.type == "cuda"
+    triton = None
+    with contextlib.suppress(ImportError):
+        triton = importlib.import_module("triton").__version__
+    return {
+        **claims.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else name,
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if cuda else None,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "triton": triton,
+        "revision": describe_environment()["revision"],
+    }
+
+
+def made_claims(rows: Sequence[Row]) -> List[dict]:
+    """Those of which there are figures."""
+    made = []
+    checked = [row for row in rows if row.section == CHECKS]
+    if checked:
+        made.append(claims.claim("failed_checks", [sum(not passed(row) for row in checked)], "checks", "<= 0"))
+    ours, timms = (_best(rows, side) for side in (OURS, TIMM))
+    if ours and timms:
+        ratios = claims.ratios(ours.repetitions, timms.repetitions)
+        made.append(claims.claim("g16_speedup_over_timm", ratios, "times", ">= 1.5"))
+    updates = [row for row in rows if row.section == UPDATE and row.what.startswith(OURS)]
+    updates = [row for row in updates if row.repetitions and row.limit]
+    if updates:  # in a graph, where that was captured
+        ratios = [each / updates[-1].limit for each in updates[-1].repetitions]
+        made.append(claims.claim("update_over_byte_floor", ratios, "times", "<= 1.5"))
+    return made
+
+
+def _best(rows: Sequence[Row], side: str) -> Optional[Row]:
+    found = [row for row in rows if row.section in CLAIMED and row.what.startswith(f"{side},") and row.repetitions]
+    return max(found, key=lambda row: row.value, default=None)
+
+
+def write(rows: Sequence[Row], about: dict, folder: Path) -> List[Path]:
+    """DEVICE.json and DEVICE.md in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    files = [folder / f"{stem}.json", folder / f"{stem}.md"]
+    content = claims.result("gpu_suite", [row.columns() for row in rows], made_claims(rows), about)
+    files[0].write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    files[1].write_text(markdown(rows, about), encoding="utf-8")
+    return files
+
+
+def markdown(rows: Sequence[Row], about: dict) -> str:
+    """A page of tables, one for each section."""
+    parts = [
+        f"# {about['device']}",
+        f"Measured on {about['date']} on {about['device']} ({about['memory_gib']} GiB): torch {about['torch']}, CUDA "
+        f"{about['cuda']}, cuDNN {about['cudnn']}, Triton {about['triton']}, revision {about['revision']}; "
+        f"{about['cores']} cores of {about['cpu']}.",
+        _HOW,
+    ]
+    by_section: Dict[str, list] = {}
+    for row in rows:
+        _, *columns = row.columns().values()
+        by_section.setdefault(row.section, []).append([claims.cell(each).replace("|", "/") for each in columns])
+    for section, lines in by_section.items():
+        head = ("", "median", "", "lowest", "highest", "limit", "")
+        parts += [f"## {section[0].upper()}{section[1:]}", claims.markdown(head, lines)]
+    return "\n\n".join([*parts, "## Claims", claims.claims_table(made_claims(rows))]) + "\n"

@@ -4,17 +4,12 @@
 
 One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py), which are in the
 page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64.
-Times are CPU seconds of the whole process, with all its threads. All sides take turns in an order that moves on from
-turn to turn; a ratio is between neighbours, that is of one turn.
+Times are CPU seconds of the whole process, with all its threads. All sides take turns; a ratio is of one turn.
 
 - `loader`: ours (by torch from files and from shards, by DALI) to uint8 micro batches, timm's and torchvision's to
   normalised float32 ones. timm has its own defaults (interpolation "random", a prefetcher) and is
   given bilinear, which is ours, and no prefetcher; it is compared as it is fastest.
 - `decode only`: whole images decoded from memory. The fastest is the limit for loaders that decode whole images.
-- `part`: what our torch reader does, one by one. `way`: from memory to boxes made that size, decoded in five ways.
-
-Before that, with workers and all cores: the first micro batch and memory of 1.28 million images, memory over epochs
-(benchmarks/loader_at_scale.py).
 """
 
 from __future__ import annotations
@@ -29,102 +24,79 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import functools
+import io
+import itertools
 import random
+import shutil
 import statistics
+import subprocess
 import time
-from typing import Any, Dict, Iterator, List, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
+import numpy as np
+import simplejpeg
 import torch
+import torchvision
+from PIL import Image
+from timm.data import create_dataset, create_loader
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
 
-from benchmarks import claims, loader_at_scale, loader_peers
-from benchmarks.loader_parts import Side, decoders, parts, shown, ways
+from benchmarks import CACHE, claims
 from benchmarks.photographs import CLASSES, FOLDER, photographs
+from data.batches import MicroBatch
+from data.encoded import EncodedSource
 from data.loader import training_batches
 from data.sources import open_source
+from parallel.parent_death import bound_to_parent
+from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
 SIZES = (380, 160)
 MICRO = 64
 TURNS = 15  # of one micro batch each: the shorter they are, the less the machine changes from one side to the next
-REPETITIONS = 3  # of what runs in processes of its own
-READERS = ("ours, torch", "ours, torch, shards", "ours, DALI")
 _STILL = 0.01  # seconds without work by which threads are known to be idle
+SHARDS = CACHE / "photographs_shards"
+AREA, ASPECT, FLIP = (0.05, 1.0), (3 / 4, 4 / 3), 0.5  # of random crops, as our recipes have them
+READERS: Dict[str, dict] = {
+    "ours, torch": {"workers": 0},
+    "ours, torch, shards": {"workers": 0, "source": "shards", "train_folder": SHARDS.name},
+    "ours, DALI": {"workers": 1, "reader": "dali"},
+}
 
 Key = Tuple[str, str]
 
 
-def our_data(reader: str) -> Data:
-    """The data section of a recipe for one of READERS."""
-    root = {"root": str(FOLDER.parent), "crop_area": loader_peers.AREA, "crop_aspect": loader_peers.ASPECT}
-    if reader == "ours, DALI":
-        return Data(**root, train_folder=FOLDER.name, reader="dali", workers=1)
-    if reader == "ours, torch, shards":
-        return Data(**root, source="shards", train_folder=loader_at_scale.packed().name, workers=0)
-    return Data(**root, train_folder=FOLDER.name, workers=0)
+class Side(NamedTuple):
+    """Something whose time is taken. prepare: makes its input from the number of a turn; does not count."""
+
+    run: Callable[[Any], object]
+    prepare: Callable[[int], Any] = int
 
 
-def our_batches(reader: str, size: int) -> Iterator[Any]:
-    data = our_data(reader)
-    return training_batches(
-        open_source(data, len(CLASSES), "train"),
-        data=data,
-        image_size=size,
-        global_batch=MICRO,
-        micro=MICRO,
-        seed=0,
-        first_step=0,
-        last_step=10**6,
+def sides() -> Dict[Key, Side]:
+    """All that takes turns, by part and name; the decoders between the loaders of the two sizes."""
+    large, small = (
+        {(f"loader {size} px", name): Side(functools.partial(_take, each)) for name, each in loaders(size).items()}
+        for size in SIZES
     )
-
-
-def loaders(size: int) -> List[Side]:
-    part = f"loader {size} px"
-    timm = functools.partial(loader_peers.timm_batches, FOLDER, size, MICRO)
-    sources: Dict[str, Iterator[Any]] = {
-        **{name: our_batches(name, size) for name in READERS},
-        "timm": timm("random", prefetcher=True),
-        "timm, bilinear": timm("bilinear", prefetcher=True),
-        "timm, bilinear, no prefetcher": timm("bilinear", prefetcher=False),
-        "torchvision, Pillow": loader_peers.torchvision_batches(FOLDER, size, MICRO, "pil"),
-        "torchvision, tensors": loader_peers.torchvision_batches(FOLDER, size, MICRO, "tensor"),
-    }
-    return [Side(part, name, functools.partial(_take, batches)) for name, batches in sources.items()]
+    files = functools.partial(encoded, open_source(our_data("ours, torch"), len(CLASSES), "train"))
+    bare = {("decode only", name): Side(functools.partial(_each, each), files) for name, each in decoders().items()}
+    return {**large, **bare, **small}
 
 
 def _take(batches: Iterator[Any], turn: int) -> None:
     next(batches)
 
 
-def sides() -> List[Side]:
-    """All that takes turns, those that claims compare beside each other."""
-    data = our_data("ours, torch")
-    source = open_source(data, len(CLASSES), "train")
-    large, small = (functools.partial(shown, source, data, MICRO, size) for size in SIZES)
-    found = [*loaders(SIZES[0]), *decoders(large), *loaders(SIZES[1])]
-    for size, prepare in zip(SIZES, (large, small)):
-        found += ways(f"way {size} px", size, prepare)
-        found += parts(f"part {size} px", size, source, data, prepare)
-    return found
+def _each(function: Callable[[bytes], object], files: List[bytes]) -> None:
+    for each in files:
+        function(each)
 
 
-def in_turn(all_sides: List[Side]) -> Dict[Key, List[float]]:
-    """Seconds an image, turn by turn. The first turn, which does not count, starts what must be started."""
-    times: Dict[Key, List[float]] = {(side.part, side.name): [] for side in all_sides}
-    number = 1 + _turns()
-    for turn in claims.progress(range(number), "turn"):
-        first = turn * len(all_sides) // number
-        for side in [*all_sides[first:], *all_sides[:first]]:
-            seconds = _seconds_an_image(side, turn)
-            if turn:
-                times[side.part, side.name].append(seconds)
-    return times
-
-
-def _turns() -> int:
-    return claims.less(TURNS, 2)
-
-
-def _seconds_an_image(side: Side, turn: int) -> float:
+def seconds_an_image(side: Side, turn: int) -> float:
+    """CPU seconds of all threads for an image of one turn."""
     prepared = side.prepare(turn)
     start = time.process_time()
     side.run(prepared)
@@ -134,8 +106,7 @@ def _seconds_an_image(side: Side, turn: int) -> float:
         time.sleep(_STILL)  # at least once: they may not have noticed yet
         before, now = now, time.process_time()
         if now - before < _STILL / 4:
-            break
-    return (now - start) / (MICRO if side.images is None else side.images(prepared))
+            return (now - start) / MICRO
 
 
 def fastest(times: Dict[Key, List[float]], part: str, start: str = "") -> List[float]:
@@ -150,7 +121,7 @@ def row(key: Key, values: List[float], bare: List[float]) -> dict:
         "side": key[1],
         **claims.milliseconds(values, "_per_image"),
         "images_per_second": 1 / statistics.median(values),
-        "of_bare_decode": statistics.median(claims.ratios(bare, values)),
+        "of_bare_decode": claims.median_ratio(bare, values),
     }
 
 
@@ -168,24 +139,104 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
     ]
 
 
-def claims_at_scale() -> List[dict]:
-    measured = {
-        what: [
-            loader_at_scale.measure(what) for _ in claims.turns(REPETITIONS, f"1.28 million images, {what}", at_most=1)
-        ]
-        for what in ("folder", "shards", "epochs")
+def our_batches(reader: str, size: int) -> Iterator[MicroBatch]:
+    """Micro batches of the photographs by one of READERS, without end for our purposes."""
+    data = our_data(reader)
+    return training_batches(
+        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=MICRO, micro=MICRO, seed=0,
+        first_step=0, last_step=10**6,
+    )  # fmt: skip
+
+
+def our_data(reader: str) -> Data:
+    """The data section of a recipe."""
+    fixed = {"root": str(CACHE), "train_folder": FOLDER.name, "crop_area": AREA, "crop_aspect": ASPECT}
+    return Data(**{**fixed, **READERS[reader]})
+
+
+def pack() -> None:
+    """The photographs in shards in SHARDS; made where they are older than the photographs."""
+    newest, manifest = photographs()[-1], SHARDS / "shards.json"
+    if not manifest.exists() or manifest.stat().st_mtime < newest.stat().st_mtime:
+        shutil.rmtree(SHARDS, ignore_errors=True)
+        command = [sys.executable, "-m", "tools.shards", "pack", str(FOLDER), str(SHARDS), "--images-per-shard", "1000"]
+        subprocess.run(bound_to_parent(command), check=True, stdout=subprocess.DEVNULL)
+
+
+def loaders(size: int) -> Dict[str, Iterator[Any]]:
+    """Loaders of the photographs, one process each, without end. Crop and flip only.
+
+    timm's default interpolation is "random", bilinear or bicubic; its prefetcher normalises whole batches (what its
+    train.py does by default, also on a CPU).
+    """
+    timms = {
+        "timm": ("random", True),
+        "timm, bilinear": ("bilinear", True),
+        "timm, bilinear, no prefetcher": ("bilinear", False),
+    }
+    return {
+        **{name: our_batches(name, size) for name in READERS},
+        **{name: _timm_batches(size, *options) for name, options in timms.items()},
+        "torchvision, Pillow": _torchvision_batches(size, tensors=False),
+        "torchvision, tensors": _torchvision_batches(size, tensors=True),
     }
 
-    def values(what: str, name: str) -> List[float]:
-        return [each[name] for each in measured[what]]
 
-    return [
-        claims.claim("first_batch_seconds", values("folder", "first_batch_seconds"), "s", "<= 2"),
-        claims.claim("first_batch_seconds_shards", values("shards", "first_batch_seconds"), "s", "<= 2"),
-        claims.claim("index_megabytes", values("folder", "index_megabytes"), "MB", "<= 300"),
-        claims.claim("index_megabytes_shards", values("shards", "index_megabytes"), "MB", "<= 300"),
-        claims.claim("memory_growth_per_epoch_megabytes", values("epochs", "growth"), "MB", "<= 1"),
-    ]
+def _timm_batches(size: int, interpolation: str, prefetcher: bool) -> Iterator[Any]:
+    loader = create_loader(
+        create_dataset("", root=str(FOLDER), is_training=True), (3, size, size), MICRO, is_training=True, scale=AREA,
+        ratio=ASPECT, hflip=FLIP, color_jitter=0.0, interpolation=interpolation, num_workers=0,
+        use_prefetcher=prefetcher, device=torch.device("cpu"),
+    )  # fmt: skip
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def _torchvision_batches(size: int, tensors: bool) -> Iterator[Any]:
+    """The pipeline of torchvision's references/classification; `tensors`: what is decoded and cropped, or Pillow's."""
+    crop = [v2.RandomResizedCrop(size, scale=AREA, ratio=ASPECT, antialias=True), v2.RandomHorizontalFlip(FLIP)]
+    normalise = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    to_tensor = [] if tensors else [v2.PILToTensor()]
+    transform = v2.Compose([*crop, *to_tensor, v2.ToDtype(torch.float32, scale=True), normalise])
+    opened = {"loader": lambda path: _by_torchvision(Path(path).read_bytes())} if tensors else {}
+    images = torchvision.datasets.ImageFolder(str(FOLDER), transform, **opened)
+    loader = DataLoader(images, MICRO, shuffle=True, drop_last=True, num_workers=0)
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def encoded(source: EncodedSource, step: int) -> List[bytes]:
+    """The files that a run with seed 0 shows in a step of one micro batch."""
+    epoch, within = divmod(step, steps_per_epoch(len(source), MICRO))
+    indices = source.order(0, epoch)[within * MICRO : (within + 1) * MICRO]
+    return [source.encoded(index) for index in indices.tolist()]
+
+
+def decoders() -> Dict[str, Callable[[bytes], object]]:
+    """Functions that decode a whole image."""
+    return {
+        "torchvision": _by_torchvision,
+        "simplejpeg": simplejpeg.decode_jpeg,
+        "nvimgcodec": _nvimgcodec(),
+        "Pillow": lambda data: Image.open(io.BytesIO(data)).load(),
+    }
+
+
+def _by_torchvision(data: bytes) -> torch.Tensor:
+    """uint8 [3, height, width]."""
+    # The operator, because torchvision.io.decode_jpeg warns at every call; a bytearray, because torch warns of bytes.
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.ops.image.decode_jpeg(buffer, torchvision.io.ImageReadMode.RGB.value)
+
+
+def _nvimgcodec() -> Callable[[bytes], np.ndarray]:
+    from nvidia import nvimgcodec
+
+    decoder = nvimgcodec.Decoder(
+        device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        max_num_cpu_threads=1,
+        backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)],
+    )
+    parameters = nvimgcodec.DecodeParams(apply_exif_orientation=False)
+    return lambda data: np.asarray(decoder.decode(nvimgcodec.CodeStream(data), params=parameters))
 
 
 def bytes_per_value() -> List[float]:
@@ -195,22 +246,21 @@ def bytes_per_value() -> List[float]:
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="10 minutes", quick="3 minutes").json
+    as_json = claims.begin(__doc__, takes="6 minutes", quick="2 minutes").json
     paths = photographs()
-    size = statistics.mean(path.stat().st_size for path in paths)
-    at_scale = claims_at_scale()
+    pack()
     # Before anything makes a thread: those of DALI are to share this core.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     random.seed(0)  # what timm draws from; torchvision draws from torch
     torch.manual_seed(0)
-    times = in_turn(sides())
+    times = claims.in_turn(sides(), TURNS, seconds_an_image)
     bare = fastest(times, "decode only")
     rows = [row(key, values, bare) for key, values in times.items()]
     made = [
         *speed_claims(times),
         claims.claim("bytes_per_channel_value", bytes_per_value(), "bytes", "<= 1"),
-        *at_scale,
     ]
-    print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; {_turns()} turns of {MICRO} images")
+    size = statistics.mean(path.stat().st_size for path in paths)
+    print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; turns of {MICRO} images")
     claims.report("loader", rows, made, as_json)

@@ -8,23 +8,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
 import tempfile
-import traceback
-from multiprocessing import connection
-from typing import Any, Callable, List, Optional, Tuple
+from pathlib import Path
+from typing import Any, Callable, List, Tuple
 
-import torch
 from torch import distributed
 
 from benchmarks import ranks
-from parallel.parent_death import die_with_parent
 from recipe.errors import ConfigError
 
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it
@@ -114,7 +111,7 @@ class Network:
             _batch("tc", [f"qdisc add dev {_CABLE} {limit}"], name)
 
     def _remove(self) -> None:
-        # Whoever is impatient would leave the rest behind.
+        # A second signal would leave the rest behind.
         before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
         for name in (*self._names, self._switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -122,24 +119,40 @@ class Network:
             signal.signal(number, handler)
 
 
-def run(network: Network, function: Callable, *args: Any, connect: bool = True) -> List[Any]:
-    """Calls function(rank, meet, *args) in a process on each host and returns the results, by rank.
+def run(network: Network, function: Callable, *args: Any) -> List[Any]:
+    """Call function(rank, meet, *args) in a process on each host; return the results by rank.
 
     The processes are forked from this one, so that what it has imported costs nothing, and joined by gloo over their
-    cables. meet() returns once all ranks have called it, without a word on the network. Each has one torch thread.
-
-    Args:
-        connect: False leaves torch.distributed to the function; MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE
-            and LOCAL_WORLD_SIZE are set as torchrun would on each host.
+    cables. meet() returns once all ranks have called it, and sends nothing over the network.
 
     Raises:
         RuntimeError: a rank failed or died; the others are killed before.
     """
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
+    barrier = multiprocessing.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
     with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store" if connect else None
-        return ranks.results_of(context, network.hosts, _rank, network, store, function, (barrier.wait, *args))
+        prepare = functools.partial(_join, network, f"{folder}/store")
+        return ranks.results_of("fork", network.hosts, prepare, _meeting, barrier.wait, function, args)
+
+
+def _meeting(rank: int, meet: Callable[[], object], function: Callable, args: tuple) -> Any:
+    result = function(rank, meet, *args)
+    meet()  # none leaves while others still need it
+    return result
+
+
+def _join(network: Network, store: str, rank: int) -> None:
+    """Move this process to its host and connect it with the others."""
+    network.enter(rank)
+    for name, value in _TCP.items():
+        Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
+    os.environ["GLOO_SOCKET_IFNAME"] = _CABLE
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(store, network.hosts),
+        rank=rank,
+        world_size=network.hosts,
+        timeout=_PATIENCE,
+    )
 
 
 def traffic() -> Tuple[int, int]:
@@ -154,37 +167,6 @@ def processors() -> Tuple[int, int]:
     with open("/proc/stat", encoding="ascii") as stream:
         ticks = [int(text) for text in stream.readline().split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
-
-
-def _rank(
-    rank: int, writer: connection.Connection, network: Network, store: Optional[str], function: Callable, args: tuple
-) -> None:
-    die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
-    torch.set_num_threads(1)
-    try:
-        network.enter(rank)
-        for name, value in _TCP.items():
-            with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as stream:
-                stream.write(value)
-        os.environ.update(GLOO_SOCKET_IFNAME=_CABLE, MASTER_ADDR=_ADDRESS.format(1), MASTER_PORT="29500")
-        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(network.hosts), LOCAL_WORLD_SIZE="1")
-        if store is not None:
-            distributed.init_process_group(
-                "gloo",
-                store=distributed.FileStore(store, network.hosts),
-                rank=rank,
-                world_size=network.hosts,
-                timeout=_PATIENCE,
-            )
-        message = (True, function(rank, *args))
-        args[0]()  # none leaves while others still need it
-    except BaseException:
-        message = (False, traceback.format_exc())
-    writer.send_bytes(pickle.dumps(message))  # by value: a tensor's memory would go with this process
-    writer.close()
-    os._exit(0)  # not what the parent would do at its end
 
 
 def _remove_leftovers() -> None:

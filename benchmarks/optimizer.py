@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import statistics
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Mapping, Tuple
 
 import timm.optim
 import torch
@@ -44,18 +44,23 @@ _TURNS = 21
 _LR, _DECAY, _MOMENTUM = 0.1, 2.5e-6, 0.885
 _BYTES = 12  # a parameter: gradient read, weight and momentum read and written
 
-Sides = Dict[str, Callable[[int], None]]
+OURS, TIMM = "LARS, float16 state, compiled", "timm Lars, float32"
+COPY = "copy of 12 bytes a parameter"
+ROUNDING, CAST = "stochastic rounding, compiled", "cast to float16, compiled"
+
+Parameters = Mapping[str, nn.Parameter]
+Sides = Dict[str, Callable[[int], object]]
 
 
 def main() -> None:
     as_json = claims.begin(__doc__, takes="4 minutes", quick="3 minutes").json
     parameters = b4_parameters()
     count = sum(parameter.numel() for parameter in parameters.values())
-    updates, states = our_updates(parameters)
-    sides: Sides = {**updates, **their_updates(parameters), "copy of 12 bytes a parameter": copy_of(count * _BYTES)}
-    sides.update(roundings(count))
+    updates, state = our_updates(parameters)
+    sides = {**updates, **their_updates(parameters), COPY: copy_of(count * _BYTES), **roundings(count)}
     times = claims.in_turn(sides, _TURNS, at_most=3)
-    claims.report("optimizer", rows(times, count), found(times, states["LARS, float16 state, compiled"]), as_json)
+    rows = [row(name, seconds, count) for name, seconds in times.items()]
+    claims.report("optimizer", rows, found(times, state), as_json)
 
 
 def b4_parameters() -> Dict[str, nn.Parameter]:
@@ -63,29 +68,24 @@ def b4_parameters() -> Dict[str, nn.Parameter]:
     return dict(build(Model(), 0).named_parameters())
 
 
-def our_updates(parameters: Dict[str, nn.Parameter]) -> tuple:
-    """Updates by name, and the WeightState of each. Raises ConfigError where nothing can be compiled."""
+def our_updates(parameters: Parameters) -> Tuple[Sides, WeightState]:
+    """Updates by name, and the state of the first. Raises ConfigError where nothing can be compiled."""
     kinds = {
-        "LARS, float16 state, compiled": (torch.float16, torch.float16, True),
+        OURS: (torch.float16, torch.float16, True),
         "LARS, float16 state, uncompiled": (torch.float16, torch.float16, False),
         "LARS, float16 state, float32 compute, compiled": (torch.float32, torch.float16, True),
         "LARS, float32 state, compiled": (torch.float32, torch.float32, True),
         "LARS, float32 state, uncompiled": (torch.float32, torch.float32, False),
     }
-    states = {name: _weight_state(parameters, *kind) for name, kind in kinds.items()}
+    states = {name: weight_state(parameters, *kind) for name, kind in kinds.items()}
     for state in states.values():
         if state.notes and "uncompiled" in state.notes[0]:
             raise ConfigError(f"benchmarks.optimizer: {state.notes[0]}")
-    divisor = torch.tensor(128.0)
-    return {
-        name: lambda step, state=state: state.update(step, _LR, divisor, measure=False)
-        for name, state in states.items()
-    }, states
+    return {name: updating(state) for name, state in states.items()}, states[OURS]
 
 
-def _weight_state(
-    parameters: Dict[str, nn.Parameter], compute: torch.dtype, dtype: torch.dtype, compile: bool
-) -> WeightState:
+def weight_state(parameters: Parameters, compute: torch.dtype, dtype: torch.dtype, compile: bool) -> WeightState:
+    """LARS on copies of the parameters in `compute`, on their device; `dtype`: of weights and momentum."""
     section = Section(name="lars", momentum=_MOMENTUM, weight_decay=_DECAY)
     norms = norm_parameters(build(Model(), 0))
     own = {name: nn.Parameter(parameter.detach().to(compute, copy=True)) for name, parameter in parameters.items()}
@@ -97,13 +97,18 @@ def _weight_state(
     return state
 
 
-def their_updates(parameters: Dict[str, nn.Parameter]) -> Sides:
+def updating(state: WeightState) -> Callable[[int], object]:
+    """A side that updates the state."""
+    divisor = torch.tensor(128.0, device=state.flat.device)
+    return lambda step: state.update(step, _LR, divisor, measure=False)
+
+
+def their_updates(parameters: Parameters) -> Sides:
     """The steps of other libraries, on float32 state: gradients come unscaled, and nothing is checked or rounded."""
+    options = {"lr": _LR, "momentum": _MOMENTUM, "weight_decay": _DECAY}
     makers = {
-        "timm Lars, float32": lambda own: timm.optim.Lars(own, lr=_LR, momentum=_MOMENTUM, weight_decay=_DECAY),
-        "torch SGD foreach, float32": lambda own: torch.optim.SGD(
-            own, lr=_LR, momentum=_MOMENTUM, weight_decay=_DECAY, foreach=True
-        ),
+        TIMM: lambda own: timm.optim.Lars(own, **options),
+        "torch SGD foreach, float32": lambda own: torch.optim.SGD(own, foreach=True, **options),
     }
     sides: Sides = {}
     for name, make in makers.items():
@@ -115,9 +120,9 @@ def their_updates(parameters: Dict[str, nn.Parameter]) -> Sides:
     return sides
 
 
-def copy_of(moved: int) -> Callable[[int], None]:
+def copy_of(moved: int, device: str = "cpu") -> Callable[[int], object]:
     """A copy that reads and writes so many bytes, half of them each."""
-    source = torch.ones(moved // 2, dtype=torch.uint8)
+    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return lambda step: target.copy_(source)
 
@@ -136,8 +141,8 @@ def roundings(count: int) -> Sides:
         raise ConfigError(f"benchmarks.optimizer: {note}")
     cast = torch.compile(_cast, dynamic=False)
     return {
-        "cast to float16, compiled": lambda step: cast(source, out),
-        "stochastic rounding, compiled": lambda step: rounding(run, step),
+        CAST: lambda step: cast(source, out),
+        ROUNDING: lambda step: rounding(run, step),
         "stochastic rounding, uncompiled": lambda step: rounding(in_parts, step),
     }
 
@@ -146,29 +151,17 @@ def _cast(source: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(source)
 
 
-def rows(times: Dict[str, List[float]], count: int) -> List[dict]:
-    return [
-        {
-            "what": name,
-            **claims.milliseconds(seconds, low="lowest", high="highest"),
-            "ns a parameter": 1e9 * statistics.median(seconds) / count,
-        }
-        for name, seconds in times.items()
-    ]
+def row(name: str, seconds: List[float], count: int) -> dict:
+    times = claims.milliseconds(seconds, low="lowest", high="highest")
+    return {"what": name, **times, "ns a parameter": 1e9 * statistics.median(seconds) / count}
 
 
 def found(times: Dict[str, List[float]], state: WeightState) -> List[dict]:
     """The claims."""
-    ours = "LARS, float16 state, compiled"
-
-    def ratios(one: str, other: str) -> List[float]:
-        return claims.ratios(times[one], times[other])
-
-    rounding, cast = "stochastic rounding, compiled", "cast to float16, compiled"
     return [
-        claims.claim("time_over_timm_lars", ratios(ours, "timm Lars, float32"), "x", "<= 1.0"),
-        claims.claim("time_over_copy_limit", ratios(ours, "copy of 12 bytes a parameter"), "x", "<= 4"),
-        claims.claim("rounding_over_cast", ratios(rounding, cast), "x", "<= 2"),
+        claims.claim("time_over_timm_lars", claims.ratios(times[OURS], times[TIMM]), "x", "<= 1.0"),
+        claims.claim("time_over_copy_limit", claims.ratios(times[OURS], times[COPY]), "x", "<= 4"),
+        claims.claim("rounding_over_cast", claims.ratios(times[ROUNDING], times[CAST]), "x", "<= 2"),
         claims.claim("state_bytes_per_parameter", [saved_bytes(state)], "bytes", "<= 4"),
     ]
 

@@ -14,7 +14,7 @@ import json
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, Dict, List, Tuple
+from typing import Dict, List, Tuple
 
 import skimage.data
 from PIL import Image, ImageEnhance, ImageOps
@@ -24,7 +24,7 @@ from recipe.randomness import Stream, key
 
 FOLDER = CACHE / "photographs"
 CLASSES = ("class0", "class1", "class2")
-COUNT, SMALL_COUNT = 1200, 2000
+COUNT = 1200
 QUALITIES = (88, 97)
 _SIZES = (75_000, 145_000)  # bytes
 _SMALLEST_PART = 0.8  # of the pixels a side that the file has: what is enlarged more than 1.25 times is blurred
@@ -36,21 +36,10 @@ _VERSION = 1  # of this file's choices: others make other files
 
 def photographs() -> List[Path]:
     """Their paths, in order, made first where they are not there or are not what was made."""
-    return _cached("photographs", COUNT, _make)
-
-
-def small_photographs() -> List[Path]:
-    """2,000 files of 125 x 94 pixels and 94 x 125: the photographs made smaller, some of them twice."""
-    return _cached("small_photographs", SMALL_COUNT, _make_small)
-
-
-def _cached(name: str, count: int, make: Callable[[List[Path]], None]) -> List[Path]:
-    paths = [CACHE / name / CLASSES[number % len(CLASSES)] / f"{number:04d}.jpg" for number in range(count)]
-    manifest = CACHE / f"{name}.json"
+    paths = [FOLDER / CLASSES[number % len(CLASSES)] / f"{number:04d}.jpg" for number in range(COUNT)]
+    manifest = FOLDER.with_suffix(".json")
     if not (manifest.exists() and json.loads(manifest.read_text()) == _described(paths)):
-        shutil.rmtree(CACHE / name, ignore_errors=True)
-        for folder in {path.parent for path in paths}:
-            folder.mkdir(parents=True)
+        shutil.rmtree(FOLDER, ignore_errors=True)
         make(paths)
         manifest.write_text(json.dumps(_described(paths)))
     return paths
@@ -65,18 +54,13 @@ def _described(paths: List[Path]) -> Dict[str, str]:
     return {"version": str(_VERSION), "sha256": digest.hexdigest(), **made_by}
 
 
-def _make(paths: List[Path]) -> None:
+def make(paths: List[Path]) -> None:
+    """Write the files."""
     sources = [_opened(name) for name in _SOURCES]
     for number, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Sources change more slowly than classes, so that each class has parts of all.
         path.write_bytes(_photograph(sources[number // len(CLASSES) % len(sources)], number))
-
-
-def _make_small(paths: List[Path]) -> None:
-    large = photographs()
-    for number, path in enumerate(paths):
-        with Image.open(large[number % len(large)]) as image:
-            path.write_bytes(_jpeg(image.resize((image.width // 4, image.height // 4)), 90))
 
 
 def _opened(name: str) -> Image.Image:

@@ -14,17 +14,16 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-from typing import Sequence
+from typing import List, Sequence
 
-from benchmarks.claims import begin, claim, report
+from benchmarks import claims
 from tools.planning import published
 from tools.planning.published import Comparison, Series
 
 
 def main() -> None:
-    """Compares, and prints rows and claims."""
-    as_json = begin(__doc__, takes="5 seconds", quick="5 seconds").json
-    pods, gpus = (_compared(series) for series in (published.PODS, published.A100))
+    as_json = claims.begin(__doc__, takes="5 seconds", quick="5 seconds").json
+    pods, gpus = _compared(published.PODS), _compared(published.A100)
     rows = [
         {
             "series": each.name,
@@ -35,16 +34,12 @@ def main() -> None:
         }
         for each in (*pods, *gpus)
     ]
-    claims = [
-        claim("worst_error_bow_pods", [_worst(pods)], "relative", "<= 0.10"),
-        claim("worst_error_a100", [_worst(gpus)], "relative", "<= 0.10"),
+    made = [
+        claims.claim(f"worst_error_{name}", [max(abs(each.error) for each in compared)], "relative", "<= 0.10")
+        for name, compared in (("bow_pods", pods), ("a100", gpus))
     ]
-    report("plan", rows, claims, as_json)
+    claims.report("plan", rows, made, as_json)
 
 
-def _compared(many: Sequence[Series]) -> list:
+def _compared(many: Sequence[Series]) -> List[Comparison]:
     return [comparison for series in many for comparison in published.compare(series)]
-
-
-def _worst(comparisons: Sequence[Comparison]) -> float:
-    return max(abs(comparison.error) for comparison in comparisons)

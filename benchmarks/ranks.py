@@ -1,14 +1,16 @@
-"""Shared by benchmarks of several processes: ranks of this machine with one thread each, their turns, our engine."""
+"""Shared by benchmarks with processes of their own: how these start, ranks that take turns, and our engine in them."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import pickle
+import signal
 import socket
 import time
 import traceback
 from multiprocessing import connection
-from multiprocessing.context import BaseContext
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
@@ -30,7 +32,7 @@ class Turn(NamedTuple):
 
 
 def run(size: int, function: Callable, *args: Any) -> List[Any]:
-    """Calls function(rank, *args) in `size` fresh processes of one torch thread each; their results by rank.
+    """Call function(rank, *args) in `size` fresh processes of one torch thread each; return the results by rank.
 
     MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE are set as `parallel/processes.py` reads them. The function and what
     it takes and returns travel by pickle.
@@ -41,23 +43,17 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    return results_of(multiprocessing.get_context("spawn"), size, _rank, size, port, function, args)
+    return results_of("spawn", size, functools.partial(_on_this_host, size, port), function, *args)
 
 
-def results_of(context: BaseContext, size: int, target: Callable, *args: Any) -> List[Any]:
-    """Calls target(rank, writer, *args) in a process for each rank; returns the results by rank.
-
-    Args:
-        target: sends one message: (True, the result) or (False, its error).
-
-    Raises:
-        RuntimeError: a rank failed or died; the others are killed before.
-    """
-    processes, waiting, results = [], {}, {}
+def results_of(way: str, size: int, prepare: Callable[[int], None], function: Callable, *args: Any) -> List[Any]:
+    """run() in processes that start by `way` ("spawn" or "fork") and call prepare(rank) before the function."""
+    context, processes, waiting, results = multiprocessing.get_context(way), [], {}, {}
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=target, args=(rank, writer, *args), daemon=True)
+            call = functools.partial(_one_result, prepare, function, rank, args)
+            process = context.Process(target=_serve, args=(writer, call))
             process.start()
             writer.close()
             processes.append(process)
@@ -66,10 +62,10 @@ def results_of(context: BaseContext, size: int, target: Callable, *args: Any) ->
             for reader in connection.wait(list(waiting)):
                 rank = waiting.pop(reader)
                 try:
-                    done, value = reader.recv()
+                    failed, value = pickle.loads(reader.recv_bytes())
                 except EOFError:
-                    done, value = False, "died without a word"
-                if not done:
+                    failed, value = True, "died without a word"
+                if failed:
                     raise RuntimeError(f"rank {rank}: {value}")
                 results[rank] = value
         return [results[rank] for rank in range(size)]
@@ -79,35 +75,76 @@ def results_of(context: BaseContext, size: int, target: Callable, *args: Any) ->
             process.join()
 
 
-def _rank(rank: int, writer: connection.Connection, size: int, port: int, function: Callable, args: tuple) -> None:
+def stream(seconds: float, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+    """What function(*args) yields in a fresh process, as it comes.
+
+    Raises:
+        RuntimeError: it raised, died, or took longer than `seconds`; the process is killed before.
+    """
+    context, end = multiprocessing.get_context("spawn"), time.monotonic() + seconds
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(writer, functools.partial(function, *args)))
+    process.start()
+    writer.close()
+    try:
+        while reader.poll(max(0.0, end - time.monotonic())):
+            try:
+                failed, value = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                process.join()
+                if process.exitcode:
+                    raise RuntimeError(f"its process ended with exit code {process.exitcode}") from None
+                return
+            if failed:
+                raise RuntimeError(value)
+            yield value
+        raise RuntimeError(f"not done after {seconds:.0f} s")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(writer: connection.Connection, call: Callable[[], Iterator[Any]]) -> None:
+    """In the process: send what the call yields as (False, value), and its error as (True, traceback)."""
     die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
+    try:
+        for value in call():
+            writer.send_bytes(pickle.dumps((False, value)))  # by value: a tensor's memory would go with this process
+    except BaseException:
+        writer.send_bytes(pickle.dumps((True, traceback.format_exc())))
+    writer.close()
+    os._exit(0)  # not what a process that forked this one would do at its end
+
+
+def _one_result(prepare: Callable[[int], None], function: Callable, rank: int, args: tuple) -> Iterator[Any]:
+    torch.set_num_threads(1)
+    prepare(rank)
+    yield function(rank, *args)
+
+
+def _on_this_host(size: int, port: int, rank: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    try:
-        writer.send((True, function(rank, *args)))
-    except BaseException:
-        writer.send((False, traceback.format_exc()))
 
 
 def in_turn(sides: Dict[str, Callable[[], None]], rounds: int, processes: Processes) -> Dict[str, List[Turn]]:
     """This rank's turns by name, after one of each that does not count.
 
     A turn is two calls, of which the second is timed: the first finds memory and caches as another side left them.
-    Every rank must call this with the same names in the same order, which turns around from round to round. All ranks
-    begin a turn together.
+    Every rank must call this with the same names in the same order. All ranks begin a turn together.
     """
-    turns: Dict[str, List[Turn]] = {name: [] for name in sides}
-    numbers = claims.less(rounds, min(rounds, 2)) + 1
-    shown = claims.progress if processes.topology.is_main else lambda items, what: items
-    for number in shown(range(numbers), f"turns of {', '.join(sides)}:"):
-        for name in list(sides)[:: -1 if number % 2 else 1]:
-            sides[name]()
-            processes.wait_for_all()
-            start, used = time.perf_counter(), time.process_time()
-            sides[name]()
-            turns[name].append(Turn(time.perf_counter() - start, time.process_time() - used))
-    return {name: values[1:] for name, values in turns.items()}
+
+    def measure(side: Callable[[], None], number: int) -> Turn:
+        side()
+        processes.wait_for_all()
+        start, used = time.perf_counter(), time.process_time()
+        side()
+        return Turn(time.perf_counter() - start, time.process_time() - used)
+
+    shown = f"turns of {', '.join(sides)}:" if processes.topology.is_main else None
+    return claims.in_turn(sides, rounds, measure, what=shown)
 
 
 def joined(turns: Sequence[Sequence[Turn]]) -> Tuple[List[float], List[float]]:
@@ -119,7 +156,7 @@ def joined(turns: Sequence[Sequence[Turn]]) -> Tuple[List[float], List[float]]:
     )
 
 
-def images_and_labels(plan: Recipe, count: int) -> tuple:
+def images_and_labels(plan: Recipe, count: int) -> Tuple[torch.Tensor, torch.Tensor]:
     """Images in memory, uint8 [count, 3, size, size], and labels, int64 [count]: noise, the same for all sides."""
     generator = torch.Generator().manual_seed(0)
     size = plan.model.image_size
@@ -138,14 +175,11 @@ class Ours:
         images, labels = (tensor.split(rows) for tensor in images_and_labels(plan, batch.accumulation * rows))
         self._images = [
             MicroBatch(images[number], labels[number], labels[number], rows, first + number, 0, ())
-            for number in range(batch.accumulation)
+            for number in range(batch.accumulation if place.is_first else 0)
         ]
         self._step = 0
 
     def update(self) -> None:
         """One step: all micro batches forward and backward, exchange, update."""
-        self.engine.train_step(self._own_images(), self._step, lr=0.1)
+        self.engine.train_step(iter(self._images), self._step, lr=0.1)
         self._step += 1
-
-    def _own_images(self) -> Iterator[MicroBatch]:
-        return iter(self._images if self.engine.topology.is_first else ())

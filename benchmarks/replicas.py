@@ -3,15 +3,12 @@
     python -m benchmarks.replicas [--quick] [--json]
 
 EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro batches of 16 that lie in memory,
-1 and 4 of them to a step, float32. All sides are called in turn in the same two long-lived processes, which begin each
-turn together; a step's time is that of the slower one.
-- `ddp`: torch's DistributedDataParallel around the same module from `models/efficientnet.py`, all backward passes but
-  the last under no_sync, cross entropy divided by the micro batches, and our LARS on its parameters: timm's, which
-  takes one parameter after the other, would be an easier peer. `ddp, views` has gradient_as_bucket_view=True, which
-  saves a copy.
+1 and 4 of them to a step, float32. All sides take turns in the same processes; a step's time is that of the slower one.
+- `ddp`: torch's DistributedDataParallel around the same module, all backward passes but the last under no_sync, and our
+  LARS (timm's, which takes one parameter after the other, would be an easier peer). `ddp, views` has
+  gradient_as_bucket_view=True, which saves a copy.
 - `dense`: a training step of our engine, gradients summed by all-reduce, which overlaps the last backward pass.
-  `half`: float16 travels. `dense, tree`: a sum of one order for every number of replicas. `none`: no gradients travel,
-  only the sums of a step; what the others take longer is what their exchange costs.
+  `half`: float16 travels. `dense, tree`: a sum of one order for every number of replicas. `none`: no gradients travel.
 The claim is about the faster of both forms of DDP, and the number of micro batches where we do worse.
 """
 
@@ -28,7 +25,6 @@ if __name__ == "__main__":  # before the imports: see run
 
 import contextlib
 import statistics
-import time
 from typing import Dict, List, Tuple
 
 import torch
@@ -106,28 +102,26 @@ def rank_takes_turns(rank: int) -> Dict[Tuple[int, str], List[ranks.Turn]]:
 def main() -> None:
     as_json = claims.begin(__doc__, takes="5 minutes", quick="2 minutes").json
     torch.set_num_threads(1)  # as in the ranks: the report says so
-    started = time.perf_counter()
     outcomes = ranks.run(REPLICAS, rank_takes_turns)
-    rows, over_ddp = [], {}
+    rows, over_ddp = [], []
     for count in ROUNDS:
         joined = {name: ranks.joined([each[count, name] for each in outcomes]) for name in (*PEERS, *SIDES)}
         seconds = {name: values for name, (values, _) in joined.items()}
-        peer = min(PEERS, key=lambda name: statistics.median(seconds[name]))
-        over_ddp[count] = claims.ratios(seconds["dense"], seconds[peer])
-        for name, (values, processor) in joined.items():
-            rows.append(
-                {
-                    "replicas": REPLICAS,
-                    "micro_batches": count,
-                    "side": name,
-                    **claims.milliseconds(values, "_per_step"),
-                    "processor_ms": 1000 * statistics.median(processor),
-                    "images_per_second": REPLICAS * count * MICRO / statistics.median(values),
-                    "time_over_faster_ddp": statistics.median(claims.ratios(values, seconds[peer])),
-                    "time_over_dense": statistics.median(claims.ratios(values, seconds["dense"])),
-                    "time_over_none": statistics.median(claims.ratios(values, seconds["none"])),
-                }
-            )
-    print(f"measured in {time.perf_counter() - started:.0f} s")
-    worst = max(over_ddp, key=lambda count: statistics.median(over_ddp[count]))
-    claims.report("replicas", rows, [claims.claim("time_over_ddp", over_ddp[worst], "times", "<= 1.05")], as_json)
+        peer = min((seconds[name] for name in PEERS), key=statistics.median)
+        over_ddp.append(claims.ratios(seconds["dense"], peer))
+        rows += [
+            {
+                "replicas": REPLICAS,
+                "micro_batches": count,
+                "side": name,
+                **claims.milliseconds(values, "_per_step"),
+                "processor_ms": 1000 * statistics.median(processor),
+                "images_per_second": REPLICAS * count * MICRO / statistics.median(values),
+                "time_over_faster_ddp": claims.median_ratio(values, peer),
+                "time_over_dense": claims.median_ratio(values, seconds["dense"]),
+                "time_over_none": claims.median_ratio(values, seconds["none"]),
+            }
+            for name, (values, processor) in joined.items()
+        ]
+    worst = max(over_ddp, key=statistics.median)
+    claims.report("replicas", rows, [claims.claim("time_over_ddp", worst, "times", "<= 1.05")], as_json)

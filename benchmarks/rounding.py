@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import itertools
 from typing import Dict, List, NamedTuple
 
 import numpy as np
@@ -110,19 +111,21 @@ def nearest(sample: Sample) -> np.ndarray:
 
 
 def rows(sample: Sample, bias: Dict[str, List[np.ndarray]]) -> List[dict]:
-    """The worst bias in each range by each rounding."""
-    return [
-        {
-            "range": name,
-            "rounding": rounding,
-            "values": int((sample.ranges == name).sum()),
-            "worst bias in standard errors": _worst(repetitions, sample.standard_error, sample.ranges == name),
-            "in spacings": _worst(repetitions, sample.spacing, sample.ranges == name),
-        }
-        for name in dict.fromkeys(sample.ranges.tolist())
-        for rounding, repetitions in bias.items()
-    ]
-
-
-def _worst(repetitions: List[np.ndarray], unit: np.ndarray, chosen: np.ndarray) -> float:
-    return float(np.median([(each / unit)[chosen].max() for each in repetitions]))
+    """The worst bias in each range by each rounding: the median over the repetitions."""
+    found = []
+    for name, (rounding, repetitions) in itertools.product(dict.fromkeys(sample.ranges.tolist()), bias.items()):
+        chosen = sample.ranges == name
+        errors, spacings = (
+            float(np.median([(each / unit)[chosen].max() for each in repetitions]))
+            for unit in (sample.standard_error, sample.spacing)
+        )
+        found.append(
+            {
+                "range": name,
+                "rounding": rounding,
+                "values": int(chosen.sum()),
+                "worst bias in standard errors": errors,
+                "in spacings": spacings,
+            }
+        )
+    return found

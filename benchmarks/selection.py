@@ -23,7 +23,6 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import statistics
 from typing import Callable, Dict, List
 
 import numpy as np
@@ -35,6 +34,7 @@ from parallel.selection import largest
 VALUES = 19_328_168
 DENSITIES = (0.001, 0.01, 0.25)
 CLAIMED = ("normal", 0.001)
+TORCH, OURS, LIMIT = "torch.topk", "largest", "one pass"
 _ROUNDS, _ROUNDS_OF_CLAIM = 7, 25
 
 
@@ -48,10 +48,20 @@ def main() -> None:
             k = int(density * VALUES)
             assert np.array_equal(largest(values, k).numpy(), np.sort(order[:k])), f"{name}, {density}: not the largest"
             claimed = (name, density) == CLAIMED
-            seconds = claims.in_turn(sides(values, k), _ROUNDS_OF_CLAIM if claimed else _ROUNDS)
-            rows += [{"data": name, "density": density, **row} for row in _rows(seconds)]
+            times = claims.in_turn(sides(values, k), _ROUNDS_OF_CLAIM if claimed else _ROUNDS)
+            rows += [
+                {
+                    "data": name,
+                    "density": density,
+                    "side": side,
+                    **claims.milliseconds(seconds),
+                    "speedup_over_torch_topk": claims.median_ratio(times[TORCH], seconds),
+                    "times_one_pass": claims.median_ratio(seconds, times[LIMIT]),
+                }
+                for side, seconds in times.items()
+            ]
             if claimed:
-                speedups = claims.ratios(seconds["torch.topk"], seconds["largest"])
+                speedups = claims.ratios(times[TORCH], times[OURS])
     claims.report("selection", rows, [claims.claim("speedup_over_torch_topk", speedups, "times", ">= 10")], as_json)
 
 
@@ -71,20 +81,8 @@ def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[int], object]]:
     """The calls that take turns."""
     array = values.numpy()
     return {
-        "torch.topk": lambda _: torch.topk(values.abs(), k),
+        TORCH: lambda _: torch.topk(values.abs(), k),
         "numpy.argpartition": lambda _: np.argpartition(np.abs(array), VALUES - k)[VALUES - k :],
-        "largest": lambda _: largest(values, k),
-        "one pass": lambda _: values.sum(),
+        OURS: lambda _: largest(values, k),
+        LIMIT: lambda _: values.sum(),
     }
-
-
-def _rows(seconds: Dict[str, List[float]]) -> List[dict]:
-    return [
-        {
-            "side": name,
-            **claims.milliseconds(each),
-            "speedup_over_torch_topk": statistics.median(claims.ratios(seconds["torch.topk"], each)),
-            "times_one_pass": statistics.median(claims.ratios(each, seconds["one pass"])),
-        }
-        for name, each in seconds.items()
-    ]

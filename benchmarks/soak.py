@@ -3,12 +3,11 @@
     python -m benchmarks.soak [--quick] [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
-memory, open files and threads of all their processes are read from /proc. Memory is what is no page of a file, as the
-share in libraries' pages changes with every other program that has them loaded, and what a worker has inherited counts
-for it as well as for the training process: each page of that becomes two once either writes to it, so that distinct
-pages, which are shown beside it, grow for long while nobody keeps more. glibc's allocator is told to give back what is
-free, so that what grows is held by somebody. What is claimed are slopes: least squares over the updates, without the
-first tenth (with --quick the first half), in which caches fill. Takes some ten minutes on two cores.
+memory, open files and threads of all their processes are read from /proc. Memory is what is no page of a file, and what
+a worker has inherited counts for it as well as for the training process: each such page becomes two once either writes
+to it, so that distinct pages, which are shown beside it, grow for long while nobody keeps more. glibc's allocator gives
+back what is free, so that what grows is held by somebody. Claims are slopes: least squares over the updates, without
+the first tenth (with --quick the first half), in which caches fill.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def main() -> None:
             }
         )
         word = name.replace(", ", "_").replace(" ", "_")
-        made.append(claims.claim(f"memory_{word}", [grown["memory_kb"]], "kB per 1,000 updates", "<= 256"))
-        made.append(claims.claim(f"files_{word}", [grown["files"]], "per 1,000 updates", "<= 0.05"))
-        made.append(claims.claim(f"threads_{word}", [grown["threads"]], "per 1,000 updates", "<= 0.05"))
+        for what, unit, goal in (("memory", "kB ", "<= 256"), ("files", "", "<= 0.05"), ("threads", "", "<= 0.05")):
+            slopes = [grown["memory_kb" if what == "memory" else what]]
+            made.append(claims.claim(f"{what}_{word}", slopes, f"{unit}per 1,000 updates", goal))
     claims.report("soak", rows, made, as_json)

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import functools
 import itertools
 import statistics
 import time
@@ -32,12 +33,10 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_dataset, create_loader
-from timm.optim import create_optimizer_v2
-from timm.utils import AverageMeter
-from torch import nn
 
 from benchmarks import CACHE, ROOT, claims
-from benchmarks.timm_peer import create_g16
+from benchmarks.ranks import images_and_labels
+from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
 from data.loader import training_batches
 from data.sources import open_source
@@ -74,59 +73,41 @@ class Ours:
     """Our engine."""
 
     def __init__(self, plan: Recipe):
-        self.plan = plan
-        self.engine = factory.create(plan, divide(plan, 1))
-        self.step = 0
+        self._plan, self._engine = plan, factory.create(plan, divide(plan, 1))
+        self._steps = itertools.count()
 
     def update(self, micro_batches: Iterator[MicroBatch]) -> None:
         """One update from the next micro batches."""
-        self.engine.train_step(micro_batches, self.step, lr=0.1)
-        self.step += 1
+        self._engine.train_step(micro_batches, next(self._steps), lr=0.1)
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
         """Micro batches from the folder, without end for our purposes."""
-        data = self.plan.data.model_copy(update={"workers": workers})
+        plan = self._plan
+        data = plan.data.model_copy(update={"workers": workers})
         return training_batches(
-            open_source(data, CLASSES, "train"),
-            data=data,
-            image_size=self.plan.model.image_size,
-            global_batch=self.plan.batch.global_,
-            micro=MICRO,
-            seed=0,
-            first_step=0,
-            last_step=10**6,
-        )
+            open_source(data, CLASSES, "train"), data=data, image_size=plan.model.image_size,
+            global_batch=plan.batch.global_, micro=MICRO, seed=0, first_step=0, last_step=10**6,
+        )  # fmt: skip
 
 
 class Timms:
-    """timm's model, optimizer, loss and the body of the loop in its train.py."""
+    """timm's loop and loader."""
 
     def __init__(self, plan: Recipe):
-        self.plan = plan
-        self.model = create_g16(CLASSES, plan.model.width, plan.model.depth, plan.model.dropout, plan.model.drop_path)
-        self.optimizer = create_optimizer_v2(
-            self.model, opt="lars", lr=0.1, momentum=0.885, weight_decay=2.5e-6, filter_bias_and_bn=True
-        )
-        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-        self.losses = AverageMeter()
+        self._plan, self._loop = plan, Loop(plan.model, lr=0.1)
 
     def update(self, micro_batches: Iterator[Tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """One update from the next micro batches; losses are accumulated as they are, divided by their number."""
-        for images, labels in itertools.islice(micro_batches, ACCUMULATION):
-            loss = self.loss(self.model(images), labels) / ACCUMULATION
-            loss.backward()
-            self.losses.update(loss.item() * ACCUMULATION, len(images))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """One update from the next micro batches."""
+        self._loop.update(list(itertools.islice(micro_batches, ACCUMULATION)))
 
     def batches(self, workers: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         """Micro batches from the folder: timm's loader with crop and flip only, as the recipe has it."""
         dataset = create_dataset("", root=str(PHOTOS / "train"), is_training=True)
-        data, size = self.plan.data, self.plan.model.image_size
+        data, size = self._plan.data, self._plan.model.image_size
         loader = create_loader(
             dataset, (3, size, size), MICRO, is_training=True, scale=data.crop_area, ratio=data.crop_aspect,
             hflip=data.flip, color_jitter=None, interpolation="bilinear", num_workers=workers,
-            mean=self.plan.model.mean, std=self.plan.model.std, persistent_workers=workers > 0,
+            mean=self._plan.model.mean, std=self._plan.model.std, persistent_workers=workers > 0,
             device=torch.device("cpu"),
         )  # fmt: skip
         return itertools.chain.from_iterable(itertools.repeat(loader))
@@ -134,10 +115,7 @@ class Timms:
 
 def synthetic(plan: Recipe) -> Tuple[Iterator, Iterator]:
     """The same images for both sides, without end: (ours, timm's)."""
-    generator = torch.Generator().manual_seed(0)
-    size = plan.model.image_size
-    images = torch.randint(0, 256, (MICRO, 3, size, size), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, CLASSES, (MICRO,), generator=generator)
+    images, labels = images_and_labels(plan, MICRO)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
     ours = (MicroBatch(images, labels, labels, MICRO, number % 2, 0, ()) for number in itertools.count())
     return ours, itertools.repeat(((images / 255 - mean) / std, labels))
@@ -148,8 +126,8 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
     threads, part = claims.less(2, 1), claims.less("step, B0 64 px", "step, quickstart's 32 px")
     torch.set_num_threads(threads)
     model = claims.less(B0, SMALL)
-    plan, half = recipe(*model), recipe(*model, "precision.weights=float16")
-    ours, timms, ours_half = Ours(plan), Timms(plan), Ours(half)
+    plan = recipe(*model)
+    ours, timms, ours_half = Ours(plan), Timms(plan), Ours(recipe(*model, "precision.weights=float16"))
     our_images, their_images = synthetic(plan)
     sides = {
         "timm": lambda _: timms.update(their_images),
@@ -171,10 +149,8 @@ def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[f
         for setting in claims.progress(settings, f"{part}, {name}: setting"):
             trials[setting] = min(seconds_with_files(side, setting) for _ in range(claims.less(2, 1)))
         fastest[name] = min(trials, key=lambda setting: trials[setting])
-    times: dict = {name: [] for name in sides}
-    for number in claims.turns(FILE_ROUNDS, f"{part}, turn"):
-        for name in sorted(sides, reverse=bool(number % 2)):
-            times[name].append(seconds_with_files(sides[name], fastest[name]))
+    measure = {name: functools.partial(seconds_with_files, side, fastest[name]) for name, side in sides.items()}
+    times = claims.in_turn(measure, FILE_ROUNDS, lambda side, _: side(), what=f"{part}, turn")
     rows = [row(part, name, fastest[name], times[name], times["timm"]) for name in sides]
     return rows, claims.ratios(times["timm"], times["ours"])
 
@@ -205,9 +181,8 @@ def make_photos() -> None:
         noise = np.fft.ifft2(np.fft.fft2(generator.normal(size=(3, 375, 500))) / frequency).real
         common = noise.mean(0, keepdims=True)  # the colours of a photograph go together
         pixels = 128 + 50 * (0.25 * noise + common) / common.std()
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)).save(
-            folder / f"{number:04d}.jpg", quality=90
-        )
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+        image.save(folder / f"{number:04d}.jpg", quality=90)
 
 
 def row(part: str, side: str, setting: Tuple[int, int], values: List[float], reference: List[float]) -> dict:
@@ -219,7 +194,7 @@ def row(part: str, side: str, setting: Tuple[int, int], values: List[float], ref
         "workers": setting[1],
         **claims.milliseconds(values, "_per_update"),
         "images_per_second": images / statistics.median(values),
-        "speedup_over_timm": statistics.median(claims.ratios(reference, values)),
+        "speedup_over_timm": claims.median_ratio(reference, values),
     }
 
 

@@ -28,19 +28,19 @@ from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.exchange_convergence import ExchangeConvergence
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.half_weights import HalfWeights
-from benchmarks.evidence.ladder import Ladder, LadderOnGpu
+from benchmarks.evidence.ladder import Ladder
 from benchmarks.evidence.lars_forms import LarsForms
 from benchmarks.evidence.micro import MicroBatches
 from benchmarks.evidence.norms import Norms
 from benchmarks.evidence.resolution import Resolution
 from benchmarks.evidence.runs import Lost, outcome, train_all
 from benchmarks.evidence.staleness import Staleness
-from recipe.errors import FAILED, STOPPED, WRONG_INPUT, UserError
+from recipe.errors import FAILED, STOPPED
 
 EXPERIMENTS: Dict[str, Experiment] = {
     each.name: each
     for each in (
-        Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LadderOnGpu(), LarsForms(),
+        Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
         ExchangeConvergence(), Staleness(),
     )
 }  # fmt: skip
@@ -52,7 +52,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="the experiments")
     options = claims.begin(parser, takes=Experiment.takes, quick=Experiment.quick_takes)
     if options.list:
-        _list()
+        for name, experiment in EXPERIMENTS.items():
+            runs = list(dict.fromkeys(experiment.wanted()))
+            done = sum(outcome(run) is not None for run in runs)
+            print(f"{name:<20} {done:>3} of {len(runs):>3} runs known so far are finished here   {experiment.question}")
         return 0
     if options.name is None:
         parser.error("name an experiment, or give --list")
@@ -65,57 +68,41 @@ def command(name: str) -> Callable[[], int]:
     about = f"{experiment.question}\n\n    python -m benchmarks.{name} [--quick] [--json]"
 
     def main() -> int:
-        options = claims.begin(claims.parser(about), takes=experiment.takes, quick=experiment.quick_takes)
+        options = claims.begin(about, takes=experiment.takes, quick=experiment.quick_takes)
         return conclude(experiment, options.json)
 
     return main
 
 
 def conclude(experiment: Experiment, as_json: bool) -> int:
-    """Trains what is missing, writes the page (not with --quick), prints the rows; returns the exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Train what is missing, write the page (not with --quick), print the rows; return the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     quick = experiment.quick() if claims.quick() else []
+    wanted = [run for series in quick for run in series.runs]
     try:
-        wanted = [run for series in quick for run in series.runs]
-        train_all((lambda: wanted) if quick else experiment.wanted, experiment.at_once(), _progress)
-    except (Lost, UserError) as error:
-        print(error, file=sys.stderr)
-        return WRONG_INPUT if isinstance(error, UserError) else FAILED
+        train_all((lambda: wanted) if quick else experiment.wanted, len(os.sched_getaffinity(0)), _progress)
+    except Lost as error:
+        _progress(str(error))
+        return FAILED
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        _progress("stopped; the same command goes on")
         return STOPPED
     if quick:
         print("quick: short runs only, so no page is written")
         claims.report(experiment.name, experiment.rows_of(quick), [], as_json)
         return 0
     rows = experiment.rows()
-    _write(experiment, rows)
+    differing = page.differences(experiment, rows)
+    page.write(experiment, rows)
+    if differing is not None:
+        print(f"{len(rows) - len(differing)} of {len(rows)} rows agree with the earlier figures within the spread")
+        for each in differing:
+            print(f"  {each}")
+    print(f"verdict: {experiment.verdict(rows)}")
+    print(f"written: docs/results/{experiment.name}.md, .csv, .png")
     claims.report(experiment.name, rows, experiment.claims(), as_json)
     return 0
 
 
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _list() -> None:
-    for name, experiment in EXPERIMENTS.items():
-        runs = list(dict.fromkeys(experiment.wanted()))
-        done = sum(outcome(run) is not None for run in runs)
-        print(f"{name:<20} {done:>3} of {len(runs):>3} runs known so far are finished here   {experiment.question}")
-
-
-def _write(experiment: Experiment, rows: list) -> None:
-    found = page.agreement(experiment, rows)
-    page.write(experiment, rows)
-    if found is not None:
-        same = found.compared - sum("not there before" not in each for each in found.differing)
-        print(f"{same} of {found.compared} rows agree with the earlier figures within the spread over the seeds")
-        for each in found.differing:
-            print(f"  {each}")
-    print(f"verdict: {experiment.verdict(rows)}")
-    print(f"written: docs/results/{experiment.name}.md, .csv, .png")

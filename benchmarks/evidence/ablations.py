@@ -45,13 +45,11 @@ weights."""
         "(Goyal et al., 1706.02677)."
     )
 
-    findings = "Seeds differ by four points at so few updates: of a part that is worth less, three seeds cannot tell."
-
     def __init__(self) -> None:
         self._ladder = Ladder()
 
     def trials(self) -> Iterable[Run]:
-        return self._ladder.climb(LARS, BATCH).runs()
+        return self._ladder.climbs()[LARS, BATCH].runs()
 
     def series(self) -> List[Series]:
         base = self._ladder.tuned(LARS, BATCH)

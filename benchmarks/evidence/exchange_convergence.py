@@ -9,7 +9,7 @@ from typing import Dict, List, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series, markdown, two
+from benchmarks.evidence.experiment import Experiment, Series, two
 from benchmarks.evidence.runs import outcome
 
 REPLICAS = 4
@@ -78,24 +78,6 @@ in the quickstart, SGD with momentum 0.9 and peak 0.01; float32. Three seeds, me
         "Runs with density 0.001 are ten to a hundred times as long, start with warm-up, and still lose with large "
         "batches: VGG-16 falls from 74.1 to 71.7 % at batch 8192 (deep gradient compression, its authors' table)."
     )
-    findings = """## Findings
-
-- All sparse exchanges lose accuracy in runs as short as these (264 and 320 updates). Lower densities lose more: an
-  entry of the gradient is sent every hundred or thousand steps on average, and a run has a few hundred.
-- Top-k loses less than gTop-k, because four replicas then send four times as many different values. At equal density
-  this is the price of gTop-k's speed.
-- Conserving the values that merging leaves out did not help here. On the digits the conserving rule ends with a higher
-  training loss than the published one in all nine pairs of runs, by LARS and by SGD, and at density 0.001 by more than
-  chance explains; on the glyphs the pairs point both ways. A likely reason, not tested: conserved values arrive late,
-  and late gradients harm ([staleness.md](staleness.md)). Conserving is the default because it loses nothing whatever
-  the gradients; use `conserve: false` if you see the same.
-- Warm-up, momentum correction and masking together raised the digits' accuracy at density 0.001, but the gain is that
-  of the first epochs with their higher densities: once 0.001 is reached, the curves are flat. The final training loss
-  is no lower, and the glyphs gain nothing. LARS's steps are shorter under momentum correction; these runs did not make
-  up for that by a higher rate. The three were not tried separately.
-- SGD loses less than LARS: 4 to 6 points at density 0.001 where LARS loses 15 to 26. LARS scales each layer's step to
-  the length given by the rate, however little of the gradient has arrived, so the few entries that did arrive move as
-  far as all of them would have."""
 
     def series(self) -> List[Series]:
         return [
@@ -146,7 +128,7 @@ in the quickstart, SGD with momentum 0.9 and peak 0.01; float32. Three seeds, me
 mean over the seeds of the differences between runs of one seed, in standard errors of that mean. If there is no \
 difference, one in twenty exceeds 3 with three seeds.
 
-{claims_table(self.claims(), "{:.1f}")}"""
+{claims.claims_table(self.claims(), "{:.1f}")}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         panels: Dict[str, dict] = {setting: {} for setting in SETTINGS}
@@ -172,14 +154,3 @@ difference, one in twenty exceeds 3 with three seeds.
             f"At density {min(DENSITIES):g}, points of top-1 lost against the dense exchange: {', '.join(lost)}. "
             f"Training loss of gTop-k with conservation minus that of the published rule: {', '.join(more)}."
         )
-
-
-def claims_table(found: Sequence[dict], form: str) -> str:
-    """Claims as Markdown: name, value, goal, whether it holds."""
-    return markdown(
-        ("claim", "value", "goal", ""),
-        [
-            (each["name"], form.format(each["value"], *each["spread"]), each["goal"], claims.judged(each))
-            for each in found
-        ],
-    )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import abc
-import os
 import statistics
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from benchmarks.evidence.runs import RECIPE, Outcome, Run, outcome
+from benchmarks import claims
+from benchmarks.evidence.runs import RECIPE, Run, outcome
 
 SEEDS = (0, 1, 2)
 Label = Union[str, int, float]
 _LEARNED = 0.05  # of the loss, below that of guessing: less is chance
 _SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")  # with --quick
+_AVERAGES = ("epoch_average", "step_average")
+FACTOR = 2.0  # between two peak rates that are tried
 _FARTHEST = 6  # exponents from the first guess that a search goes
 
 
@@ -47,7 +49,7 @@ class Experiment(abc.ABC):
 
     Attributes:
         name: of the command line and of the files of docs/results. question: the page's title. about: setup of the
-            runs, as Markdown. published: results of others, with source. findings: further conclusions.
+            runs, as Markdown. published: results of others, with source.
         takes, quick_takes: times of the command, whole and with --quick.
         base: the recipe. columns: of the page's table: key of a row, heading, digits, factor.
     """
@@ -56,7 +58,6 @@ class Experiment(abc.ABC):
     question: str
     about: str
     published: str = ""
-    findings: str = ""
     takes, quick_takes = "one to two hours an experiment, less for cached runs", "1 minute"
     base = RECIPE
     columns: Sequence[Tuple[str, str, int, float]] = (
@@ -78,21 +79,14 @@ class Experiment(abc.ABC):
     def verdict(self, rows: Sequence[dict]) -> str:
         """One sentence that follows from the figures."""
 
-    def at_once(self) -> int:
-        """Number of single-threaded runs trained side by side. Raises UserError where none can be trained."""
-        return len(os.sched_getaffinity(0))
-
     def trials(self) -> Iterable[Run]:
         """Runs whose outcome decides which series there are; all that are known by now."""
         return ()
 
     def quick(self) -> List[Series]:
         """The series of --quick: a few updates of the first run."""
-        return [self._series_of(self.wanted()[0]).shortened(*_SHORT)]
-
-    @staticmethod
-    def _series_of(run: Run) -> Series:
-        return Series({"run": "the first, shortened"}, run.overrides, (run.seed,), *run[2:])
+        first = self.wanted()[0]
+        return [Series({"run": "the first, shortened"}, first.overrides, (first.seed,), *first[2:]).shortened(*_SHORT)]
 
     def more(self, rows: Sequence[dict]) -> str:
         """Further tables, as Markdown."""
@@ -126,12 +120,7 @@ class Experiment(abc.ABC):
             line = [cell(row.get(label)) for label in labels]
             line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], *form) for key, _, *form in measured]
             lines.append(line + ([f"{row['diverged']} of {row['seeds']}"] if diverged else []))
-        return markdown(head + ["diverged"] * diverged, lines)
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+        return claims.markdown(head + ["diverged"] * diverged, lines)
 
 
 def cell(value: object) -> str:
@@ -154,6 +143,7 @@ def row(series: Series) -> dict:
     """
     found = [outcome(run) for run in series.runs]
     ended = [each for each in found if not each.diverged]
+    averages = {name: [each.averages[name] for each in ended if name in each.averages] for name in _AVERAGES}
     return {
         **series.labels,
         "seeds": len(found),
@@ -161,7 +151,7 @@ def row(series: Series) -> dict:
         **two("top1", [100 * each.top1 for each in found]),
         **two("loss", [each.loss for each in ended]),
         **two("train_loss", [each.train_loss for each in ended]),
-        **{f"{name}_top1": round(100 * statistics.mean(values), 3) for name, values in _averages(ended).items()},
+        **{f"{name}_top1": round(100 * statistics.mean(values), 3) for name, values in averages.items() if values},
     }
 
 
@@ -176,46 +166,32 @@ def two(name: str, values: Sequence[float], digits: int = 4) -> Dict[str, Option
     return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), digits) if len(values) > 1 else None}
 
 
-def _averages(found: Sequence[Outcome]) -> Dict[str, List[float]]:
-    names = sorted({name for each in found for name in each.averages})
-    return {name: [each.averages[name] for each in found if name in each.averages] for name in names}
-
-
 def changed(overrides: Sequence[str], by: Sequence[str]) -> Tuple[str, ...]:
     """Overrides with others in the place of those of the same keys, so that a run's name says each key once."""
     keys = {text.partition("=")[0] for text in by}
     return (*(text for text in overrides if text.partition("=")[0] not in keys), *by)
 
 
-def standard_errors(one: dict, other: dict, key: str = "top1") -> float:
-    """By how many standard errors of the difference one row's mean is above another's; of rows over the same seeds."""
-    error = ((one[f"{key}_sd"] ** 2 + other[f"{key}_sd"] ** 2) / one["seeds"]) ** 0.5
-    difference = one[f"{key}_mean"] - other[f"{key}_mean"]
+def standard_errors(one: dict, other: dict) -> float:
+    """Difference of two rows' top-1 in its standard errors; of rows over the same seeds."""
+    error = ((one["top1_sd"] ** 2 + other["top1_sd"] ** 2) / one["seeds"]) ** 0.5
+    difference = one["top1_mean"] - other["top1_mean"]
     return difference / error if error else float("inf") * (1 if difference >= 0 else -1)
 
 
 class Climb:
-    """A search over powers of a factor for the lowest validation loss, one run each, until both neighbours are worse.
+    """A search for the peak rate with the lowest validation loss, one run each, until both neighbours are worse.
 
     Runs that diverge, or are no better than guessing, tell nothing: as long as all do, it looks farther on both sides.
     """
 
-    def __init__(self, start: float, factor: float, overrides: Sequence[str], key: str, seed: int, guessing: float):
-        """
-        Args:
-            start: what the exponent 0 stands for. key: the recipe's key that is set.
-            guessing: the loss of who knows nothing.
-        """
-        self._start, self._factor, self._overrides, self._key = start, factor, tuple(overrides), key
-        self._seed, self._guessing = seed, guessing
+    def __init__(self, start: float, overrides: Sequence[str], guessing: float):
+        """Args: start: the peak rate of exponent 0. guessing: the loss of guesses."""
+        self._start, self._overrides, self._guessing = start, tuple(overrides), guessing
 
     def value(self, exponent: int) -> float:
         """What an exponent stands for."""
-        return float(f"{self._start * self._factor**exponent:.4g}")
-
-    def overrides(self, value: float) -> Tuple[str, ...]:
-        """Those of the runs with a value."""
-        return (*self._overrides, f"{self._key}={value:g}")
+        return float(f"{self._start * FACTOR**exponent:.4g}")
 
     def runs(self) -> List[Run]:
         """Those known to be needed by now, those that are done included."""
@@ -231,7 +207,7 @@ class Climb:
         return {value: each.loss for value, each in found.items() if each is not None}
 
     def _run(self, exponent: int) -> Run:
-        return Run(self.overrides(self.value(exponent)), self._seed)
+        return Run((*self._overrides, f"schedule.peak={self.value(exponent):g}"), SEEDS[0])
 
     def _loss(self, exponent: int) -> Optional[float]:
         """Infinite where nothing was learned."""

@@ -5,26 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import torch
-
-from benchmarks import ROOT
+from benchmarks import ROOT, claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import SEEDS, Climb, Experiment, Series, standard_errors
+from benchmarks.evidence.experiment import FACTOR, SEEDS, Climb, Experiment, Series, standard_errors
 from benchmarks.evidence.runs import RECIPE, Run, curve
 from recipe import loading
 from recipe.batch import steps_per_epoch
 from recipe.config import Recipe
-from recipe.errors import UserError
 
 BATCHES = (768, 1536, 3072, 6144)
 SMALLEST, LARGEST = BATCHES[0], BATCHES[-1]
-FACTOR = 2.0  # between two peaks that are tried
 LINEAR, RMSPROP, SGD, LARS, LARS_MOMENTUM = "RMSprop, linear", "RMSprop", "SGD", "LARS gradient", "LARS momentum"
 K = 1.75  # of docs/results/lars_forms.md: by how much the gradient form steps farther
+TARGET = 50.0  # percent of the validation images, of which it is told after how many updates they are right
+_EVALUATED = ("evaluation.every_epochs=0.5",)
 CLEAR = 3.0  # standard errors; between three seeds and three, chance exceeds this once in 25 times
 
 
@@ -44,36 +41,27 @@ _MOMENTUM_FORM = ("optimizer.trust=momentum", "optimizer.momentum=0.885", f"opti
 
 
 class Ladder(Experiment):
-    """On the CPU, with the recipe as it is."""
+    """The recipe with each optimizer at each batch."""
 
     name = "ladder"
     question = "From a batch of 768 to 6144 at equal epochs: which optimizer holds its accuracy?"
-    base: Tuple[str, ...] = ("evaluation.every_epochs=0.5",)
-    target = 50.0  # percent of the validation images, of which it is told after how many updates they are right
-
-    def at(self, optimizer: str, batch: int) -> Tuple[str, ...]:
-        """Overrides without the peak rate. RMSprop's average spans as many images at every batch, as published."""
-        span = (f"optimizer.alpha={1 - batch / 2**14:g}",) if optimizer == RMSPROP else ()
-        own = _MOMENTUM_FORM if optimizer == LARS_MOMENTUM else RULES[optimizer].overrides
-        return (*self.base, *own, *span, f"batch.global={batch}")
-
-    def climb(self, optimizer: str, batch: int) -> Climb:
-        """The search for the peak rate of an optimizer at one of the two ends, with the first seed."""
-        guessing = math.log(_recipe(self.base).model.classes)
-        guess = RULES[optimizer].guesses[batch]
-        return Climb(guess, FACTOR, self.at(optimizer, batch), "schedule.peak", SEEDS[0], guessing)
 
     def climbs(self) -> Dict[Tuple[str, int], Climb]:
-        """All searches, by optimizer and batch."""
-        return {at: self.climb(*at) for at in itertools.product(RULES, (SMALLEST, LARGEST))}
+        """The searches for peak rates, by optimizer and batch: at the two ends, with the first seed."""
+        guessing = math.log(_recipe().model.classes)
+        return {
+            (name, batch): Climb(guess, overrides(name, batch), guessing)
+            for name, rule in RULES.items()
+            for batch, guess in rule.guesses.items()
+        }
 
     def trials(self) -> Iterable[Run]:
-        for climb in self.climbs().values():
-            yield from climb.runs()
+        return [run for climb in self.climbs().values() for run in climb.runs()]
 
     def peak(self, optimizer: str, batch: int) -> Optional[float]:
         """The best peak rate at the ends; between them, on the straight line of logarithms. None until it is known."""
-        low, high = (self.climb(optimizer, end).best() for end in (SMALLEST, LARGEST))
+        climbs = self.climbs()
+        low, high = (climbs[optimizer, end].best() for end in (SMALLEST, LARGEST))
         if batch in (SMALLEST, LARGEST):
             return low if batch == SMALLEST else high
         if low is None or high is None:
@@ -82,48 +70,34 @@ class Ladder(Experiment):
         return float(f"{low ** (1 - share) * high**share:.3g}")
 
     def tuned(self, optimizer: str, batch: int) -> Optional[Series]:
-        """With the best peak; the momentum form has that of the gradient form, which is what its coefficient is for."""
-        return self._series(optimizer, batch, self.peak(LARS if optimizer == LARS_MOMENTUM else optimizer, batch))
-
-    def linear(self, batch: int) -> Optional[Series]:
-        """RMSprop with the peak found at the smallest batch, in proportion to the batch."""
-        best = self.peak(RMSPROP, SMALLEST)
-        return self._series(LINEAR, batch, None if best is None else float(f"{best * batch / SMALLEST:.6g}"))
-
-    def series(self) -> List[Series]:
-        found = [self.linear(batch) for batch in BATCHES]
-        found += [self.tuned(*at) for at in itertools.product((*RULES, LARS_MOMENTUM), BATCHES)]
-        return [each for each in found if each is not None]
-
-    def _series(self, optimizer: str, batch: int, peak: Optional[float]) -> Optional[Series]:
+        """With the best peak. "Linear" has RMSprop's at the smallest batch, in proportion to the batch; the momentum
+        form of LARS that of the gradient form, which is what its coefficient is for."""
+        if optimizer == LINEAR:
+            best = self.peak(RMSPROP, SMALLEST)
+            peak = None if best is None else float(f"{best * batch / SMALLEST:.6g}")
+        else:
+            peak = self.peak(LARS if optimizer == LARS_MOMENTUM else optimizer, batch)
         if peak is None:
             return None
-        overrides = (*self.at(RMSPROP if optimizer == LINEAR else optimizer, batch), f"schedule.peak={peak:g}")
-        return Series({"optimizer": optimizer, "batch": batch, "peak": peak}, overrides)
+        labels = {"optimizer": optimizer, "batch": batch, "peak": peak}
+        return Series(labels, (*overrides(optimizer, batch), f"schedule.peak={peak:g}"))
+
+    def series(self) -> List[Series]:
+        found = [self.tuned(*at) for at in itertools.product((LINEAR, *RULES, LARS_MOMENTUM), BATCHES)]
+        return [each for each in found if each is not None]
 
     def rows(self) -> List[dict]:
         """With the updates after which half of the seeds had reached the target."""
         rows = super().rows()
         for row, series in zip(rows, self.series()):
-            row["updates_to_target"] = self._updates(series)
+            found = sorted(_updates_to_target(run) for run in series.runs)
+            middle = found[len(found) // 2]
+            row["updates_to_target"] = None if middle == float("inf") else int(middle)
         return rows
-
-    def _updates(self, series: Series) -> Optional[int]:
-        """Median over the seeds; None where it was not reached by half of them."""
-        found = sorted(self._reached(run) for run in series.runs)
-        middle = found[len(found) // 2]
-        return None if middle == float("inf") else int(middle)
-
-    def _reached(self, run: Run) -> float:
-        for epoch, top1 in zip(*curve(run, "eval", "top1")):
-            if 100 * top1 >= self.target:
-                recipe = run.recipe()
-                return round(epoch * steps_per_epoch(recipe.data.train_images, recipe.batch.global_))
-        return float("inf")
 
     @property
     def about(self) -> str:
-        recipe = _recipe(self.base)
+        recipe = _recipe()
         data, images = recipe.data, round(recipe.run.epochs * recipe.data.train_images)
         searched = sum(len(climb.losses()) for climb in self.climbs().values())
         return f"""An EfficientNet-B0 G16 of width {recipe.model.width:g} and depth {recipe.model.depth:g} at \
@@ -138,7 +112,7 @@ validation loss of the first seed, until both neighbours are worse: {searched} r
 interpolated. "{LINEAR}" has the peak found at {SMALLEST}, in proportion to the batch. RMSprop's average of squares \
 spans as many images at every batch (alpha 1 − 2⁻¹⁴ × batch, the published rule). The momentum form of LARS has the \
 peak of the gradient form and a trust coefficient of {K} × 0.001. "Updates to target": after how many half of the \
-seeds had {self.target:g} % of the validation images right, looked at twice an epoch."""
+seeds had {TARGET:g} % of the validation images right, looked at twice an epoch."""
 
     published = (
         "EfficientNets on ImageNet. RMSprop with the rate in proportion to the batch is as good at 16,384 as at 4,096 "
@@ -147,44 +121,32 @@ seeds had {self.target:g} % of the validation images right, looked at twice an e
         "(82.54 ± 0.13 %)."
     )
 
-    findings = (
-        "What the figures show beside that:\n\n"
-        "- At equal epochs every optimizer loses most of its accuracy on the way to the largest batch, with its best "
-        "rate, too: an eighth of the updates is too few at this length. Pod recipes have 350 epochs, not ten.\n"
-        "- What breaks RMSprop is the linear rule, not the batch: its best peak is the same at both ends. So it is for "
-        "SGD and LARS, to the factor of two that was searched.\n"
-        "- LARS is at no batch the best here, and its rate was chosen by the first seed, which is above the others at "
-        "every batch: the best peak lies close to one at which nothing is learned. Trust ratios are for layers whose "
-        "scales differ; whether so small a model has any was not looked at.\n"
-        "- The momentum form is below the gradient form at every batch, and one seed of it learns nothing at 1536. Its "
-        "coefficient fits a steady rate; a run with a warm-up of 15 to 120 updates may have none. Its own peak was not "
-        "searched."
-    )
-
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        lines: Dict[str, list] = {}
-        losses: Dict[str, list] = {}
-        for row in rows:
-            lines.setdefault(row["optimizer"], []).append((row["batch"], row["top1_mean"], row["top1_sd"]))
-            if row["loss_mean"] is not None:
-                losses.setdefault(row["optimizer"], []).append((row["batch"], row["loss_mean"], row["loss_sd"]))
-        panels = {"validation top-1 (%)": lines, "validation loss": losses}
+        panels = {
+            title: {
+                name: [
+                    (row["batch"], row[f"{key}_mean"], row[f"{key}_sd"])
+                    for row in own
+                    if row[f"{key}_mean"] is not None
+                ]
+                for name in dict.fromkeys(row["optimizer"] for row in rows)
+                for own in [[row for row in rows if row["optimizer"] == name]]
+            }
+            for title, key in (("validation top-1 (%)", "top1"), ("validation loss", "loss"))
+        }
         page.draw(panels, path, x="global batch", y="mean ± standard deviation over seeds", log_x=True)
 
     def more(self, rows: Sequence[dict]) -> str:
-        lines = [
-            "The search: validation loss of the first seed at each peak rate that was tried.",
-            "",
-            "| optimizer | batch | peak: loss |",
-            "| --- | --- | --- |",
-        ]
+        lines = []
         for (optimizer, batch), climb in self.climbs().items():
-            tried = ", ".join(
-                f"**{value:g}: {loss:.3f}**" if value == climb.best() else f"{value:g}: {loss:.3f}"
-                for value, loss in climb.losses().items()
-            )
-            lines.append(f"| {optimizer} | {batch} | {tried} |")
-        return "\n".join(lines)
+            best, tried = climb.best(), climb.losses().items()
+            texts = [
+                f"**{value:g}: {loss:.3f}**" if value == best else f"{value:g}: {loss:.3f}" for value, loss in tried
+            ]
+            lines.append((optimizer, batch, ", ".join(texts)))
+        return "The search: validation loss of the first seed at each peak rate that was tried.\n\n" + claims.markdown(
+            ("optimizer", "batch", "peak: loss"), lines
+        )
 
     def verdict(self, rows: Sequence[dict]) -> str:
         at = {(row["optimizer"], row["batch"]): row for row in rows}
@@ -218,25 +180,21 @@ seeds had {self.target:g} % of the validation images right, looked at twice an e
 
 
 @functools.lru_cache(maxsize=None)
-def _recipe(overrides: Tuple[str, ...]) -> Recipe:
-    return loading.load(ROOT / RECIPE, overrides)
+def _recipe() -> Recipe:
+    return loading.load(ROOT / RECIPE, _EVALUATED)
 
 
-class LadderOnGpu(Ladder):
-    """With a larger model, larger images and more of them, where there is a GPU."""
+def overrides(optimizer: str, batch: int) -> Tuple[str, ...]:
+    """Those without the peak rate. RMSprop's average spans as many images at every batch, as published."""
+    rule = RMSPROP if optimizer == LINEAR else optimizer
+    own = _MOMENTUM_FORM if rule == LARS_MOMENTUM else RULES[rule].overrides
+    span = (f"optimizer.alpha={1 - batch / 2**14:g}",) if rule == RMSPROP else ()
+    return (*_EVALUATED, *own, *span, f"batch.global={batch}")
 
-    name = "ladder_gpu"
-    question = "The batch ladder on a GPU: B0 G16 at 64 px"
-    base = (
-        "run.device=cuda", "evaluation.every_epochs=1", "model.width=1", "model.depth=1", "model.image_size=64",
-        "model.classes=200", "data.glyph_size=64", "data.train_images=122880", "data.validation_images=10000",
-        "data.workers=8", "precision.compute=bfloat16", "engine.memory_format=auto",
-    )  # fmt: skip
 
-    def at_once(self) -> int:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would leave forked processes without CUDA
-        if not torch.cuda.is_available():
-            raise UserError(
-                "ladder_gpu: no CUDA device here; the ladder for CPUs is python -m benchmarks.evidence ladder"
-            )
-        return 1
+def _updates_to_target(run: Run) -> float:
+    for epoch, top1 in zip(*curve(run, "eval", "top1")):
+        if 100 * top1 >= TARGET:
+            recipe = run.recipe()
+            return round(epoch * steps_per_epoch(recipe.data.train_images, recipe.batch.global_))
+    return float("inf")

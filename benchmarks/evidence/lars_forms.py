@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import claims
-from benchmarks.evidence.exchange_convergence import claims_table
-from benchmarks.evidence.experiment import Experiment, Series, markdown
+from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import Run, curve, outcome
 
 MOMENTUM, COEFFICIENT = 0.885, 0.001  # of the pod recipes
@@ -77,22 +76,6 @@ and larger at their end.
 
 K along runs of the gradient form: one value a run, the median over the trusted tensors of their averages over the \
 run, with the learning rate as weight (in brackets the quartiles over the tensors); then steady K by phase."""
-    findings = f"""## For the pods
-
-Steady K, because a pod's rate does not change within nine steps. It depends mainly on the phase. While the rate is
-high, successive gradients point against each other and K is below {UNRELATED:.2f}, the further the larger the batch,
-that is, the less noise there is. Early in the warm-up and at the end, where the rate is low, they mostly agree and K is
-above it, again the more the larger the batch. In the average over a run the two cancel: batches of 64 to 1,408 differ
-little, and so do runs of 150 and 400 steps. Nothing comes near {ALIGNED:.1f}.
-
-With K in the coefficient the momentum form's path is as long as the gradient form's, and its loss curve much closer,
-though not as close as that of a gradient form that differs by 1 %: one constant cannot follow K through the phases.
-Final losses and accuracies of the two agree within the spread over seeds, and nearly so for other coefficients: the
-data are easy, and the curves say more than the ends.
-
-Limits: no pod and no ImageNet. 6144 images of 1,000 classes have another share of noise than any batch here. A network
-of B4's depth did not learn at peak 8 with a warm-up of 14 steps (top-1 5 %), so its K is only known at peak 2. Float16
-weights, cutmix, stochastic depth, B4's width and 73,000 steps were not tried."""
 
     def series(self) -> List[Series]:
         found = [self._series(setting, SEEDS) for setting in SETTINGS]
@@ -145,7 +128,7 @@ weights, cutmix, stochastic depth, B4's width and 73,000 steps were not tried.""
             for row in rows
             if row["form"] == GRADIENT
         ]
-        return markdown(head, lines)
+        return claims.markdown(head, lines)
 
     def more(self, rows: Sequence[dict]) -> str:
         ends = [
@@ -167,11 +150,11 @@ is measured along the run of the row. "Path" is the summed length of the trusted
 gradient form's, "distance" that of the curves of training loss: the mean absolute difference at the same steps. \
 Final loss: mean over the last fifth.
 
-{markdown(head, ends)}
+{claims.markdown(head, ends)}
 
 Distance with K instead of 1, relative to that with 1, and the difference of the paths that K leaves (range over seeds):
 
-{claims_table(self.claims(), "{:.2f} ({:.2f} to {:.2f})")}"""
+{claims.claims_table(self.claims(), "{:.2f} ({:.2f} to {:.2f})")}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         """K over the run, with the schedule in it and without: median over the tensors and, shaded, their quartiles."""

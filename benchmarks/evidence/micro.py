@@ -52,16 +52,12 @@ is that of runs so short."""
         return [*(run for series in _series(FEW) for run in series.runs), *super().wanted()]
 
     def rows(self) -> List[dict]:
-        few, all_ = _distances(FEW), _distances(ALL)
-        return [
-            {
-                **each,
-                f"distance_after_{FEW}": first.largest,
-                f"distance_after_{ALL}": last.largest,
-                "same_bits": last.same,
-            }
-            for each, first, last in zip(super().rows(), few, all_)
-        ]
+        """With the distances and equal bits of the final weights, against the first row's."""
+        rows = super().rows()
+        few, all_ = ([_distance(each, every[0]) for each in every] for every in (_series(FEW), _series(ALL)))
+        for row, (first, _), (last, same) in zip(rows, few, all_):
+            row.update({f"distance_after_{FEW}": first, f"distance_after_{ALL}": last, "same_bits": same})
+        return rows
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         from matplotlib.figure import Figure
@@ -95,36 +91,18 @@ is that of runs so short."""
         )
 
 
-class _Distance(NamedTuple):
-    """Of a way's final weights from the reference's. largest: over the seeds. same: how many seeds have equal bits."""
-
-    largest: float
-    same: int
-
-
 def _series(updates: int) -> List[Series]:
     length = (*BASE, f"run.steps={updates}", f"schedule.warmup_steps={WARM_UP[updates]}")
-    return [
-        Series(
-            way._asdict(), (*length, f"batch.micro={way.micro}", *_split(way)), stages=way.stages, replicas=way.replicas
-        )
-        for way in WAYS
-    ]
+    found = []
+    for way in WAYS:
+        several = (f"parallel.stages={way.stages}", f"parallel.replicas={way.replicas}")
+        overrides = (*length, f"batch.micro={way.micro}", *(several if way.stages * way.replicas > 1 else ()))
+        found.append(Series(way._asdict(), overrides, stages=way.stages, replicas=way.replicas))
+    return found
 
 
-def _split(way: Way) -> Tuple[str, ...]:
-    if way.stages * way.replicas == 1:
-        return ()
-    return f"parallel.stages={way.stages}", f"parallel.replicas={way.replicas}"
-
-
-def _distances(updates: int) -> List[_Distance]:
-    """Of each way."""
-    every = _series(updates)
-    return [_distance(each, every[0]) for each in every]
-
-
-def _distance(series: Series, reference: Series) -> _Distance:
+def _distance(series: Series, reference: Series) -> Tuple[float, int]:
+    """Distance of the final weights from the reference's, largest over the seeds; how many seeds have equal bits."""
     distances, same = [], 0
     for run, other in zip(series.runs, reference.runs):
         ours, theirs = (weights.read(str(each.folder), "trained").tensors for each in (run, other))
@@ -132,4 +110,4 @@ def _distance(series: Series, reference: Series) -> _Distance:
         norm = sum(tensor.double().square().sum() for tensor in theirs.values())
         distances.append(float((apart / norm).sqrt()))
         same += all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    return _Distance(float(f"{max(distances):.3g}"), same)
+    return float(f"{max(distances):.3g}"), same

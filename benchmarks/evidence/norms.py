@@ -44,12 +44,6 @@ class Norms(Experiment):
         "IPUs (Masters et al., 2106.03640)."
     )
 
-    findings = (
-        "Of 32 px the last blocks have one left, so a batch normalisation there has as many values as images: three. "
-        "On larger images small micro batches are less hard on it. Rates were not searched for each norm, which may be "
-        "what separates batch from group normalisation at micro batches of 32, and G1 from G16."
-    )
-
     @property
     def about(self) -> str:
         counts = {name: parameters(changed(SIZE, overrides)) for name, overrides in GROUPS.items()}

@@ -6,15 +6,17 @@ import contextlib
 import csv
 import statistics
 from pathlib import Path
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from benchmarks import RESULTS, claims
 from benchmarks.evidence.experiment import Experiment, cell
 from benchmarks.evidence.runs import Run, curve
 
+_EXAMPLE = "The last row's last run by itself:"
+
 
 def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> None:
-    """NAME.csv, NAME.png, NAME.md."""
+    """Write NAME.csv, NAME.png and NAME.md; the section "Findings" of a page that is there is kept as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(folder / f"{experiment.name}.csv", "w", newline="") as stream:
@@ -22,27 +24,25 @@ def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) 
         writer.writeheader()
         writer.writerows(rows)
     experiment.draw(rows, folder / f"{experiment.name}.png")
-    (folder / f"{experiment.name}.md").write_text(_page(experiment, rows))
-
-
-def _page(experiment: Experiment, rows: Sequence[dict]) -> str:
-    about = claims.machine()
-    example, base = experiment.wanted()[-1], experiment.base
-    command = ["python", *example.program, "--config", base, *example.arguments]
+    path = folder / f"{experiment.name}.md"
+    before = path.read_text() if path.exists() else ""
+    _, heading, after = before.partition("## Findings\n")
+    findings = heading + after.partition(_EXAMPLE)[0]
+    about, base, example = claims.machine(), experiment.base, experiment.wanted()[-1]
     parts = [
         f"# {experiment.question}",
         f"Measured on {about['date']}, {about['cpu']}, torch {about['torch']}, by `python -m benchmarks.evidence "
         f"{experiment.name}`; recipe [`{base}`](../../{base}), one thread a run.",
-        experiment.about.strip(),
-        f"**Published elsewhere**: {experiment.published.strip()}" if experiment.published else "",
+        experiment.about,
+        f"**Published elsewhere**: {experiment.published}" if experiment.published else "",
         experiment.table(rows),
         f"![the same as a figure]({experiment.name}.png)",
-        experiment.more(rows).strip(),
-        experiment.findings.strip(),
-        f"The last row's last run by itself: `{' '.join(command)}`",
+        experiment.more(rows),
+        findings.strip(),
+        f"{_EXAMPLE} `{' '.join(['python', *example.program])}`",
         f"**Verdict.** {experiment.verdict(rows)}",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    path.write_text("\n\n".join(part for part in parts if part) + "\n")
 
 
 def read(path: Path) -> List[dict]:
@@ -60,15 +60,8 @@ def _value(text: str) -> Union[int, float, str, None]:
     return text or None
 
 
-class Agreement(NamedTuple):
-    """Comparison with the figures that were there before: how many rows were compared, and those that differ."""
-
-    compared: int
-    differing: List[str]
-
-
-def agreement(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> Optional[Agreement]:
-    """Compares top-1 with NAME.csv as it is, before it is written anew. None where there is none.
+def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> Optional[List[str]]:
+    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs; None without a file.
 
     Rows agree whose means differ by no more than the larger of the two standard deviations over the seeds.
     """
@@ -77,18 +70,16 @@ def agreement(experiment: Experiment, rows: Sequence[dict], folder: Path = RESUL
         return None
     labels = list(experiment.series()[0].labels)
     before = {_named(row, labels): row for row in read(path)}
-    differing, compared = [], 0
+    found = []
     for row in rows:
-        found = before.get(_named(row, labels))
-        if found is None:
-            differing.append(f"{_named(row, labels)}: not there before")
-            continue
-        compared += 1
-        mean = found["top1_mean"]
-        if abs(row["top1_mean"] - mean) > max(row["top1_sd"] or 0, found["top1_sd"] or 0):
-            now, then = (f"{experiment.columns[0][-1] * each:.2f} %" for each in (row["top1_mean"], mean))
-            differing.append(f"{_named(row, labels)}: top-1 {now}, before {then}")
-    return Agreement(compared, differing)
+        name = _named(row, labels)
+        then = before.get(name)
+        if then is None:
+            found.append(f"{name}: not there before")
+        elif abs(row["top1_mean"] - then["top1_mean"]) > max(row["top1_sd"] or 0, then["top1_sd"] or 0):
+            ours, theirs = (f"{experiment.columns[0][-1] * each['top1_mean']:.2f} %" for each in (row, then))
+            found.append(f"{name}: top-1 {ours}, before {theirs}")
+    return found
 
 
 def _named(row: dict, labels: Sequence[str]) -> str:

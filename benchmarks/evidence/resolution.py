@@ -42,13 +42,6 @@ most recipes."""
         "accuracy (Masters et al., 2106.03640; Touvron et al., 1906.06423, for why it needs the fine-tuning)."
     )
 
-    findings = (
-        f"What is learned at {HALF} px is of next to no use at {NATIVE}. Without crops a model meets one scale, so "
-        "the longest runs were made with random crops, too: no better. Not tried, but likely: so small a model ends in "
-        "one pixel at both sizes, where each weight has its place in the image, and the native epochs come when the "
-        "rate has fallen to a sixteenth of its peak."
-    )
-
     def series(self) -> List[Series]:
         kinds = (NATIVELY, HALF_ONLY, TUNED)
         every = [(NONE, *each) for each in itertools.product(kinds, LENGTHS)]

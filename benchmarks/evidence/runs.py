@@ -1,4 +1,4 @@
-"""Training runs of experiments: trained side by side, cached, resumed, read back.
+"""Runs of an experiment: each an ordinary run folder in the cache, trained once, continued where it was left off.
 
 A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
 """
@@ -23,7 +23,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 import torch
 
 from benchmarks import CACHE, QUIET, ROOT
-from benchmarks.lars_ratio import Recorder
+from benchmarks.evidence.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent, die_with_parent
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        content = [_base(self.base), sorted(self.overrides), self.seed, self.stages, self.replicas]
+        content = [_content(self.base), sorted(self.overrides), self.seed, self.stages, self.replicas]
         content += ["measured"] * self.measured
         return RUNS / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
@@ -71,21 +71,19 @@ class Run(NamedTuple):
         return self.folder.with_suffix(".log")
 
     @property
+    def processes(self) -> int:
+        return self.stages * self.replicas
+
+    @property
     def arguments(self) -> List[str]:
         """The overrides of this run alone, in the form of a command line."""
         return [*self.overrides, f"run.seed={self.seed}"]
 
     @property
-    def processes(self) -> int:
-        """Number of processes that train it together."""
-        return self.stages * self.replicas
-
-    @property
     def program(self) -> List[str]:
-        """The program that trains it, as arguments of Python."""
-        if self.processes == 1:
-            return ["train.py"]
-        return ["-m", "tools.launch", "--stages", str(self.stages), "--replicas", str(self.replicas)]
+        """What trains it, as arguments of Python: the program, the recipe and this run's overrides."""
+        launch = ["-m", "tools.launch", "--stages", str(self.stages), "--replicas", str(self.replicas)]
+        return [*(["train.py"] if self.processes == 1 else launch), "--config", self.base, *self.arguments]
 
     def recipe(self) -> Recipe:
         """The resolved recipe."""
@@ -93,15 +91,7 @@ class Run(NamedTuple):
 
     def command(self) -> List[str]:
         """Command line that trains this run alone."""
-        return [
-            sys.executable,
-            *self.program,
-            "--config",
-            self.base,
-            *self.arguments,
-            *QUIET,
-            f"run.output={self.folder}",
-        ]
+        return [sys.executable, *self.program, *QUIET, f"run.output={self.folder}"]
 
 
 class Outcome(NamedTuple):
@@ -126,12 +116,9 @@ def outcome(run: Run) -> Optional[Outcome]:
     """None as long as the run is not finished."""
     folder = run.folder
     if (folder / _DIVERGED).exists():
-        chance = 1 / run.recipe().model.classes
         why = (folder / _DIVERGED).read_text().strip()
-        return Outcome(chance, float("inf"), float("inf"), {}, why)
-    if not (run.record if run.measured else folder / "metrics.jsonl").exists():
-        return None
-    events = read_events(folder)
+        return Outcome(1 / run.recipe().model.classes, float("inf"), float("inf"), {}, why)
+    events = read_events(folder) if (run.record if run.measured else folder / "metrics.jsonl").exists() else {}
     if "end" not in events:
         return None
     end = events["end"][-1]
@@ -140,18 +127,18 @@ def outcome(run: Run) -> Optional[Outcome]:
 
 
 def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
-    """Epochs and values along the run, e.g. of ("eval", "top1"). Nothing of a run that diverged at once."""
+    """Epochs and values along the run, e.g. of ("eval", "top1"). Empty for a run that diverged at once."""
     events = read_events(run.folder).get(kind, [])
     return [event["epoch"] for event in events], [event[key] for event in events]
 
 
-def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[str], None]) -> None:
-    """Trains what is wanted and has not come to its end, in processes of one thread each.
+def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None]) -> None:
+    """Train the wanted runs that are not finished, in processes of one thread each.
 
     Args:
         wanted: called again whenever a run has ended: which runs come next may depend on it.
         at_once: processes that train at the same time.
-        say: told of each run that ends.
+        report: called with a line about each run that ends.
 
     Raises:
         Lost: a run failed.
@@ -171,9 +158,14 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
             connection.wait([process.sentinel for process in running])
             for process in [process for process in running if not process.is_alive()]:
                 run = running.pop(process)
-                _check(process, run)
+                found = outcome(run)
+                if process.exitcode == STOPPED:
+                    raise KeyboardInterrupt
+                if process.exitcode or found is None:
+                    raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.log}")
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
-                say(f"{' '.join(run.arguments)}: {_described(outcome(run))}; {len(pending)} more known to come")
+                result = f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
+                report(f"{' '.join(run.arguments)}: {result}; {len(pending)} more known to come")
     finally:
         for process in running:
             process.terminate()  # saves and ends: the next start goes on there
@@ -182,25 +174,18 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, say: Callable[[
 
 
 def _started(run: Run) -> multiprocessing.Process:
-    """Forked, so that neither libraries are loaded nor glyphs drawn again."""
-    _draw_glyphs(run.recipe())
-    process = multiprocessing.get_context("fork").Process(target=_train, args=(run,))
+    """Forked, so that neither libraries are loaded nor glyphs drawn again; drawing a set takes long the first time."""
+    recipe = run.recipe()
+    for split in ("train", "validation"):
+        source = open_source(recipe.data, recipe.model.classes, split)
+        if isinstance(source, GlyphsSource):
+            source.draw_ahead()
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(run,))
     process.start()
     return process
 
 
-def _check(process: multiprocessing.Process, run: Run) -> None:
-    if process.exitcode == STOPPED:
-        raise KeyboardInterrupt
-    if process.exitcode or outcome(run) is None:
-        raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.log}")
-
-
-def _described(found: Outcome) -> str:
-    return f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
-
-
-def _train(run: Run) -> None:
+def _serve(run: Run) -> None:
     """In a process of its own, which ends with the one that started it."""
     die_with_parent()
     if sys.platform == "linux":
@@ -214,23 +199,26 @@ def _train(run: Run) -> None:
         os.dup2(stream.fileno(), 1)  # what it starts, and libraries, write there too
         os.dup2(stream.fileno(), 2)
         try:
-            code = _outcome_of(run)
+            code = train_here(run)
         except Exception:
             traceback.print_exc()
             code = FAILED
     os._exit(code)  # without what the process that forked it does at its end
 
 
-def _outcome_of(run: Run) -> int:
-    """Trains; the exit code."""
+def train_here(run: Run) -> int:
+    """Train in this process, or in several that it starts; return the exit code."""
+    if run.processes > 1:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
     try:
-        if run.processes > 1:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
-        if run.measured:
-            _train_measured(run)
-        else:
+        if not run.measured:
             train(run.recipe())
+            return 0
+        shutil.rmtree(run.folder, ignore_errors=True)  # from the start: the record needs every step
+        with Recorder() as recorder:
+            train(run.recipe())
+        run.record.write_text(json.dumps(recorder.summary()))
     except Stopped:
         return STOPPED
     except TrainingError as error:
@@ -238,23 +226,7 @@ def _outcome_of(run: Run) -> int:
     return 0
 
 
-def _train_measured(run: Run) -> None:
-    """Trains from the start: the record needs every step."""
-    shutil.rmtree(run.folder, ignore_errors=True)
-    with Recorder() as recorder:
-        train(run.recipe())
-    run.record.write_text(json.dumps(recorder.summary()))
-
-
-def _draw_glyphs(recipe: Recipe) -> None:
-    """In the process that forks the others; takes as long as the set is large, the first time."""
-    for split in ("train", "validation"):
-        source = open_source(recipe.data, recipe.model.classes, split)
-        if isinstance(source, GlyphsSource):
-            source.draw_ahead()
-
-
 @functools.lru_cache(maxsize=None)
-def _base(recipe: str) -> str:
+def _content(recipe: str) -> str:
     """Content of the recipe's file, independent of its layout."""
     return json.dumps(loading.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)

@@ -8,9 +8,10 @@ from typing import List, Sequence
 
 import numpy as np
 
+from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.exchange_convergence import DIGITS, GLYPHS, MODEL, QuickstartExperiment
-from benchmarks.evidence.experiment import Series, markdown
+from benchmarks.evidence.experiment import Series
 
 DELAYS = (0, 1, 4, 16)
 MOMENTA = (0.0, 0.5, 0.9)  # of the theory
@@ -34,19 +35,6 @@ class Staleness(QuickstartExperiment):
     about = """Model and data of [exchange_convergence.md](exchange_convergence.md), a batch of 64 in one process. \
 `exchange.delay` applies a gradient so many steps after the one whose weights it was computed with. Three seeds, mean \
 ± standard deviation."""
-    findings = """## Findings
-
-- A gradient one step late costs a point without momentum (digits), two (SGD) to eight points (LARS) with momentum 0.9,
-  and nearly half of the accuracy on the harder glyphs. Four steps late, a run with momentum 0.9 hardly learns, or not
-  at all; without momentum it loses 6 points, and sixteen steps late 38. Peak rates are those of runs without delay. A
-  lower rate may recover some of the loss; that was not tried.
-- Theory explains the effect of momentum: without delay it allows higher rates, with delay only lower ones. One step
-  late, the largest stable rate falls to a half without momentum and to a fortieth with 0.9, so a rate in the middle of
-  the stable range is far beyond it. LARS and the decay of the rate keep such a run from diverging; SGD's loss grows.
-- This is why synchronous training won over asynchronous training: with replicas that are many steps apart, momentum
-  and high rates have to be given up, and large batches depend on both.
-- `exchange.delay: 1` is useful where the exchange takes about as long as the computation, with a lower rate or less
-  momentum, both tuned anew. More than 1 hides nothing more; it exists for this experiment."""
 
     def series(self) -> List[Series]:
         return [
@@ -67,7 +55,7 @@ class Staleness(QuickstartExperiment):
         return f"""Linear theory: the largest learning rate times curvature at which a weight in a quadratic bowl does \
 not diverge, from the roots of its recurrence (`largest_stable_rate`, tested against closed forms and the recurrence).
 
-{markdown(["delay", *(f"momentum {momentum:g}" for momentum in MOMENTA)], theory)}"""
+{claims.markdown(["delay", *(f"momentum {momentum:g}" for momentum in MOMENTA)], theory)}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         panels = {setting: {} for setting in SETTINGS}

@@ -23,7 +23,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import Iterable, List, Tuple
+from typing import Dict, Iterable, List, Tuple
 
 from benchmarks import claims
 from benchmarks.faults.kinds import KINDS
@@ -77,24 +77,22 @@ def _all(names: List[str], seed: int) -> List[Trial]:
 
 def _rows(trials: List[Trial]) -> List[dict]:
     """A row per kind and topology."""
-    found: List[dict] = []
-    for name, topology in dict.fromkeys((trial.kind, trial.topology) for trial in trials):
-        own = [trial for trial in trials if (trial.kind, trial.topology) == (name, topology)]
-        found.append(
-            {
-                "fault": name,
-                "replicas_x_stages": topology,
-                "tried": len(own),
-                "survived": sum(not trial.wrong for trial in own),
-                "updates_lost": sum(trial.lost for trial in own),
-                "updates_repeated": sum(trial.repeated for trial in own),
-                "longest_until_noticed_s": max(
-                    (round(trial.noticed, 2) for trial in own if trial.noticed), default=None
-                ),
-                "longest_detection_s": round(max(trial.detection for trial in own), 2),
-            }
-        )
-    return found
+    groups: Dict[Tuple[str, str], List[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.kind, trial.topology), []).append(trial)
+    return [
+        {
+            "fault": name,
+            "replicas_x_stages": topology,
+            "tried": len(own),
+            "survived": sum(not trial.wrong for trial in own),
+            "updates_lost": sum(trial.lost for trial in own),
+            "updates_repeated": sum(trial.repeated for trial in own),
+            "longest_until_noticed_s": max((round(trial.noticed, 2) for trial in own if trial.noticed), default=None),
+            "longest_detection_s": round(max(trial.detection for trial in own), 2),
+        }
+        for (name, topology), own in groups.items()
+    ]
 
 
 def _claims(trials: List[Trial]) -> List[dict]:

@@ -33,6 +33,9 @@ class Struck(NamedTuple):
     noticed: Optional[float] = None
 
 
+Strike = Callable[[Site, Session, random.Random], Struck]
+
+
 class Kind(NamedTuple):
     """One kind of fault.
 
@@ -43,7 +46,7 @@ class Kind(NamedTuple):
 
     trials: Mapping[Topology, int]
     codes: Tuple[int, ...]
-    strike: Callable[[Site, Session, random.Random], Struck]
+    strike: Strike
     mend: Callable[[Site], None] = lambda site: None
     resumed: str = ""
     overrides: Tuple[str, ...] = ()
@@ -53,21 +56,43 @@ class Kind(NamedTuple):
 
 
 def _moment(site: Site, session: Session, draws: random.Random, first: int = 0, last: int = STEPS - 2) -> int:
-    """Waits for a random moment of the run: before its first step, or amid or between any of its steps."""
+    """Wait for a random moment of the run: before its first step, or amid or between any of its steps."""
     step = draws.randint(first, last)
     session.reach(step, delay=draws.uniform(0, 8.0 if step == 0 else 0.15))
     return site.steps()
 
 
-def _kill_run(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws)
-    since = time.monotonic()
-    session.kill()
-    return Struck(step, session.wait(since))
+def _striking(
+    act: Callable[[Site, Session, random.Random], None],
+    message: str = "",
+    first: int = 1,
+    last: int = STEPS - 2,
+    afterwards: Optional[Callable[[Path, random.Random], None]] = None,
+) -> Strike:
+    """act() at a random moment; `afterwards` is done to the newest checkpoint once the session has ended."""
+
+    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
+        step = _moment(site, session, draws, first, last)
+        since = time.monotonic()
+        act(site, session, draws)
+        ending = session.wait(since)
+        if afterwards is not None:
+            afterwards(site.checkpoints()[-1], draws)
+        return Struck(step, ending, message)
+
+    return strike
 
 
-def _signalling_rank(number: int, said: str) -> Callable[[Site, Session, random.Random], Struck]:
-    """One rank is sent a signal. Args: said: of the rank, as a regular expression with {rank} in it."""
+def _kill(site: Site, session: Session, draws: random.Random) -> None:
+    session.process.kill()  # the launcher alone: its ranks are to die with it
+
+
+def _terminate(site: Site, session: Session, draws: random.Random) -> None:
+    session.process.terminate()
+
+
+def _signalling_rank(number: int, message: str) -> Strike:
+    """One rank is sent a signal. Args: message: of the rank, as a regular expression with {rank} in it."""
 
     def strike(site: Site, session: Session, draws: random.Random) -> Struck:
         step = _moment(site, session, draws, first=1)
@@ -76,49 +101,20 @@ def _signalling_rank(number: int, said: str) -> Callable[[Site, Session, random.
         since = time.monotonic()
         _signal(ranks.pop(rank), number)
         noticed = session.noticed(ranks, since)
-        return Struck(step, session.wait(since), said.format(rank=rank), noticed)
+        return Struck(step, session.wait(since), message.format(rank=rank), noticed)
 
     return strike
 
 
-def _terminate(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1)
-    since = time.monotonic()
-    session.process.terminate()
-    return Struck(step, session.wait(since), r"SIGTERM: .*finish")
+def _fill_disk(site: Site, session: Session, draws: random.Random) -> None:
+    for size in (1 << 16, 1):
+        with open(site.folder / "filler", "ab", buffering=0) as stream, contextlib.suppress(OSError):
+            while True:
+                stream.write(bytes(size))
 
 
-def _fill_disk(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1, last=STEPS - 6)
-    since = time.monotonic()
-    with open(site.folder / "filler", "wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(bytes(1 << 16))
-    with open(site.folder / "filler", "ab", buffering=0) as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(b"0")
-    return Struck(step, session.wait(since), "No space left on device")
-
-
-def _break_disk(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1, last=STEPS - 6)
-    since = time.monotonic()
+def _break_disk(site: Site, session: Session, draws: random.Random) -> None:
     site.control(0, broken_disk=True)
-    return Struck(step, session.wait(since), "Input/output error")
-
-
-def _damaging(damage: Callable[[Path, random.Random], None]) -> Callable[[Site, Session, random.Random], Struck]:
-    """A run is killed once it has two checkpoints, of which the newest is damaged then."""
-
-    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
-        step = _moment(site, session, draws, first=8)
-        since = time.monotonic()
-        session.kill()
-        ending = session.wait(since)
-        damage(site.checkpoints()[-1], draws)
-        return Struck(step, ending)
-
-    return strike
 
 
 def _flip(path: Path, draws: random.Random) -> None:
@@ -133,22 +129,17 @@ def _truncate(path: Path, draws: random.Random) -> None:
     os.truncate(path, draws.randrange(path.stat().st_size))
 
 
-def _jump(site: Site, session: Session, draws: random.Random) -> Struck:
+def _jump(site: Site, session: Session, draws: random.Random) -> None:
     """The time of day is set five times, by up to a year, forwards and backwards; the run is to take no notice."""
-    step, since = _moment(site, session, draws), time.monotonic()
     for _ in range(5):
         site.control(draws.uniform(-_YEAR, _YEAR), broken_disk=False)
         session.reach(0, delay=draws.uniform(0, 0.3))
-    return Struck(step, session.wait(since))
 
 
-def _kill_worker(site: Site, session: Session, draws: random.Random) -> Struck:
-    step = _moment(site, session, draws, first=1)
+def _kill_worker(site: Site, session: Session, draws: random.Random) -> None:
     workers = children(session.process.pid)
-    since = time.monotonic()
     if workers:
         _signal(draws.choice(workers), signal.SIGKILL)
-    return Struck(step, session.wait(since), "worker")
 
 
 def _delete_shard(site: Site, session: Session, draws: random.Random) -> Struck:
@@ -157,10 +148,14 @@ def _delete_shard(site: Site, session: Session, draws: random.Random) -> Struck:
     shard = draws.choice(sorted((site.folder / "shards" / "train").glob("*.tar")))
     shard.rename(shard.with_suffix(".away"))
     session.reach(step + 2, delay=0.0)
-    session.kill()
+    session.process.kill()
     session.wait(time.monotonic())
     since = time.monotonic()
     return Struck(step, site.start().wait(since), re.escape(shard.name))
+
+
+def _restore_control(site: Site) -> None:
+    site.control(0, broken_disk=False)
 
 
 def _restore_shard(site: Site) -> None:
@@ -174,25 +169,34 @@ def _signal(process: int, number: int) -> None:
 
 
 _PASSED_OVER = "damaged.*trying the one before"
+_FULL, _BROKEN = "No space left on device", "Input/output error"
+_ENDED = r"rank {rank} \(host .*\) was ended by signal 9"
 KINDS: Dict[str, Kind] = {
-    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _kill_run),
-    "rank killed": Kind(
-        {REPLICAS: 4, BOTH: 4}, (1,), _signalling_rank(signal.SIGKILL, r"rank {rank} \(host .*\) was ended by signal 9")
-    ),
-    "run told to stop": Kind({ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), _terminate),
+    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _striking(_kill, first=0)),
+    "rank killed": Kind({REPLICAS: 4, BOTH: 4}, (1,), _signalling_rank(signal.SIGKILL, _ENDED)),
+    "run told to stop": Kind({ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), _striking(_terminate, r"SIGTERM: .*finish")),
     "rank stopped": Kind(
         {REPLICAS: 3, BOTH: 3}, (1,), _signalling_rank(signal.SIGSTOP, r"rank {rank} has said nothing for \d+ s")
     ),
     "disk full": Kind(
-        {ONE: 2, REPLICAS: 2}, (1,), _fill_disk, lambda site: (site.folder / "filler").unlink(), disk=True
+        {ONE: 2, REPLICAS: 2}, (1,), _striking(_fill_disk, _FULL, last=STEPS - 6),
+        lambda site: (site.folder / "filler").unlink(), disk=True,
     ),
-    "disk fails": Kind({ONE: 2, REPLICAS: 2}, (1,), _break_disk, lambda site: site.control(0, False), shim=True),
-    "checkpoint truncated": Kind({ONE: 2, BOTH: 1}, (KILLED,), _damaging(_truncate), resumed=_PASSED_OVER),
-    "checkpoint's bit flipped": Kind({ONE: 2, BOTH: 1}, (KILLED,), _damaging(_flip), resumed=_PASSED_OVER),
-    "clock jumps": Kind({ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _jump, lambda site: site.control(0, False), shim=True),
-    "worker killed": Kind({ONE: 3}, (1,), _kill_worker, overrides=("data.workers=1",)),
+    "disk fails": Kind(
+        {ONE: 2, REPLICAS: 2}, (1,), _striking(_break_disk, _BROKEN, last=STEPS - 6), _restore_control, shim=True
+    ),
+    "checkpoint truncated": Kind(
+        {ONE: 2, BOTH: 1}, (KILLED,), _striking(_kill, first=8, afterwards=_truncate), resumed=_PASSED_OVER
+    ),
+    "checkpoint's bit flipped": Kind(
+        {ONE: 2, BOTH: 1}, (KILLED,), _striking(_kill, first=8, afterwards=_flip), resumed=_PASSED_OVER
+    ),
+    "clock jumps": Kind(
+        {ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _striking(_jump, first=0), _restore_control, shim=True
+    ),
+    "worker killed": Kind({ONE: 3}, (1,), _striking(_kill_worker, "worker"), overrides=("data.workers=1",)),
     "shard deleted": Kind({ONE: 2}, (2,), _delete_shard, _restore_shard, shards=True),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

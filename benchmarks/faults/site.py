@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import signal
 import struct
 import subprocess
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 from benchmarks import ROOT
-from benchmarks.digests import digest
+from benchmarks.golden import digest_of
 from benchmarks.processes import children
 from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder
@@ -104,11 +104,7 @@ class Site:
         content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)
         events = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         told = [{key: value for key, value in event.items() if key not in TIMING_FIELDS} for event in events]
-        return Result(digest([content["engine"]]), told)
-
-    def clear(self) -> None:
-        """Removes all that there is of it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        return Result(digest_of([content["engine"]]), told)
 
 
 class Session:
@@ -118,14 +114,8 @@ class Session:
         self._site = site
         self._log = site.folder / f"session-{time.monotonic_ns()}.log"
         with open(self._log, "wb") as stream:
-            self.process = subprocess.Popen(
-                bound_to_parent(command),
-                cwd=ROOT,
-                env=environment,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
+            streams = {"stdout": stream, "stderr": stream, "start_new_session": True}
+            self.process = subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, **streams)
 
     def reach(self, step: int, delay: float) -> bool:
         """Waits until the run has logged `step` (0: not at all) and `delay` seconds more; False if it has ended."""
@@ -145,8 +135,10 @@ class Session:
             return {0: self.process.pid}
         found = {}
         for child in children(self.process.pid):
-            with contextlib.suppress(OSError, KeyError):
-                found[int(_environment(child)["RANK"])] = child
+            with contextlib.suppress(OSError):
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes())
+                if rank:
+                    found[int(rank[1])] = child
         return found
 
     def noticed(self, ranks: Iterable[int], since: float) -> float:
@@ -155,10 +147,6 @@ class Session:
         while self.running and ranks <= self.ranks().keys() and time.monotonic() < end:
             time.sleep(0.005)
         return time.monotonic() - since
-
-    def kill(self) -> None:
-        """The launcher alone: its ranks are to die with it."""
-        self.process.kill()
 
     def wait(self, since: float) -> Ending:
         """Until all its processes are gone. Args: since: moment (time.monotonic) that it is timed from."""
@@ -178,11 +166,6 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
         return Ending(code, seconds, self._log.read_text(errors="replace"))
-
-
-def _environment(process: int) -> Dict[str, str]:
-    pairs = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
 
 
 def _alive(site: Path) -> List[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -98,7 +99,7 @@ class Bench:
                 folder, topology, (*kind.overrides, *self._data(kind, folder)), self._shim if kind.shim else None
             )
             yield site
-            site.clear()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _data(self, kind: Kind, folder: Path) -> List[str]:
         """Overrides; shards are copied, as some will be missing."""
@@ -106,9 +107,7 @@ class Bench:
             return []
         if self._shards is None:
             self._shards = _packed(self._folder)
-        subprocess.run(["cp", "-r", self._shards, folder.parent / f"{folder.name}-shards"], check=True)
-        folder.mkdir(exist_ok=True)
-        (folder.parent / f"{folder.name}-shards").rename(folder / "shards")
+        shutil.copytree(self._shards, folder / "shards")
         return ["data.source=shards", f"data.root={folder / 'shards'}"]
 
     def _reference(self, shards: bool) -> Result:

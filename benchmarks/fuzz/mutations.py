@@ -10,24 +10,9 @@ from benchmarks.fuzz import canary
 
 _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 _TEXTS = (
-    b"\0",
-    b"'",
-    b'"',
-    b"{",
-    b"[",
-    b"null",
-    b"-1",
-    b"1e400",
-    b"nan",
-    b"../../",
-    b"!!python/object",
-    b"\xff\xfe",
-    b"\n",
-    b"[" * 3000,
-    b"\\ud800",
-    *canary.TEXTS,
-    *canary.PICKLES,
-)
+    b"\0", b"'", b'"', b"{", b"[", b"null", b"-1", b"1e400", b"nan", b"../../", b"!!python/object", b"\xff\xfe", b"\n",
+    b"[" * 3000, b"\\ud800", *canary.TEXTS, *canary.PICKLES,
+)  # fmt: skip
 _VALUE = re.compile(rb'(?<=[:\[,(])\s*("[^"]*"|[-+.\w]+|\[\]|\{\})')  # of JSON, and as YAML and SQL have them
 _OTHERS = (
     b"null", b"true", b"0", b"-1", b"1e999", b"-0.5", b"9" * 400, b"NaN", b'""', b'"a"', b"[]", b"[1]", b"{}",

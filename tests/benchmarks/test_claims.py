@@ -1,25 +1,22 @@
-"""All benchmarks print how long they take and their progress, and have a quick form."""
+"""All benchmarks print how long they take and their progress, have a quick form, and report claims in one way."""
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 
-from benchmarks import claims
+from benchmarks import claims, plan
 from tests.conftest import ROOT
 
-_PARTS = ("benchmarks.loader_at_scale",)  # what a benchmark starts itself
 _FILES = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
-_NAMES = [
+BENCHMARKS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _FILES if "run(__file__)" in path.read_text()
-]
-BENCHMARKS = sorted(set(_NAMES) - set(_PARTS))
+)
 
 
 class Begun(Exception):
-    """The benchmark has said what it says beforehand."""
+    """The benchmark has printed how long it takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,18 +45,10 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
     assert whole.startswith("takes about ") and "; --quick: " in whole
 
 
-@pytest.mark.parametrize("name", _PARTS)
-def test_what_a_benchmark_starts_refuses_the_options_of_a_benchmark_in_one_line(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, "--quick"])
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(name).main()
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_there_are_benchmarks():
-    assert {"benchmarks.step", "benchmarks.fuzz.__main__", "benchmarks.exchange"} <= set(BENCHMARKS)
-    assert len(BENCHMARKS) > 15
+def test_the_benchmarks_that_pages_name_are_there():
+    named = "rounding step replicas pipeline loader exchange selection optimizer plan gpu_suite golden soak lars_forms "
+    named += "staleness exchange_convergence evidence.__main__ faults.__main__ fuzz.__main__"
+    assert {f"benchmarks.{name}" for name in named.split()} <= set(BENCHMARKS)
 
 
 def test_quick_is_less(monkeypatch):
@@ -84,15 +73,23 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["plan", "rounding"])
-def test_a_quick_benchmark_marks_its_claims(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    *lines, last = ended.stdout.splitlines()
+def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count():
+    order = []
+    sides = {name: lambda turn, name=name: order.append((name, turn)) for name in "ab"}
+    times = claims.in_turn(sides, 2)
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert [len(each) for each in times.values()] == [2, 2]
+    assert claims.in_turn(sides, 2, lambda side, number: number) == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_the_report_of_a_quick_benchmark_marks_its_claims_and_ends_with_one_object(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "--quick", "--json"])
+    plan.main()
+    *lines, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert result["quick"] is True
+    assert list(result) == ["benchmark", "machine", "quick", "rows", "claims"]
+    assert (result["benchmark"], result["quick"]) == ("plan", True)
     assert lines[-1] == "quick: all figures are indicative only"
     marked = [line for line in lines if "goal " in line]
-    assert len(marked) == len(result["claims"]) > 0
+    assert len(marked) == len(result["claims"]) == 2
     assert all(line.endswith("(quick: indicative only)") for line in marked)

@@ -9,11 +9,9 @@ import pytest
 from benchmarks.faults import __main__ as command
 from benchmarks.faults import trial
 from benchmarks.faults.kinds import KINDS, Kind, Struck
-from benchmarks.faults.site import STEPS, Result, Topology
+from benchmarks.faults.site import STEPS, Ending, Result, Topology
 from benchmarks.faults.trial import Bench, Trial
 
-pytestmark = pytest.mark.multiprocess
-QUICK = ("checkpoint's bit flipped", Topology(1, 1), 0)  # the others are slow
 BEFORE_ITS_FIRST_STEP = ("run killed", "clock jumps")  # may strike a run then, too
 
 
@@ -24,11 +22,9 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "topology", "number"),
-    [pytest.param(*each, marks=() if each == QUICK else pytest.mark.slow) for each in command.plan()],
-    ids=str,
-)
+@pytest.mark.slow  # minutes of sessions; tests/training has fast tests of these faults
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("kind", "topology", "number"), command.plan(), ids=str)
 def test_a_run_survives(bench, kind, topology, number):
     if KINDS[kind].disk and os.geteuid():
         pytest.skip("a small disk can be mounted by root only")
@@ -38,21 +34,42 @@ def test_a_run_survives(bench, kind, topology, number):
     assert found.step <= STEPS and found.code in KINDS[kind].codes
 
 
-@pytest.mark.slow  # minutes of sessions; the comparison itself is tested below
+class Sessions:
+    """A run whose sessions end in this order, with this result."""
+
+    def __init__(self, endings, result):
+        self.run, self._endings, self._result = None, iter(endings), result
+
+    def start(self):
+        return self
+
+    def wait(self, since):
+        return next(self._endings)
+
+    def result(self):
+        return self._result
+
+
 def test_what_does_not_survive_is_told(bench, monkeypatch):
-    """A run whose step is another one after the fault, which ends with another code and says nothing."""
+    """The session that is struck, and those that resume the run, end with other codes and words than they must."""
+    reference = Result("abc", [{"event": "train", "step": 1, "loss": 1.0}])
+    monkeypatch.setattr(bench, "_undisturbed", {False: reference})
 
-    def strike(site, session, draws):
-        session.reach(1, delay=0.0)
-        session.kill()
-        ending = session.wait(0.0)
-        site._overrides = ("run.seed=1",)
-        shutil.rmtree(site.run)
-        return Struck(1, ending, "not a word")
+    def tried(*endings, result=reference):
+        site = Sessions(endings, result)
+        monkeypatch.setattr(trial, "Site", lambda *arguments: site)
+        kind = Kind({}, (75,), lambda site, session, draws: Struck(1, session.wait(0), "stopping"), resumed="resuming")
+        monkeypatch.setitem(KINDS, "forgery", kind)
+        return bench.trial("forgery", Topology(1, 1), random.Random(0))
 
-    monkeypatch.setitem(KINDS, "forgery", Kind({}, (75,), strike, resumed="resuming"))
-    found = bench.trial("forgery", Topology(1, 1), random.Random(0))
-    assert all(text in found.wrong for text in ("exit code -9 instead of 75", "not said: not a word", "when resumed"))
+    stopped, resumed = Ending(75, 1.0, "stopping"), Ending(0, 1.0, "resuming")
+    assert tried(stopped, resumed).wrong == ""
+    assert "exit code -9 instead of 75" in tried(Ending(-9, 1.0, "stopping"), resumed).wrong
+    assert "not said: stopping" in tried(Ending(75, 1.0, "nothing"), resumed).wrong
+    assert "not said when resumed: resuming" in tried(stopped, Ending(0, 1.0, "nothing")).wrong
+    assert "it ended with 1" in tried(stopped, resumed._replace(code=1), resumed).wrong
+    assert "other weights" in tried(stopped, resumed, result=reference._replace(digest="abd")).wrong
+    assert "always ended before the fault" in tried(*[resumed] * 4).wrong
 
 
 def test_other_weights_events_and_steps_are_noticed():

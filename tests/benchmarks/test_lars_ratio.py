@@ -6,7 +6,7 @@ import torch
 from benchmarks.evidence import runs
 from benchmarks.evidence.experiment import changed
 from benchmarks.evidence.lars_forms import LarsForms, record
-from benchmarks.lars_ratio import Recorder, StepRatio
+from benchmarks.evidence.lars_ratio import Recorder, StepRatio
 from optim.half_weights import WeightState
 from optim.lars import LARS
 
@@ -77,7 +77,7 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
               "model.width=0.1", "model.image_size=16")  # fmt: skip
     run = run._replace(overrides=changed(run.overrides, length))
     assert record(run) is None
-    runs._train_measured(run)
+    assert runs.train_here(run) == 0
     found = record(run)
     assert found["step"] == [1, 2, 3, 4]
     assert found["scheduled"][0] == pytest.approx([1.0] * 3, rel=1e-3)

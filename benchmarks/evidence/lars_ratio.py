@@ -1,11 +1,8 @@
-"""Measures, while a run trains, how much longer a step of LARS's gradient form is than one of its momentum form.
-
-evidence/lars_forms.py uses it.
-"""
+"""Measures, while a run trains, how much longer a step of LARS's gradient form is than one of its momentum form."""
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple
 from unittest import mock
 
 import torch
@@ -23,38 +20,36 @@ class StepRatio:
 
     def __init__(self, momentum: float, weight_decay: float):
         self._momentum, self._weight_decay = momentum, weight_decay
-        self._scheduled: Optional[List[torch.Tensor]] = None
-        self._steady: List[torch.Tensor] = []
+        self._buffers: Dict[str, List[torch.Tensor]] = {}
 
     def step(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], lr: float
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Takes the step's gradients in, at the weights they belong to; gives (scheduled, steady), float32 [tensors].
+        """Add the step's gradients, at the weights they belong to; return (scheduled, steady), float32 [tensors].
 
         `scheduled` is not finite where lr or a norm is 0.
         """
-        if self._scheduled is None:
-            self._scheduled, self._steady = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
         weight_norms = torch.stack(torch._foreach_norm(weights))
         ratios = weight_norms / (torch.stack(torch._foreach_norm(gradients)) + self._weight_decay * weight_norms)
         directions = torch._foreach_add(gradients, weights, alpha=self._weight_decay)
         torch._foreach_mul_(directions, list(ratios.unbind()))
-        for buffers, rate in ((self._scheduled, lr), (self._steady, 1.0)):
+        lengths = []
+        for name, rate in (("scheduled", lr), ("steady", 1.0)):
+            buffers = self._buffers.setdefault(name, [torch.zeros_like(weight) for weight in weights])
             torch._foreach_mul_(buffers, self._momentum)
             torch._foreach_add_(buffers, directions, alpha=rate)
-        scheduled, steady = (torch.stack(torch._foreach_norm(each)) for each in (self._scheduled, self._steady))
-        return scheduled / (lr * weight_norms), steady / weight_norms
+            lengths.append(torch.stack(torch._foreach_norm(buffers)))
+        return lengths[0] / (lr * weight_norms), lengths[1] / weight_norms
 
 
 class Recorder:
     """Watches the trusted tensors of the one WeightState that is updated by LARS while it is entered."""
 
     def __init__(self) -> None:
-        self._ratio: Optional[StepRatio] = None
+        self._ratio: List[StepRatio] = []
         self._gradients: List[torch.Tensor] = []
         self.rates: List[float] = []
-        self.scheduled: List[torch.Tensor] = []
-        self.steady: List[torch.Tensor] = []
+        self.ratios: List[Tuple[torch.Tensor, torch.Tensor]] = []
         self.updates: List[float] = []
 
     def __enter__(self) -> Recorder:
@@ -69,9 +64,15 @@ class Recorder:
 
         @torch.no_grad()
         def applied(state: WeightState, step: int, lr: float, *others: object) -> object:
-            before = self._measure(state, lr)
+            group = _trusted(state)
+            weights = group["params"]
+            if not self._ratio:
+                self._ratio.append(StepRatio(group["momentum"], group["weight_decay"]))
+            self.rates.append(lr)
+            self.ratios.append(self._ratio[0].step(weights, self._gradients, lr))
+            before = [weight.clone() for weight in weights]
             result = apply(state, step, lr, *others)
-            differences = torch._foreach_sub(_trusted(state)["params"], before)
+            differences = torch._foreach_sub(weights, before)
             self.updates.append(torch.stack(torch._foreach_norm(differences)).norm().item())
             return result
 
@@ -82,26 +83,14 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         self._patch.__exit__(*error)
 
-    def _measure(self, state: WeightState, lr: float) -> List[torch.Tensor]:
-        """Measures the steps of both forms; returns a copy of the weights."""
-        group = _trusted(state)
-        weights = group["params"]
-        if self._ratio is None:
-            self._ratio = StepRatio(group["momentum"], group["weight_decay"])
-        scheduled, steady = self._ratio.step(weights, self._gradients, lr)
-        self.rates.append(lr)
-        self.scheduled.append(scheduled)
-        self.steady.append(steady)
-        return [weight.clone() for weight in weights]
-
     def summary(self) -> dict:
         """Lists over the steps with a learning rate above 0, and K of each tensor, averaged with the rate as weight."""
         assert self.rates, "no WeightState was updated"
         steps = [number for number, rate in enumerate(self.rates) if rate > 0]
         rates = torch.tensor([self.rates[step] for step in steps])
         found = {"step": steps, "lr": rates.tolist(), "update": [self.updates[step] for step in steps]}
-        for name, values in (("scheduled", self.scheduled), ("steady", self.steady)):
-            by_step = torch.stack([values[step] for step in steps])
+        for place, name in enumerate(("scheduled", "steady")):
+            by_step = torch.stack([self.ratios[step][place] for step in steps])
             assert by_step.isfinite().all(), "a trusted tensor or its gradient was 0"
             found[name] = by_step.quantile(torch.tensor([0.25, 0.5, 0.75]), dim=1).T.tolist()
             found[f"{name}_tensors"] = (rates @ by_step / rates.sum()).tolist()
