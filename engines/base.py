@@ -98,9 +98,7 @@ class Engine(ABC):
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
         """Micro batches for `train_step` in these steps; closing them ends the processes that load them.
-
-        Args: source: None where images do not enter (`topology.is_first`).
-        """
+        Args: source: None where images do not enter (`topology.is_first`)."""
 
     @abstractmethod
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
@@ -142,16 +140,12 @@ class Engine(ABC):
     @abstractmethod
     def using(self, weights: str) -> ContextManager[None]:
         """Within it, scores and predictions are those of an average; no training step may be made.
-
-        Args: weights: one of `averages()`, or `trained` for the weights themselves.
-        """
+        Args: weights: one of `averages()`, or `trained` for the weights themselves."""
 
     @abstractmethod
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
-        """Score the valid images of `batch` with the weights in use, dropout off.
-
-        Args: batch: None where images do not enter. Counts are those of the replica's last stage, elsewhere 0.
-        """
+        """Score the valid images with the weights in use, dropout off. Counts are 0 but on the replica's last stage.
+        Args: batch: None where images do not enter."""
 
     @abstractmethod
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
@@ -160,9 +154,7 @@ class Engine(ABC):
     @abstractmethod
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         """Replace the parameters and buffers of those names; others and the optimizer's state stay.
-
-        Raises ValueError for a name or shape that is not the model's.
-        """
+        Raises ValueError for a name or shape that is not the model's."""
 
     @abstractmethod
     def state_dict(self) -> dict:
