@@ -7,7 +7,7 @@ set -eu
 cd "$ROOT"
 
 # Most tests run side by side, one process a core. Those that measure time or start several ranks run afterwards, alone.
-ALONE="clock or multiprocess or netns"
+ALONE="clock or netns"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns; fails if one of them does. A turn may have no tests, not both.
 run_selected() {

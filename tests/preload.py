@@ -1,4 +1,4 @@
-"""What the fork server of tests/ranks.py imports, so that a rank starts in no time; ranks report what fails here."""
+"""Imports of the fork server (tests/world.py). A rank reports itself what cannot be imported here."""
 
 import contextlib
 

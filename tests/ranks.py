@@ -6,7 +6,6 @@ Ranks are forked from the server that tests/world.py describes.
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from parallel.parent_death import die_with_parent
 from tests.conftest import QUICKSTART
-from tests.world import _PRELOAD, _free_port
+from tests.world import _free_port, fork_server
 
 # A run worth comparing: it draws in every way that a run can, and has two epochs of 5 steps, the second with larger
 # images. 12 micro batches a step are 1, 2, 3 or 4 replicas'.
@@ -76,8 +75,7 @@ def run(size, function, *args, only=None, timeout=240, **environment):
         timeout: seconds for all of them; AssertionError with their stacks if one goes on.
         environment: further variables beside torchrun's.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, "torchvision", "pydantic", "tests.preload"])
+    context = fork_server()
     variables = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     variables.update(environment)
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 import torch
@@ -25,8 +25,18 @@ from torch import distributed
 
 from parallel.parent_death import die_with_parent
 
-# Where one of ours cannot be imported the server would die without a word: ranks import those themselves.
-_PRELOAD = ("numpy", "PIL.Image", "pytest", "timm", "torch", "torch.distributed", "yaml")
+_PRELOAD = ("numpy", "PIL.Image", "pytest", "timm", "torch.distributed", "torchvision", "yaml", "tests.preload")
+
+
+def fork_server():
+    """The multiprocessing context whose processes are forked from a server that has loaded the heavy modules.
+
+    The server is running on return: its processes inherit the signals that whoever starts it blocks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    forkserver.ensure_running()
+    return context
 
 
 class RankTraceback(Exception):
@@ -53,8 +63,7 @@ def run(size, function, *args, timeout=240, connect=True, **environment):
         What the first rank to fail raised, with a RankTraceback as cause; RuntimeError where that cannot be pickled or
         a rank died; TimeoutError with the stacks of ranks that hang. All processes are killed before.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         call = pickle.dumps((function, args))
         variables = {

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.world import fork_server
+
 DOUBLE = Path(__file__).with_name("double")
 _PACKAGES = ("poptorch", "popdist", "horovod", "signatures")
 
@@ -32,7 +34,7 @@ def double(monkeypatch):
     """The double's poptorch; popdist and horovod.torch can be imported beside it. All three are gone afterwards."""
     _forget()
     monkeypatch.syspath_prepend(str(DOUBLE))
-    multiprocessing.set_forkserver_preload(["torch"])  # the processes of its loaders start in no time
+    fork_server()  # so that the processes of its loaders start in no time
     import poptorch
 
     yield poptorch

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from parallel.parent_death import die_with_parent
 from tests.conftest import QUICKSTART, ROOT
-from tests.world import _PRELOAD
+from tests.world import fork_server
 
 # A launcher sets this before it loads torch, which the server has done already.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -32,10 +31,8 @@ class Launcher:
         self._files = [folder / f"launcher-{number}.{name}" for name in ("out", "err")]
         for file in self._files:
             file.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, "torchvision", "pydantic"])
         target = (str(program), [*map(str, arguments)], self._files, seconds or {}, namespace, variables)
-        self._process = context.Process(target=_launch, args=target)
+        self._process = fork_server().Process(target=_launch, args=target)
         self._process.start()
         self.pid = self._process.pid
 

@@ -16,6 +16,7 @@ from parallel.costs import Link
 from recipe import loading
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.world import fork_server
 from tools import doctor
 from tools.diagnosis import examination, loopback
 from tools.diagnosis.splitting import PARTS
@@ -203,7 +204,7 @@ def test_under_torchrun_a_wrong_folder_is_one_line_besides_its_own(tmp_path):
 
 @pytest.mark.multiprocess
 def test_two_processes_of_this_host_are_a_link(monkeypatch):
-    context = multiprocessing.get_context("forkserver")  # which has loaded torch, as a new process has not
+    context = fork_server()  # which has loaded torch, as a new process has not
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     found = loopback.measure()
     assert len(found) == 5
