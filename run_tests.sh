@@ -6,14 +6,16 @@ set -eu
 . "$(dirname "$0")/tools/environment.sh"
 cd "$ROOT"
 
-# Most tests run side by side, one process a core. Those that measure time or start several ranks run afterwards, alone.
+# Most tests run side by side, two processes a core, as many of them wait for processes of their own. Those that measure time run
+# afterwards, alone.
 ALONE="clock or netns"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns; fails if one of them does. A turn may have no tests, not both.
 run_selected() {
   local markers=$1 worst=0 empty=0 status
   shift
-  "$PYTHON" -m pytest -n logical --dist loadfile -m "($markers) and not ($ALONE)" "$@" || worst=$?
+  "$PYTHON" -m pytest -n "$((2 * $("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')))" \
+    --dist loadfile --no-loadscope-reorder -m "($markers) and not ($ALONE)" "$@" || worst=$?
   [ "$worst" != 2 ] || return 2  # interrupted
   [ "$worst" != 5 ] || { worst=0; empty=1; }
   status=0
