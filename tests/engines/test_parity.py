@@ -133,7 +133,7 @@ def references():
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("g1_bn_sgd", marks=SLOW), "g16_gn_lars"])
 def test_updates_are_those_of_timm(tiny, references, case):
     recipe = tiny(*COMMON, *CASES[case][0])
     before, after, losses = ours(recipe)
@@ -151,7 +151,7 @@ def test_updates_are_those_of_timm(tiny, references, case):
 @pytest.mark.parametrize(
     ("case", "override"),
     [
-        ("g1_bn_sgd", "optimizer.weight_decay=0.05"),
+        pytest.param("g1_bn_sgd", "optimizer.weight_decay=0.05", marks=SLOW),
         pytest.param("g1_bn_sgd", "optimizer.nesterov=true", marks=SLOW),
         pytest.param("g1_bn_sgd", "model.norm_momentum=0.09", marks=SLOW),
         ("g16_gn_lars", "optimizer.weight_decay=9e-3"),
