@@ -237,6 +237,80 @@ def test_the_plan_says_what_the_recipe_determines():
     assert "1437 training images; 10150 steps" in batch.describe(digits)  # 350 x 29
 
 
+DIGITS = {"model": {"classes": 10}, "data": {"source": "digits"}}
+
+
+def test_the_plan_has_a_place_for_everything_that_may_be_chosen():
+    parallel = {"stages": 2, "split": ["blocks.1.0"], "recompute": ["blocks.0.0", "blocks.1.0"], "replicas": 2}
+    images = {"image_sizes": [[0, 16], [4, 24]], "mixup": 0.2, "cutmix": 0.85, "label_smoothing": 0.1}
+    made = recipe(
+        96,
+        run={"epochs": 100},
+        model=DIGITS["model"],
+        parallel=parallel,
+        exchange={"method": "gtopk"},
+        data={**DIGITS["data"], **images, "augment": "randaugment"},
+        average={"step_decay": 0.9, "epoch_decay": 0.97},
+    )
+    plan = dict(line.split(maxsplit=1) for line in batch.describe(made).splitlines())
+    cut, recomputed, exchange = plan["parallel"].split("; ")
+    assert (cut, recomputed) == ("gpipe over 2 stages, split [blocks.1.0]", "recomputing blocks.0.0, blocks.1.0")
+    assert exchange == made.exchange.describe()
+    assert plan["data"] == (
+        "digits, training at 16 px from epoch 0, 24 px from epoch 4, randaugment, mixup 0.2, cutmix 0.85, "
+        "label smoothing 0.1, average over updates 0.9, average over epochs 0.97"
+    )
+    assert plan["optimizer"] == "lars, polynomial schedule, weight decay 2.5e-06, peak learning rate 0.132583"
+    assert batch.training_image_sizes(made) == {16, 24}
+
+    interleaved = {"stages": 4, "schedule": "interleaved", "virtual_stages": 2, "recompute": True}
+    plan = batch.describe(recipe(96, parallel=interleaved, **DIGITS))
+    assert "interleaved over 4 stages of 2 parts, split auto; recomputing all blocks\n" in plan
+    assert batch.training_image_sizes(recipe(model={"image_size": 380})) == {380}
+    assert "\nparallel" not in batch.describe(recipe(96, stages=1, **DIGITS))
+
+
+def test_gradients_are_applied_before_the_run_ends():
+    def run(steps):
+        return recipe(48, run={"steps": steps}, schedule={"warmup_steps": 1}, exchange={"delay": 3}, **DIGITS)
+
+    assert lengths(run(4), 1437).total == 4
+    with pytest.raises(ConfigError, match=r"^exchange\.delay 3 is not shorter than the run of 3 steps: .*; lower it "):
+        lengths(run(3), 1437)
+
+
+LAUNCHED = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "POPDIST_NUM_LOCAL_REPLICAS": "2", "POPDIST_NUM_IPUS_PER_REPLICA": "2"}
+
+
+def test_a_pod_is_filled_with_replicas_unless_poprun_or_the_recipe_says_how_many(monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    pod = {"ipu": {"pod": 16}, "optimizer": {"trust": "momentum"}, **DIGITS}
+    on_ipus = recipe(96, run={"epochs": 100, "device": "ipu"}, **pod)
+    whole = batch.whole_pod(on_ipus)
+    assert whole.parallel.replicas == 8
+    assert whole.model_dump(exclude={"parallel": {"replicas"}}) == on_ipus.model_dump(
+        exclude={"parallel": {"replicas"}}
+    )
+    for other in (
+        recipe(96, **pod),
+        recipe(96, run={"epochs": 100, "device": "ipu"}, **DIGITS),
+        recipe(96, replicas=2, run={"epochs": 100, "device": "ipu"}, **pod),
+    ):
+        assert batch.whole_pod(other) is other
+    with pytest.raises(ConfigError, match=r"^ipu\.pod 16 is not a multiple of parallel\.stages 3; "):
+        batch.whole_pod(recipe(96, stages=3, run={"epochs": 100, "device": "ipu"}, **pod))
+    assert batch.planned(on_ipus).replicas == 1
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert batch.whole_pod(on_ipus) is on_ipus
+    assert batch.planned(on_ipus).replicas == 8
+    assert batch.planned(recipe(96, **pod)).replicas == 1
+    monkeypatch.setenv("POPDIST_NUM_IPUS_PER_REPLICA", "1")
+    with pytest.raises(ConfigError):
+        batch.planned(on_ipus)
+
+
 def test_the_run_folder_is_named_or_follows_the_run():
     assert batch.output_folder(recipe(run={"epochs": 1, "name": "a"})) == "runs/a"
     assert batch.output_folder(recipe(run={"epochs": 1, "name": "a", "output": "/b"})) == "/b"
