@@ -67,6 +67,7 @@ class LARS(HasSlots, Optimizer):
 
         For those who have no WeightState, and as a reference. Leaves the ratios, float32 [], in `trust_ratios`.
         """
+        assert closure is None
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

@@ -46,9 +46,7 @@ def run(
     try:
         others = Others(hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret)
         for attempt in range(max_restarts + 1):
-            ranks = _start(others, others.gather(attempt), local, command)
-            signals.watch(ranks)
-            outcome = others.settle(_watch(ranks, others, signals))
+            outcome = others.settle(_attempt(others, attempt, local, command, signals))
             if outcome.line:
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
@@ -64,9 +62,23 @@ def run(
         return FAILED
 
 
-def _start(others: Others, port: int, local: int, command: List[str]) -> Ranks:
-    """Ranks of this host, each in a session of its own; their store listens at `port` of the master."""
-    hosts, ranks = others.hosts, {}
+def _attempt(others: Others, attempt: int, local: int, command: List[str], signals: Signals) -> Outcome:
+    """Starts the ranks of this host and watches them. None is left on return, nor after an exception."""
+    port, ranks = others.gather(attempt), {}
+    try:
+        _start(ranks, others, port, local, command)
+        signals.watch(ranks)
+        return _watch(ranks, others, signals)
+    except BaseException:
+        kill(ranks, signal.SIGKILL)
+        raise
+    finally:
+        signals.watch({})  # another process may have the number of one that is gone
+
+
+def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[str]) -> None:
+    """Starts the ranks of this host, each in a session of its own; their store listens at `port` of the master."""
+    hosts = others.hosts
     interface = interface_towards(others.address)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 if hosts.number == 1 else 2]
     for number in range(local):
@@ -79,6 +91,7 @@ def _start(others: Others, port: int, local: int, command: List[str]) -> Ranks:
             "MASTER_ADDR": others.address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "RANK": str(rank),
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(hosts.number * local),
@@ -86,7 +99,6 @@ def _start(others: Others, port: int, local: int, command: List[str]) -> Ranks:
         }
         arguments = bound_to_parent([sys.executable, "-u", *command], ignores_interrupts=True)
         ranks[rank] = subprocess.Popen(arguments, env=environment, start_new_session=True)
-    return ranks
 
 
 def _watch(ranks: Ranks, others: Others, signals: Signals) -> Outcome:

@@ -47,7 +47,7 @@ class Outcome:
     """End of the ranks of a host: `code` as train.py's, `line` for the user, `last` if there is no next attempt."""
 
     code: Annotated[int, AfterValidator(_known)]
-    line: Annotated[_Text, AfterValidator(printable)] = ""
+    line: Annotated[_Text, AfterValidator(lambda text: printable(text)[:LONGEST])] = ""  # escapes make it longer
     last: bool = False
     abrupt: bool = False  # the ranks of the other hosts wait for some that are gone
 

@@ -45,7 +45,8 @@ class Reduction(Running):
     ):
         """
         Args:
-            gradients, places, collect, group: as in Setup. None: all processes.
+            gradients, places, collect: as in Setup.
+            group: of the processes that hold the same stage; None: all processes.
             method, order: "dense" or "half", "fast" or "tree".
             wire: what "half" sends, torch.float16 or torch.bfloat16.
             micro_batches: of a step over all replicas, a multiple of their number; for "half".

@@ -259,9 +259,9 @@ def _suggest(section: str, key: str | None = None) -> str:
     outer, _, inner = section.partition(".")
     if inner in keys.get(outer, ()):
         return f"; write it as `{outer}: {{{inner}: ...}}`"
-    near = {name: f"{section}.{name}" for name in keys[section]} if key else {name: name for name in keys}
+    near = {name: f"{section}.{name}" for name in keys[section]} if key is not None else {name: name for name in keys}
     for choices in (near, elsewhere):
         matches = difflib.get_close_matches(key or section, choices, n=1)
         if matches:
             return f"; did you mean {choices[matches[0]]}?"
-    return f"; {section} has {', '.join(near)}" if key else f"; the sections are {', '.join(near)}"
+    return f"; {section} has {', '.join(near)}" if key is not None else f"; the sections are {', '.join(near)}"

@@ -137,7 +137,7 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
     if on_ipus and found.number > 1:
         raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
     if on_ipus and options.max_restarts:
-        raise UserError("--max-restarts is for ranks of torchrun; after poprun has failed, the same command resumes")
+        raise UserError("--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes")
     if not on_ipus and (options.instances or options.poprun):
         flag = "--instances" if options.instances else "--poprun"
         raise UserError(f"{flag} goes with run.device=ipu, but run.device is {recipe.run.device}")

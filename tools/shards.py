@@ -117,23 +117,26 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
         )
     if (options.imagenet_validation is None) != (options.ground_truth is None):
         raise DataError("--imagenet-validation and --ground-truth go together; give both or none")
-    try:
-        if options.imagenet_train is not None:
-            source: EncodedSource = imagenet.training(options.imagenet_train)
-        elif options.imagenet_validation is not None:
-            source = imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
-        else:
-            source = FolderSource(options.places[0])
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
     if options.devkit is not None and options.imagenet_validation is None:
         raise DataError("--devkit goes with --imagenet-validation; leave it out")
+    source = _imagenet(options) if archives else FolderSource(options.places[0])
     *images, folder = options.places
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
     if images and (os.path.realpath(folder) + os.sep).startswith(os.path.realpath(images[0]) + os.sep):
         raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {images[0]}")
     return source, folder
+
+
+def _imagenet(options: argparse.Namespace) -> EncodedSource:
+    try:
+        if options.imagenet_train is not None:
+            return imagenet.training(options.imagenet_train)
+        return imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
 
 
 def _index(options: argparse.Namespace) -> tuple[int, str, dict]:

@@ -1,8 +1,8 @@
 """The signals that ask a run to stop. Loads nothing heavy: a launcher's signal may come while torch is still loading.
 
 A single process, and ranks under torchrun, srun or poprun, take SIGTERM, SIGINT and SIGUSR1 for: finish the step, save,
-exit with 75. Ranks of run_pod.sh take SIGUSR1 alone, which the launcher sends when it is stopped itself: torch's agent
-sends them SIGTERM when another rank is dead, which ends them at once, and a terminal's SIGINT is the launcher's.
+exit with 75. Ranks of run_pod.sh take SIGUSR1 alone, which the launcher sends when it is stopped itself: the launcher
+sends SIGTERM when another rank is dead, which ends them at once, and a terminal's SIGINT is the launcher's.
 """
 
 import os

@@ -55,7 +55,7 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ("--stages 2 run.sed=1", "command line: run.sed: unknown key"),
         (f"{POD} --replicas 128 --instances 3", "--instances 3 does not divide 128 replicas; give a divisor"),
         (f"{POD} --replicas 128", "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
-        (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for ranks of torchrun"),
+        (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for CPUs and GPUs"),
         ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
         ("--instances 2", "--instances goes with run.device=ipu, but run.device is cpu"),
         ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),

@@ -38,6 +38,8 @@ class Axis(Section):
         if self.choices is not None:
             if self.model_fields_set != {"choices"}:
                 raise ValueError("choices and a range are both given; keep one")
+            if any(isinstance(choice, dict) for choice in self.choices):
+                raise ValueError("a choice is the value of one key, not keys below it")
             shown = [repr(choice) for choice in self.choices]
             for text in shown:
                 if shown.count(text) > 1:

@@ -83,8 +83,8 @@ class SweepFolder:
         except ValueError:
             raise ConfigError(f"{self.path / _DEFINITION}: not what a sweep wrote; {_REMEDY}") from None
         difference = _difference(before, definition)
-        recipe = loading.load(self.path / _RECIPE)
-        if not difference and recipe != candidates.base:
+        recipe = candidates.base if difference else loading.load(self.path / _RECIPE)
+        if recipe != candidates.base:
             from training.run_folder import first_difference  # loads torch
 
             changed = first_difference(recipe, candidates.base)
