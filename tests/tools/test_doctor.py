@@ -24,7 +24,8 @@ from tools.planning import machine, scaling, workload
 
 SHORT = ("--config", str(QUICKSTART), *TINY, "run.device=cpu", "--json", "--seconds", "0.1")
 LAG = 0.05  # seconds that a slow rank sleeps in each forward pass; the pass itself takes a few milliseconds
-PAUSE = 0.01  # likewise, a slow source for each image
+PAUSE = 0.1  # likewise, a slow source for each image
+FEW = ("batch.global=4", "batch.micro=2")  # images: reading them and computing cost little beside LAG and PAUSE
 
 
 def measured_elsewhere(patch=setattr):
@@ -105,10 +106,10 @@ def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, wo
         return read(source, index)
 
     monkeypatch.setattr(DigitsSource, "read", slowly)
-    _, data, _, _ = examined(f"data.workers={workers}", "data.prefetch=1")
+    _, data, _, _ = examined(f"data.workers={workers}", "data.prefetch=1", *FEW)
     assert data["images"]["per_core"]["high"] < 1 / PAUSE
-    # 24 images a step, one after the other; a worker reads them while the step computes.
-    least = 24 * PAUSE if workers == 0 else 0.0
+    # 4 images a step, one after the other; a worker reads them while the step computes.
+    least = 4 * PAUSE if workers == 0 else 0.0
     assert data["parts"]["input"] > least
     assert data["advice"]["limit"] == "input"
     assert "would keep up" in data["advice"]["text"]
@@ -118,7 +119,7 @@ def test_reading_that_keeps_up_is_not_waited_for(examined, monkeypatch):
     """The other way round: steps that take long."""
     forward = Stage.forward
     monkeypatch.setattr(Stage, "forward", lambda stage, x: time.sleep(LAG) or forward(stage, x))
-    _, data, _, _ = examined()
+    _, data, _, _ = examined(*FEW)
     assert data["parts"]["compute"] > 2 * LAG  # of two micro batches
     assert data["parts"]["input"] < data["parts"]["compute"] and data["advice"]["limit"] != "input"
 
