@@ -18,7 +18,7 @@ from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import first_line
 
-NOT_MEASURED = "not measured: "
+NOT_MEASURED, OUT_OF_MEMORY = "not measured: ", "out of memory"
 _LEAST_TURNS = 2  # also where no time is left: one figure has no spread
 _SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
 
@@ -96,11 +96,18 @@ def missing(section: str, what: str, why: str) -> Row:
 
 def reason(error: BaseException) -> str:
     """One line."""
-    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
+    return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
 
 
 Side = Callable[[], object]
 Maker = Callable[[contextlib.ExitStack], Side]  # makes a side; leaves in the stack what must be done in the end
+
+
+class _Opened(NamedTuple):
+    """A side that is warm, and what must be done in the end."""
+
+    side: Side
+    stack: contextlib.ExitStack
 
 
 class Session:
@@ -117,11 +124,15 @@ class Session:
 
     def attempts(self, measures: Mapping[str, Callable[[], Row]]) -> Iterator[Row]:
         """The rows one after the other; one that says why there is none where a measurement raises."""
+        rows: Dict[str, Row] = {}
         faults: Dict[str, str] = {}
-        for what, measure in measures.items():
-            with self._guarded(what, faults):
-                row = measure()
-            yield missing(self.section, what, faults[what]) if what in faults else row
+
+        def measure(what: str) -> None:
+            rows[what] = measures[what]()
+
+        for what in measures:
+            self._attempt(what, measure, faults, {})
+            yield missing(self.section, what, faults[what]) if what in faults else rows[what]
 
     def compare(
         self,
@@ -132,6 +143,7 @@ class Session:
         warm_up: int = 1,
         limit: Optional[float] = None,
         note: str = "",
+        needs_all: bool = False,
     ) -> List[Row]:
         """A row for each side that took its turns, then for each that failed; all sides exist at once.
 
@@ -140,45 +152,74 @@ class Session:
 
         Args:
             figure: of the seconds of a call.
+            needs_all: end at once where the memory does not suffice for all sides; then not all have a row.
         """
-        sides: Dict[str, Side] = {}
+        sides: Dict[str, _Opened] = {}
         times: Dict[str, List[float]] = {}
         faults: Dict[str, str] = {}
+
+        def make(name: str) -> None:
+            sides[name], times[name] = self._opened(makers[name], warm_up), []
+
+        def take_turn(name: str) -> None:
+            times[name].append(seconds_of(sides[name].side, calls, self.device))
+
+        def lacking() -> bool:
+            return needs_all and OUT_OF_MEMORY in faults.values()
+
         with contextlib.ExitStack() as stack:
-            stack.callback(sides.clear)
-            for name, make in makers.items():
+            stack.callback(_close, sides)
+            for name in makers:
+                if lacking():
+                    break
                 if sides and self.over(_SHARE_OF_TURNS):
                     faults[name] = "no time was left"
-                    continue
-                with self._guarded(name, faults):
-                    side = make(stack)
-                    for _ in range(warm_up):
-                        seconds_of(side, 1, self.device)
-                    sides[name], times[name] = side, []
+                else:
+                    self._attempt(name, make, faults, sides)
             for turn in range(self.plan.turns):
-                if turn >= _LEAST_TURNS and self.over():
+                if lacking() or (turn >= _LEAST_TURNS and self.over()):
                     break
                 for name in list(sides)[:: -1 if turn % 2 else 1]:
-                    with self._guarded(name, faults):
-                        times[name].append(seconds_of(sides[name], calls, self.device))
-                    if name in faults:
-                        del sides[name], times[name]
+                    self._attempt(name, take_turn, faults, sides)
         free(self.device)
         rows = [
-            Row(self.section, name, tuple(map(figure, seconds)), unit, limit, note) for name, seconds in times.items()
+            Row(self.section, name, tuple(map(figure, seconds)), unit, limit, note)
+            for name, seconds in times.items()
+            if name not in faults
         ]
         return rows + [missing(self.section, name, why) for name, why in faults.items()]
 
-    @contextlib.contextmanager
-    def _guarded(self, what: str, faults: Dict[str, str]) -> Iterator[None]:
-        """Note why `what` failed and go on. Raises RuntimeError after an error that CUDA does not survive."""
+    def _opened(self, make: Maker, warm_up: int) -> _Opened:
+        """A side that was called so many times; nothing is left of one that fails."""
+        with contextlib.ExitStack() as stack:
+            side = make(stack)
+            for _ in range(warm_up):
+                seconds_of(side, 1, self.device)
+            return _Opened(side, stack.pop_all())
+
+    def _attempt(
+        self, what: str, function: Callable[[str], None], faults: Dict[str, str], sides: Dict[str, _Opened]
+    ) -> None:
+        """function(what); if it raises, note why in `faults`, and close the side of that name and free its memory.
+
+        Raises:
+            RuntimeError: after an error that CUDA does not survive.
+        """
         try:
-            yield
+            function(what)
             return
         except Exception as error:  # whatever is wrong with one figure, others are wanted
             faults[what] = reason(error)
-        free(self.device)  # not within the handler, whose error holds what did not fit
+        # Not within the handler, whose error holds what did not fit.
+        if what in sides:
+            sides.pop(what).stack.close()
+        free(self.device)
         synchronize(self.device)
+
+
+def _close(sides: Dict[str, _Opened]) -> None:
+    while sides:
+        sides.popitem()[1].stack.close()
 
 
 def free(device: torch.device) -> None:

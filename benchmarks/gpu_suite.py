@@ -46,6 +46,7 @@ from training.run_folder import describe_environment
 
 UPDATE = "update"
 IN_GRAPH = "ours, Triton, CUDA graph"
+_FIRST = 120.0  # seconds in which the machine must be described, before all sections
 _GRACE = 40.0  # seconds that a section may take beyond its time, which it only looks at between two turns
 _RESERVE = 20.0  # seconds before the end of all, in which the last section may take its turns
 # A parameter. Gradient and weight are read for the norms (4 + 2); no weight may change before all norms are known, so
@@ -145,24 +146,29 @@ def main() -> None:
 def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[List[Row], dict]:
     """Rows of all sections, and the machine they are of; the files in `folder` are renewed after every section."""
     end, rows = time.monotonic() + plan.total, []
-    (about,) = ranks.run(1, machine, plan.device)
+    (about,) = ranks.stream(min(_FIRST, plan.total), machine, plan.device)
     for section in sections:
         left = min(end - time.monotonic(), section.seconds + _GRACE)
         print(f"{section.name}: {end - time.monotonic():.0f} s are left", file=sys.stderr, flush=True)
-        if left < 1:
-            rows.append(missing(section.name, "all", "no time was left"))
-            continue
-        section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
-        try:
-            for row in ranks.stream(left, perform, section, plan, list(rows)):
-                rows.append(row)
-                value = f"{claims.cell(row.value)} {row.unit}, " if row.value is not None else ""
-                print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
-        except RuntimeError as error:
-            rows.append(missing(section.name, "the rest", reason(error)))
+        for row in _within(left, section, plan, list(rows)):
+            rows.append(row)
+            value = f"{claims.cell(row.value)} {row.unit}, " if row.value is not None else ""
+            print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
         files = write(rows, about, folder)
     print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
     return rows, about
+
+
+def _within(left: float, section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
+    """A section's rows, from a process that is ended after `left` seconds; the last one says why there are no more."""
+    if left < 1:
+        yield missing(section.name, "all", "no time was left")
+        return
+    section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
+    try:
+        yield from ranks.stream(left, perform, section, plan, before)
+    except RuntimeError as error:
+        yield missing(section.name, "the rest", reason(error))
 
 
 def perform(section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
@@ -173,14 +179,14 @@ def perform(section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row
         yield missing(section.name, "the rest", reason(error))
 
 
-def machine(_: int, name: str) -> dict:
+def machine(name: str) -> Iterator[dict]:
     """The machine and the program, as `claims.machine` and more."""
     device = torch.device(name)
     cuda = device.type == "cuda"
     triton = None
     with contextlib.suppress(ImportError):
         triton = importlib.import_module("triton").__version__
-    return {
+    yield {
         **claims.machine(),
         "device": torch.cuda.get_device_name(device) if cuda else name,
         "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if cuda else None,

@@ -16,7 +16,7 @@ from typing import Dict, Iterator, NamedTuple
 
 import torch
 
-from benchmarks.gpu_measure import NOT_MEASURED, Maker, Row, Session, Side, free, recipe
+from benchmarks.gpu_measure import NOT_MEASURED, OUT_OF_MEMORY, Maker, Row, Session, Side, free, recipe
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
@@ -63,8 +63,12 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
         sides = _sides(session, setting, micro)
         note = f"{recipe(plan, micro).model.image_size} px, micro batch {micro}"
         figure = functools.partial(operator.truediv, micro)
-        rows = session.compare(sides, figure, "images/s", calls=plan.steps, warm_up=_WARM_UP, note=note)
-        if micro == 1 or all(row.note != f"{NOT_MEASURED}out of memory" for row in rows):
+        rows = session.compare(
+            sides, figure, "images/s", calls=plan.steps, warm_up=_WARM_UP, note=note, needs_all=micro > 1
+        )
+        if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
+            torch._dynamo.reset()
+        if micro == 1 or all(row.note != NOT_MEASURED + OUT_OF_MEMORY for row in rows):
             return iter(rows)
         micro //= 2
 
@@ -104,8 +108,6 @@ def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
 
 def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
     """The engine of a recipe, closed with the stack; a call is an update from the same images."""
-    if plan.engine.compile:
-        stack.callback(torch._dynamo.reset)
     engine = factory.create(plan, divide(plan, 1), steps_per_epoch=1)
     stack.callback(engine.close)
     uncompiled = [note for note in engine.notes if "uncompiled" in note]
@@ -118,8 +120,6 @@ def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
 def _timms(plan: Recipe, setting: Setting, device: torch.device, layout: str, stack: contextlib.ExitStack) -> Side:
     """One update from the same images each time."""
     torch.backends.cudnn.benchmark = True
-    if setting.compiled:
-        stack.callback(torch._dynamo.reset)
     memory_format = FORMATS[layout]
     loop = Loop(plan.model, _LR, device.type, getattr(torch, setting.dtype), memory_format, setting.compiled)
     batch = _on_device(plan, device)

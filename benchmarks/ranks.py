@@ -22,6 +22,7 @@ from parallel.parent_death import die_with_parent
 from parallel.processes import Processes
 from recipe.batch import divide
 from recipe.config import Recipe
+from recipe.errors import first_line
 
 
 class Turn(NamedTuple):
@@ -105,15 +106,16 @@ def stream(seconds: float, function: Callable[..., Iterator[Any]], *args: Any) -
 
 
 def _serve(writer: connection.Connection, call: Callable[[], Iterator[Any]]) -> None:
-    """In the process: send what the call yields as (False, value), and its error as (True, traceback)."""
+    """In the process: send what the call yields as (False, value), its error as (True, its line and traceback)."""
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
     try:
         for value in call():
             writer.send_bytes(pickle.dumps((False, value)))  # by value: a tensor's memory would go with this process
-    except BaseException:
-        writer.send_bytes(pickle.dumps((True, traceback.format_exc())))
+    except BaseException as error:
+        text = f"{type(error).__name__}: {first_line(error)}\n{traceback.format_exc()}"
+        writer.send_bytes(pickle.dumps((True, text)))
     writer.close()
     os._exit(0)  # not what a process that forked this one would do at its end
 

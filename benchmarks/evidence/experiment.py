@@ -51,7 +51,8 @@ class Experiment(abc.ABC):
         name: of the command line and of the files of docs/results. question: the page's title. about: setup of the
             runs, as Markdown. published: results of others, with source.
         takes, quick_takes: times of the command, whole and with --quick.
-        base: the recipe. columns: of the page's table: key of a row, heading, digits, factor.
+        base: the recipe. columns: of the page's table: key of a row, heading, digits, factor; the first is top-1.
+        compared: keys of a row: top-1, and its spread over the seeds.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Experiment(abc.ABC):
         ("train_loss", "training loss", 3, 1),
         ("behind", "behind float32", 4, 1),
     )
+    compared: Tuple[str, str] = ("top1_mean", "top1_sd")
 
     @abc.abstractmethod
     def series(self) -> List[Series]:

@@ -62,6 +62,7 @@ class LarsForms(Experiment):
     question = "The two forms of LARS: by which factor their steps differ"
     takes = "an hour, less for cached runs"
     base = "configs/quickstart.yaml"
+    columns, compared = (("top1", "top-1 (%)", 1, 100),), ("top1", "top1_half_range")
     about = f"""An EfficientNet-B0 G16 of width 0.35 and depth 0.3 (B4: 1.4 and 1.8) on one thread, float32, momentum \
 {MOMENTUM}, weight decay 2.5e-6, linear warm-up over a fifth of the run and decay with power 2 as in the pod recipes; \
 1,437 digits at 28 px and 4,000 glyphs of 20 classes at 32 px.

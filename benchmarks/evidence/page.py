@@ -63,12 +63,12 @@ def _value(text: str) -> Union[int, float, str, None]:
 def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> Optional[List[str]]:
     """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs; None without a file.
 
-    Rows agree whose means differ by no more than the larger of the two standard deviations over the seeds.
+    Rows agree whose means differ by no more than the larger of the two spreads over the seeds.
     """
     path = folder / f"{experiment.name}.csv"
     if not path.exists():
         return None
-    labels = list(experiment.series()[0].labels)
+    labels, (mean, spread) = list(experiment.series()[0].labels), experiment.compared
     before = {_named(row, labels): row for row in read(path)}
     found = []
     for row in rows:
@@ -76,8 +76,8 @@ def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RES
         then = before.get(name)
         if then is None:
             found.append(f"{name}: not there before")
-        elif abs(row["top1_mean"] - then["top1_mean"]) > max(row["top1_sd"] or 0, then["top1_sd"] or 0):
-            ours, theirs = (f"{experiment.columns[0][-1] * each['top1_mean']:.2f} %" for each in (row, then))
+        elif abs(row[mean] - then[mean]) > max(row[spread] or 0, then[spread] or 0):
+            ours, theirs = (f"{experiment.columns[0][-1] * each[mean]:.2f} %" for each in (row, then))
             found.append(f"{name}: top-1 {ours}, before {theirs}")
     return found
 
@@ -101,6 +101,8 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     legend: Dict[str, object] = {}
     for axis, (title, lines) in zip(axes.flat, panels.items()):
         for name, points in lines.items():
+            if not points:  # nothing was measured, as where all runs diverged
+                continue
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
             legend[name] = axis.errorbar(

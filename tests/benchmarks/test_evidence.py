@@ -237,6 +237,22 @@ def test_a_rerun_is_compared_with_what_was_written_and_keeps_its_findings(tmp_pa
     assert page.differences(two, [near, new], tmp_path) == ["kind third: not there before"]
 
 
+def test_a_rerun_of_both_forms_of_lars_is_compared_by_half_the_range_over_its_seeds():
+    forms = command.EXPERIMENTS["lars_forms"]
+    rows = page.read(RESULTS / "lars_forms.csv")
+    assert page.differences(forms, rows) == []
+    rows[1]["top1"] -= 0.01
+    (line,) = page.differences(forms, rows)
+    assert line.startswith("data digits, batch 256") and line.endswith("form gradient: top-1 98.17 %, before 99.17 %")
+
+
+def test_an_optimizer_whose_runs_all_diverged_is_left_out_of_the_figure(tmp_path):
+    rows = [{**each, "loss_mean": None, "loss_sd": None} if each["optimizer"] == SGD else each
+            for each in ladder_rows((70,) * 4, (70,) * 4, (70,) * 4)]  # fmt: skip
+    Ladder().draw(rows, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").stat().st_size > 1000
+
+
 def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
     lost = Outcome(0.02, float("inf"), float("inf"), {}, "step 3")
     monkeypatch.setattr(experiment, "outcome", lambda run: lost if run.seed else Outcome(0.5, 1.5, 1.0, {}))

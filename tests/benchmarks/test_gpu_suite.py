@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks import claims, gpu_checks, gpu_measure, gpu_suite, gpu_training,
 from benchmarks.gpu_measure import DRY_PASS, Row, Session, missing
 from benchmarks.gpu_suite import Section
 from models.normalization import GroupNormAct
+from tests.world import fork_server
 from training.command import finish, one_line
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,17 +123,57 @@ def test_a_fault_costs_one_row_and_one_that_the_device_does_not_survive_the_sect
     assert first == good and last.what == "the rest" and "illegal memory access" in last.note
 
 
+@pytest.mark.parametrize("fits", [1, 3], ids=["no warming call", "no turn"])
+def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
+    left, closed = [], []
+
+    class Failing:
+        calls = 0
+
+        def step(self):
+            self.calls += 1
+            if self.calls > fits:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def close(self):
+            closed.append(self.calls)
+
+    def failing(stack):
+        side = Failing()
+        stack.callback(side.close)
+        left.append(weakref.ref(side))
+        return side.step
+
+    def other(stack):
+        stack.callback(closed.append, "other")
+        return lambda: seen.append(left[0]() is not None)
+
+    seen = []
+    rows = {row.what: row for row in session(turns=4).compare({"bad": failing, "good": other}, abs, "s", warm_up=2)}
+    assert rows["bad"].note == "not measured: out of memory" and len(rows["good"].repetitions) == 4
+    # Turns begin from either end: two warming calls, bad and good, good and bad.
+    assert seen == ([False] * 6 if fits == 1 else [True] * 4 + [False] * 2)
+    assert closed == [fits + 1, "other"]
+
+
 def test_micro_batches_are_halved_until_both_sides_fit(monkeypatch):
+    """A size for which the first side has not the memory is not tried with the second."""
+    made = []
+
     def sides(session, setting, micro):
         def step():
             if micro > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-        return {"ours": lambda stack: int, "timm": lambda stack: step}
+        def theirs(stack):
+            made.append(micro)
+            return int
+
+        return {"ours": lambda stack: step, "timm": theirs}
 
     monkeypatch.setattr(gpu_training, "_sides", sides)
-    rows = list(gpu_training.training(session(), gpu_training.SETTINGS[0]))
-    assert [row.what for row in rows] == ["ours", "timm"]
+    rows = list(gpu_training.training(session(micro=4), gpu_training.SETTINGS[0]))
+    assert [row.what for row in rows] == ["ours", "timm"] and made == [1]
     assert all(row.note == "32 px, micro batch 1" for row in rows)
 
 
@@ -178,14 +220,38 @@ def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     assert "| figure | 2 | ms | 1 | 4 | - |  |" in page
 
 
-def test_rows_come_from_the_sections_and_a_lost_process_is_one_of_them(tmp_path, monkeypatch):
-    def stream(seconds, perform, section, plan, before):
-        yield from perform(section, plan, before)
-        if section.name == "one":
+def test_what_a_process_raises_begins_with_its_error(monkeypatch):
+    context = fork_server()
+    monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda way: context)
+    values = ranks.stream(60, map, int, ["1", "x"])
+    assert next(values) == 1
+    with pytest.raises(RuntimeError, match=r"^ValueError: invalid literal .*'x'\nTraceback"):
+        next(values)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Sections in this process; the first is lost at its end. The times that the streams are given."""
+    given = []
+
+    def stream(seconds, function, *args):
+        given.append(seconds)
+        yield from function(*args)
+        if function is gpu_suite.perform and args[0].name == "one":
             raise RuntimeError("its process ended with exit code 3")
 
     monkeypatch.setattr(ranks, "stream", stream)
-    monkeypatch.setattr(ranks, "run", lambda size, function, name: [function(0, name)])
+    return given
+
+
+def test_sections_without_time_are_in_the_files(tmp_path, streams):
+    rows, _ = gpu_suite.measured(dataclasses.replace(PLAN, total=0.5), [Section("one", 9, good)], tmp_path)
+    assert rows == [missing("one", "all", "no time was left")] and streams == [0.5]
+    (content,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert [row["note"] for row in content["rows"]] == ["not measured: no time was left"]
+
+
+def test_rows_come_from_the_sections_and_a_lost_process_is_one_of_them(tmp_path, streams):
     sections = [Section("one", 9, good), Section("two", 9, good)]
     rows, about = gpu_suite.measured(PLAN, sections, tmp_path)
     assert [row.what for row in rows if row.section in ("one", "two")] == ["figure", "the rest", "figure"]
@@ -221,7 +287,7 @@ def test_claims_compare_the_best_of_both_sides():
 def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["gpu_suite", "--json"])
-    about = {**gpu_suite.machine(0, "cpu"), "device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}
+    about = {**next(gpu_suite.machine("cpu")), "device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}
     files = gpu_suite.write(WRITTEN, about, tmp_path / "gpu")
     assert [file.name for file in files] == ["nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3.md"]
     page = files[1].read_text()
