@@ -298,3 +298,22 @@ def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, nor
     torch.save(build(loading.load(QUICKSTART, overrides).model, 1).state_dict(), tmp_path / "w.pth")
     arguments = ("--config", QUICKSTART, "--format", format, "--output", tmp_path / f"m{FORMATS[format]}")
     assert command(tmp_path / "w.pth", *arguments, *overrides)[::2] == (DONE, [])
+
+
+@pytest.mark.skipif(not hasattr(torch, "export"), reason="this torch has no torch.export")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("model.norm=layer", "model.proxy_norm=true"), marks=pytest.mark.slow),
+        ("model.norm=batch", "model.group_size=1", "model.expansion=6", "model.padding=torch"),
+    ],
+)
+def test_every_kind_of_model_is_read_and_has_the_bits_of_torchs_own_loader(tiny, overrides):
+    recipe = tiny("model.width=0.1", "model.depth=0.1", *overrides)
+    model = build(recipe.model, 0).eval().requires_grad_(False)
+    size = recipe.model.image_size
+    images = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        content, _ = export._program(model, recipe, {"recipe": "", "weights": "trained"})
+        expected = torch.export.load(io.BytesIO(content)).module()(images)
+        assert torch.equal(exported.opened(exported.PROGRAM, content).logits(images), expected)

@@ -18,11 +18,9 @@ import torch
 
 import evaluate
 from data.batches import MicroBatch
-from models.efficientnet import build
 from recipe import loading
 from recipe.errors import CheckpointError
 from tests.conftest import QUICKSTART, TINY
-from tools import export
 from training import exported
 
 SUFFIXES = (exported.ONNX, exported.PROGRAM)
@@ -399,22 +397,3 @@ def test_a_file_that_swells_is_refused_by_its_table_of_contents(members, write_m
     with pytest.raises(CheckpointError, match="its members are compressed, which torch's never are"):
         exported.read(str(path))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
-
-
-@torch_export
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(("model.norm=layer", "model.proxy_norm=true"), marks=pytest.mark.slow),
-        ("model.norm=batch", "model.group_size=1", "model.expansion=6", "model.padding=torch"),
-    ],
-)
-def test_every_kind_of_model_is_read_and_has_the_bits_of_torchs_own_loader(tiny, overrides):
-    recipe = tiny("model.width=0.1", "model.depth=0.1", *overrides)
-    model = build(recipe.model, 0).eval().requires_grad_(False)
-    size = recipe.model.image_size
-    images = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        content, _ = export._program(model, recipe, {"recipe": "", "weights": "trained"})
-        expected = torch.export.load(io.BytesIO(content)).module()(images)
-        assert torch.equal(exported.opened(exported.PROGRAM, content).logits(images), expected)
