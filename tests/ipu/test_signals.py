@@ -16,19 +16,11 @@ from recipe.errors import STOPPED
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.ipu.conftest import DOUBLE, Hanging
 from tests.ipu.test_engine import FLOAT32, LARS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ipu, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 PATIENCE = 200  # seconds, on a busy machine
-
-
-def await_(condition):
-    """Its first true value."""
-    end = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def of_group(group):
@@ -64,7 +56,7 @@ def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp
         )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        await_(lambda: (metrics.exists() and metrics.stat().st_size) or run.poll() is not None)
+        wait_until(lambda: (metrics.exists() and metrics.stat().st_size) or run.poll() is not None, PATIENCE)
         assert run.poll() is None, errors.read_text()
         reader = reader_of(run.pid)
         os.kill(reader, signal.SIGSTOP)
@@ -72,10 +64,12 @@ def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp
         while seen != (seen := metrics.read_text()):  # what was read before is used up
             time.sleep(1)
         os.killpg(run.pid, number)
-        await_(lambda: f"{number.name}: finishing this step" in output.read_text() or run.poll() is not None)
+        wait_until(
+            lambda: f"{number.name}: finishing this step" in output.read_text() or run.poll() is not None, PATIENCE
+        )
         os.kill(reader, signal.SIGCONT)
         assert run.wait(PATIENCE) == STOPPED, errors.read_text()
-        await_(lambda: not of_group(run.pid))
+        wait_until(lambda: not of_group(run.pid), PATIENCE)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from parallel.parent_death import die_with_parent
@@ -80,15 +79,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition, seconds=120):
-    """Waits until condition() holds; its last value."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def kill_all(pids):

@@ -15,7 +15,8 @@ import pytest
 
 from parallel.board import Board
 from tests.conftest import QUICKSTART
-from tests.tools.launchers import Launcher, alive, kill_all, wait_until
+from tests.tools.launchers import Launcher, alive, kill_all
+from tests.waiting import wait_until
 from tests.world import _free_port
 
 pytestmark = pytest.mark.multiprocess

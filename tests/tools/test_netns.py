@@ -9,9 +9,10 @@ import pytest
 
 from tests import ranks
 from tests.conftest import ROOT
-from tests.tools.launchers import Launcher, wait_until
+from tests.tools.launchers import Launcher
 from tests.training.test_resume import lines_of
 from tests.training.test_several_ranks import TWO_STAGES, assert_same_outcome, train_to_the_end
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
 

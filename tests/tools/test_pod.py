@@ -14,9 +14,10 @@ import pytest
 
 from tests import ranks
 from tests.conftest import ROOT
-from tests.tools.launchers import Launcher, alive, kill_all, wait_until
+from tests.tools.launchers import Launcher, alive, kill_all
 from tests.training.test_resume import Outcome, lines_of
 from tests.training.test_several_ranks import train_to_the_end
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiprocess
 
