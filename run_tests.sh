@@ -10,7 +10,8 @@ cd "$ROOT"
 # afterwards, alone.
 ALONE="clock or netns"
 
-# run_selected MARKERS PYTEST_ARGUMENTS...: both turns; fails if one of them does. A turn may have no tests, not both.
+# run_selected MARKERS PYTEST_ARGUMENTS...: both turns, or one where ALONE is empty; fails if one of them does. A turn may have no
+# tests, not both.
 # Files begin in their own order where pytest-xdist allows that (3.7): by number of tests the longest would begin last.
 run_selected() {
   local markers=$1 worst=0 empty=0 status
@@ -18,6 +19,10 @@ run_selected() {
   local side_by_side=(-n "$((2 * $("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
+  fi
+  if [ -z "$ALONE" ]; then
+    "$PYTHON" -m pytest "${side_by_side[@]}" -m "$markers" "$@"
+    return
   fi
   "$PYTHON" -m pytest "${side_by_side[@]}" -m "($markers) and not ($ALONE)" "$@" || worst=$?
   [ "$worst" != 2 ] || return 2  # interrupted
@@ -36,6 +41,7 @@ if [ "${1:-}" = --ipu-environment ]; then
   fi
   make_ipu_environment
   # The rooms that the IPU path imports; engines/ and parallel/ hold newer code besides.
+  ALONE=""  # no test of these rooms measures time
   run_selected "not slow and not multiprocess and not gpu" -p tests.ipu_environment "$@" \
     tests/ipu tests/recipe tests/models tests/optim tests/data tests/training tests/parallel/test_topology.py \
     tests/engines/test_ipu_model.py tests/engines/test_ipu_input.py tests/test_train.py tests/test_evaluate.py

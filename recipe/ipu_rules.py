@@ -86,7 +86,7 @@ def _algorithm(recipe: Recipe) -> _Rules:
          "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
         (exchange.in_tree, "exchange.order tree",
          "PopART decides in which order gradients are added; use exchange.order=fast"),
-        (recipe.model.norm == "batch", "model.norm batch",
+        (recipe.model.batch_statistics, "model.norm batch",
          "running statistics would be each replica's own; use model.norm=group or layer"),
         (data.bad_images == "skip", "data.bad_images skip",
          "a compiled program takes whole micro batches only; use data.bad_images=error"),

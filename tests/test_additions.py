@@ -68,6 +68,17 @@ def test_an_addition_trains(runs, name):
         assert f"{override.split('.')[1].split('=')[0]}: {override.split('=')[1]}" in resolved
 
 
+def test_a_family_without_width_is_planned():
+    program = "import sys; import tests.additions.model; from tools import plan; sys.exit(plan.main(sys.argv[1:]))"
+    recipe = ["--config", str(QUICKSTART), *tiny("model"), *ADDITIONS["model"]]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--json", *recipe], cwd=str(ROOT), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert plan["widest"] == [] and plan["model"]["parameters"] > 0
+
+
 def test_a_logger_has_the_losses_of_the_run(runs):
     lines = (runs / "logger" / "losses.txt").read_text().splitlines()
     assert [(int(step), float(loss)) for step, loss in map(str.split, lines)] == losses(runs / "logger")

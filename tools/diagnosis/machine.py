@@ -121,8 +121,7 @@ def _calibration(recipe: Recipe, batch: Batch) -> str:
     stages = f", {batch.stages} stages" if batch.stages > 1 else ""
     again = ", recomputed" if recipe.parallel.recompute else ""
     return (
-        f"{model.name}, width {model.width:g}, depth {model.depth:g}, groups of {model.group_size}, "
-        f"{model.image_size} px, micro batch {batch.micro}, {recipe.precision.compute} compute, "
+        f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {recipe.precision.compute} compute, "
         f"{recipe.precision.weights} weights{stages}{again}"
     )
 

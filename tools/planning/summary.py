@@ -44,6 +44,7 @@ class Input(NamedTuple):
 class Summary(NamedTuple):
     """A plan. own: the step on the replicas that the recipe, or the launcher, names. hours: of each of `rows`.
 
+    widest: empty for a family of models that has no width.
     widest_1f1b: as `widest`, under that schedule; empty where the recipe's is no other, and on IPUs.
     """
 
@@ -73,9 +74,11 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         memory.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
         for wanted in (None, False, True)
     ]
-    widest = [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
-    widest_1f1b = []
-    if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
+    widest, widest_1f1b = [], []
+    has_width = "width" in type(recipe.model).model_fields
+    if has_width:
+        widest = [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
+    if has_width and machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
         parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
         other = recipe.model_copy(update={"parallel": parallel})
         widest_1f1b = [memory.widest(other, machine, batch, stages) for stages in STAGES]

@@ -24,7 +24,8 @@ def lines(plan: Summary) -> Iterator[str]:
         f"stages: {work.cut}"
     )
     yield from _stages(plan)
-    yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {_widths(plan.widest)}"
+    if plan.widest:
+        yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {_widths(plan.widest)}"
     if plan.widest_1f1b:
         micro_batches = f"{plan.batch.accumulation:,} micro batches of a step"
         yield f"           gpipe keeps all {micro_batches}; 1f1b: {_widths(plan.widest_1f1b)}"
