@@ -28,6 +28,7 @@ run_selected() {
   [ "$worst" != 2 ] || return 2  # interrupted
   [ "$worst" != 5 ] || { worst=0; empty=1; }
   status=0
+  [ $# != 0 ] || set -- $(grep -rlE "mark\.(${ALONE// or /|})\b" tests)
   "$PYTHON" -m pytest -m "($markers) and ($ALONE)" "$@" || status=$?
   [ "$status" != 5 ] || status=$((empty * 5))
   return $((worst > status ? worst : status))

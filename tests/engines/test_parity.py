@@ -1,4 +1,4 @@
-"""Ten updates of our engine against timm's model and timm's optimizers in a plain loop.
+"""Six updates of our engine against timm's model and timm's optimizers in a plain loop.
 
 Weights in float32 on both sides drift apart by rounding, and how fast depends on the problem. The yardstick is
 therefore timm's own loop: in float64 it is the reference, and in float32 it shows what rounding alone does over these
@@ -19,7 +19,7 @@ from optim import schedule
 from recipe.batch import Lengths, divide
 
 SLOW = pytest.mark.slow
-UPDATES, BATCH, SIZE, CLASSES = 10, 8, 48, 10
+UPDATES, BATCH, SIZE, CLASSES = 6, 8, 48, 10
 COMMON = (
     "model.width=1.0", "model.depth=1.0", f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
     f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",

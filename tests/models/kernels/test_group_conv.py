@@ -139,7 +139,8 @@ def test_groups_do_not_mix(channels, group, form):
 
 
 @pytest.mark.parametrize(
-    ("stride", "programs"), [(1, 4), (1, 8), *(pytest.param(2, each, marks=pytest.mark.slow) for each in (4, 8))]
+    ("stride", "programs"),
+    [(1, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (2, 4), (2, 8)))],
 )
 @every_format
 def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
