@@ -54,7 +54,9 @@ CASES: Dict[str, Case] = {
     "rmsprop": Case(("optimizer.name=rmsprop", "schedule.peak=0.01")),
     "2 stages x 2 replicas, tree order": Case(("exchange.order=tree", *_CUT), 2, 2),
     "1f1b with recomputation": Case(("parallel.schedule=1f1b", "parallel.recompute=true", *_CUT), 1, 2),
-    "gtopk": Case(("exchange.method=gtopk", "exchange.density=0.01", *_CUT), 2, 2),
+    "gtopk": Case(
+        ("optimizer.name=sgd", "schedule.peak=0.01", "exchange.method=gtopk", "exchange.density=0.01", *_CUT), 2, 2
+    ),
     "topk, one step late": Case(("exchange.method=topk", "exchange.density=0.01", "exchange.delay=1"), 2),
     "PopTorch's double": Case(
         ("run.device=ipu", "optimizer.trust=momentum", "data.mixup=0", "data.cutmix=null", "average.step_decay=null"),

@@ -11,7 +11,7 @@ from engines.devices import device_of, timed
 from models.families import build
 from parallel import exchange
 from parallel.costs import Link
-from parallel.exchange import Method
+from parallel.exchange import Gradient, Method
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
@@ -40,13 +40,6 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.network + self.processor
-
-
-class Gradient(NamedTuple):
-    """Elements of the largest stage's gradient, and how many of them every method sends whole."""
-
-    elements: int
-    whole: int
 
 
 def resolve(
@@ -102,7 +95,7 @@ def predict(
     """
     work = {"": 0.0, "select": selection, "round": rounding}
     return [
-        Candidate(method, method.seconds(link, replicas, gradient.elements, gradient.whole), work[method.work])
+        Candidate(method, method.seconds(link, replicas, gradient), work[method.work])
         for method in exchange.variants(section)
     ]
 
@@ -130,7 +123,8 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
         names = [name for part in parts[stage::stages] for name in part]
         parameters = [parameter for name in names for parameter in model.block(name).parameters()]
         whole = [each.numel() for each in parameters if recipe.exchange.whole_1d and each.dim() == 1]
-        found.append(Gradient(sum(each.numel() for each in parameters), sum(whole)))
+        layers = sum(each.dim() > 1 for each in parameters)
+        found.append(Gradient(sum(each.numel() for each in parameters), sum(whole), layers))
     return max(found)
 
 

@@ -9,7 +9,10 @@ from typing import Callable, Deque, Dict, Iterator, List, NamedTuple, Optional
 import torch
 
 from engines.state import merged
+from optim.base import HasSlots
 from optim.half_weights import WeightState
+from optim.norms import Norms
+from optim.replica_update import ReplicaUpdate
 from parallel import exchange
 from parallel.exchange import Setup
 from parallel.processes import Processes
@@ -30,9 +33,20 @@ class GradientExchange:
     """
 
     def __init__(
-        self, weights: WeightState, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int]
+        self,
+        weights: WeightState,
+        recipe: Recipe,
+        batch: Batch,
+        processes: Processes,
+        steps_per_epoch: Optional[int],
+        optimizer: Optional[HasSlots] = None,
     ):
-        """Args: steps_per_epoch: for the densities by epoch; None for an engine that does not train."""
+        """
+        Args:
+            steps_per_epoch: for the densities by epoch; None for an engine that does not train.
+            optimizer: of the weights' parameters, whose updates replicas make before they send; None: gradients are
+                sent.
+        """
         self._weights, self._processes = weights, processes
         self._buffer = weights.gradients.flat
         delay = recipe.exchange.delay
@@ -40,30 +54,48 @@ class GradientExchange:
         # A late gradient is exchanged in a thread of its own, which needs a group of its own.
         group = None if single else processes.further_replica_group() if delay else processes.replica_group
         method = exchange.of(recipe.exchange)
+        self._update: Optional[ReplicaUpdate] = None
+        if optimizer is not None:
+            self._update = weights.replica_update(
+                optimizer,
+                clip_norm=recipe.optimizer.clip_norm,
+                buckets=recipe.exchange.sketch,
+                replicas=processes.topology.replicas,
+                add_up=processes.sum_over_replicas,
+            )
         gradients, places = weights.gradients, weights.places()
         self._running = method.create(
-            Setup(recipe, batch, processes, gradients.flat, places, gradients.collect, group, steps_per_epoch)
+            Setup(
+                *(recipe, batch, processes, gradients.flat, places, gradients.collect, group, steps_per_epoch),
+                self._update,
+            )
         )
         self._delay = Delay(self._buffer, delay, self._running) if delay else None
         overlaps = self._delay is None and self._running is not None and self._running.overlaps
         self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
         self._summed = batch.micro_batches if method.sums else batch.accumulation
 
-    def __call__(self, step: int, scale: torch.Tensor) -> Optional[torch.Tensor]:
-        """Exchange the gradient of update `step`, from 0, that lies in the weights' buffer.
+    def __call__(self, step: int, scale: torch.Tensor, lr: float) -> Optional[torch.Tensor]:
+        """Exchange the gradient of update `step`, from 0, that lies in the weights' buffer; or the update of it.
 
-        Args: scale: float32 [], the loss scale it was computed with.
+        Args: scale: float32 [], the loss scale it was computed with. lr: learning rate of the update.
 
         Returns:
             What the gradient that lies in the buffer now has to be divided by, float32 []; None where no gradient is
             due yet.
         """
         divisor = scale * self._summed
+        if self._update is not None:
+            self._update.lr = lr
         if self._delay is not None:
             return self._delay.advance(step, divisor)
         if self._running is not None:
             self._running(self._buffer, step, divisor)
         return divisor
+
+    def norms(self, applied: Norms) -> Norms:
+        """Norms of an update, of which replicas may have made what `applied` does not know. All stages call."""
+        return applied if self._update is None else self._update.norms(applied)
 
     def state_dict(self) -> List[dict]:
         """Gradients that are still to be applied, oldest first; the same on all replicas."""

@@ -31,6 +31,9 @@ from recipe.batch import training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.optimization import Sgd
+
+_SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are made before they are exchanged
 
 
 class TorchEngine(Engine):
@@ -53,7 +56,7 @@ class TorchEngine(Engine):
             if decay is not None
         }
         self._method = exchange.of(recipe.exchange)
-        self._exchange = GradientExchange(self.weights, recipe, batch, processes, steps_per_epoch)
+        self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self.recorder = Recorder(processes, self.device)
         self._work = feed.TrainingStep(
@@ -77,7 +80,7 @@ class TorchEngine(Engine):
         recipe = self._recipe
         whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
         memory_format = tuning.apply(whole, recipe.engine, self.device)
-        norms = norm_parameters(whole)
+        self._norms = norm_parameters(whole)
         self.shapes = state.shapes(whole)
         self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
         try:
@@ -98,17 +101,16 @@ class TorchEngine(Engine):
         self._buffers = state.persistent_buffers(self._model)
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
         optimizer = recipe.optimizer
-        if recipe.exchange.replica_momentum:
-            # The exchange has the momentum. Weight decay, which momentum would have added up too, gets stronger.
-            decay = optimizer.weight_decay / (1 - optimizer.momentum)
-            optimizer = optimizer.model_copy(update={"momentum": 0.0, "weight_decay": decay})
+        self._subtracts = recipe.exchange.compresses_update(optimizer)
+        if self._subtracts:
+            optimizer = _SUBTRACT
         self.weights = WeightState(
             self._model.named_parameters(),
-            lambda parameters: factory.create(optimizer, parameters, norms),
+            lambda parameters: factory.create(optimizer, parameters, self._norms),
             dtype=DTYPES[recipe.precision.weights],
             rounding=recipe.precision.rounding,
             seed=recipe.run.seed,
-            clip_norm=recipe.optimizer.clip_norm,
+            clip_norm=optimizer.clip_norm,
             model=[name for name, _ in whole.named_parameters()],
             tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
@@ -116,6 +118,13 @@ class TorchEngine(Engine):
         )
         self.notes += self.weights.notes
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
+
+    def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
+        """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
+        optimizer = None
+        if recipe.exchange.compresses_update(recipe.optimizer):
+            optimizer = factory.create(recipe.optimizer, dict(self._model.named_parameters()), self._norms)
+        return GradientExchange(self.weights, recipe, self.batch, self.processes, steps_per_epoch, optimizer)
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
         self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
@@ -143,7 +152,7 @@ class TorchEngine(Engine):
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         self._compute_gradients(micro_batches, step)
         with self.recorder.span("exchange"):
-            divisor = self._exchange(step, self._loss_scale.scale)
+            divisor = self._exchange(step, self._loss_scale.scale, lr)
         self._combine_statistics(statistics_before)
         with self.recorder.span("update"):
             finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
@@ -153,7 +162,8 @@ class TorchEngine(Engine):
             unfinished, loss, correct = self.processes.sum(torch.stack(own))  # one message
             finite = unfinished == 0
             if divisor is not None:
-                norms = self.weights.apply(step, lr, finite, measure)
+                norms = self.weights.apply(step, 1.0 if self._subtracts else lr, finite, measure)
+                norms = None if norms is None else self._exchange.norms(norms)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:

@@ -59,6 +59,7 @@ class BlockShape(NamedTuple):
     saved: int  # elements that autograd keeps for the backward pass
     output: int  # elements for the next block
     saved_once: int = 0  # float32 numbers that normalisation keeps of a micro batch
+    layers: int = 0  # parameters that are no vectors
 
 
 # By section class: block's name -> shape, in running order, for images of so many pixels a side.
@@ -147,7 +148,7 @@ class _Layers:
 
     def __init__(self, model: EfficientNet):
         self._model = model
-        self.multiply_adds = self.matrices = self.vectors = self.saved = self.once = 0
+        self.multiply_adds = self.matrices = self.vectors = self.saved = self.once = self.layers = 0
 
     def convolution(
         self, channels: int, filters: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1
@@ -157,6 +158,7 @@ class _Layers:
         weights = filters * channels // groups * kernel**2
         self.multiply_adds += weights * side**2
         self.matrices += weights
+        self.layers += 1
         # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel pads.
         padded = stride > 1 and self._model.padding == "same"
         self.saved += channels * ((max((side - 1) * stride + kernel, size) if padded else size) ** 2)
@@ -178,10 +180,12 @@ class _Layers:
         """Keeps what it scales, and a few vectors."""
         self.multiply_adds += 2 * channels * reduced
         self.matrices += 2 * channels * reduced
+        self.layers += 2
         self.vectors += channels + reduced
         self.saved += channels * size**2 + 2 * channels + 2 * reduced
 
     def block(self, channels: int, size: int) -> BlockShape:
         """All of it, with an output of [channels, size, size]."""
         parameters = self.matrices + self.vectors
-        return BlockShape(self.multiply_adds, parameters, self.vectors, self.saved, channels * size**2, self.once)
+        output = channels * size**2
+        return BlockShape(self.multiply_adds, parameters, self.vectors, self.saved, output, self.once, self.layers)

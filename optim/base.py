@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Mapping, Type
 
+import torch
 from torch import nn
 
 from optim.optimizer_update import OptimizerUpdate
@@ -36,6 +37,10 @@ class HasSlots:
 
         So nothing of it is saved and a resumed run has it exactly. Steps that were skipped count like all others.
         """
+
+    def replica_rules(self, parameters: Dict[str, nn.Parameter], device: torch.device) -> Any:
+        """The Rules of ReplicaUpdate, for an optimizer whose section has `replica_update`."""
+        raise NotImplementedError
 
     def create_update(
         self,

@@ -10,7 +10,7 @@ Three kinds of memory, each one flat buffer with a view per parameter:
 from __future__ import annotations
 
 import contextlib
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from optim.compilation import compiled
 from optim.gradients import Gradients
 from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
+from optim.replica_update import ReplicaUpdate
 from optim.rounding import RoundingBits
 
 
@@ -75,8 +76,8 @@ class WeightState:
         bits = None
         if dtype == torch.float16 and rounding == "stochastic":
             bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
-        whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
-        shared = (self._layout, self._buffers, bits, clip_norm, whole)
+        self._whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
+        shared = (self._layout, self._buffers, bits, clip_norm, self._whole)
         self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
@@ -110,6 +111,11 @@ class WeightState:
         """Prepare and make an update that no other process has a part in; `finite` and the norms, as above."""
         finite = self.prepare(divisor)
         return finite, self.apply(step, lr, finite, measure)
+
+    def replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
+        """A replica's part of what `optimizer`, of the same parameters, would do. Args: those of ReplicaUpdate."""
+        rules = optimizer.replica_rules(self._parameters, self._layout.device)
+        return ReplicaUpdate(rules, self._layout, self._buffers, self._whole, **arguments)
 
     def not_finite(self) -> List[str]:
         """Names of the parameters whose gradient of the last step, after the exchange, is not finite. Waits."""

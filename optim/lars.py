@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from optim.base import OPTIMIZERS, HasSlots
-from optim.lars_update import LarsUpdate
+from optim.lars_update import LarsUpdate, Rules
 from optim.layout import Layout
 from recipe.optimization import Lars
 
@@ -105,6 +105,9 @@ class LARS(HasSlots, Optimizer):
     def options(section: Lars, skipped: bool) -> dict:
         others = {"adapt": False, "lr_scale": section.skip_lr_scale} if skipped else {}
         return {**HasSlots.options(section, skipped), **others}
+
+    def replica_rules(self, parameters: dict, device: torch.device) -> Rules:
+        return Rules(self, parameters, device)
 
     def create_update(self, parameters: dict, _: object, gradients: list, layout: Layout, *shared: Any) -> LarsUpdate:
         return update_class(layout.device)(self, parameters, layout, *shared)

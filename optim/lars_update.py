@@ -146,7 +146,7 @@ class Rules:
             return torch.tensor(list(values), dtype=torch.float64, device=device)
 
         self.adapted = [group["adapt"] for group in groups]
-        self.decay = column(group["weight_decay"] * group["adapt"] for group in groups).float()
+        self.decay = column(group["weight_decay"] * group.get("decays", group["adapt"]) for group in groups).float()
         self.adapt = torch.tensor(self.adapted, device=device)
         self.coefficient = column(group["trust_coefficient"] for group in groups)
         self.eps = column(group["eps"] for group in groups)

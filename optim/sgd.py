@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from optim.base import OPTIMIZERS, HasSlots
+from optim.lars import LARS
+from optim.lars_update import Rules
 from recipe.optimization import Sgd
 
 
@@ -23,3 +25,7 @@ class SGD(HasSlots, torch.optim.SGD):
         made = cls(groups, lr=0.0, momentum=section.momentum, nesterov=section.nesterov)
         made.slots = section.slots
         return made
+
+    def replica_rules(self, parameters: dict, device: torch.device) -> Rules:
+        groups = [{**group, "adapt": False, "decays": True} for group in self.param_groups]
+        return Rules(LARS(groups, lr=0.0, momentum=self.defaults["momentum"]), parameters, device)

@@ -6,7 +6,7 @@ from typing import ClassVar, List, Optional, Sequence, Tuple
 
 from parallel import costs
 from parallel.costs import Link
-from parallel.exchange import METHODS, Method, Running, Setup
+from parallel.exchange import METHODS, Gradient, Method, Running, Setup
 from recipe import exchange
 from recipe.exchange import Exchange
 
@@ -21,13 +21,13 @@ class Dense(Method):
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(section.to("dense", delay=0))]
 
-    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
-        return costs.ring(link, replicas, elements * (self.value_bytes or 4))
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
+        return costs.ring(link, replicas, gradient.elements * (self.value_bytes or 4))
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         """A reduce-scatter among the replicas that are nearest to each other, then among as many groups of them as the
         next links join, each replica with its share, and all-gathers back: a ring at each level."""
-        seconds, share = 0.0, float(elements * (self.value_bytes or size))
+        seconds, share = 0.0, float(gradient.elements * (self.value_bytes or size))
         for count, link in levels:
             seconds += costs.ring(link, count, share)
             share /= count
@@ -73,10 +73,10 @@ class NoExchange(Method):
 
     sums = False
 
-    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
         return 0.0
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         return 0.0
 
     def create(self, setup: Setup) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple, Type
 
 from parallel.costs import Link
 from recipe.exchange import Auto, Exchange
@@ -28,12 +28,43 @@ if TYPE_CHECKING:
 _FILES = ("parallel.dense", "parallel.topk")
 
 
+class Gradient(NamedTuple):
+    """Sizes of what is exchanged: those of the largest stage's gradient.
+
+    elements: all. whole: those that every method sends whole. layers: parameters of which a sketch is sent where
+    updates are compressed.
+    """
+
+    elements: int
+    whole: int = 0
+    layers: int = 0
+
+
+class Contribution(Protocol):
+    """What a replica adds to its residual in each update: its gradient, or the update that its gradient makes."""
+
+    def __call__(
+        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
+    ) -> None:
+        """Add it; every replica calls.
+
+        Args:
+            residual: float32 [length].
+            gradient: float32 [length], as the buffer of `Running`, zeros if not `finite`; it may be overwritten.
+            divisor: as of `Running`. finite: bool [], whether all replicas' and stages' gradients are.
+        """
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """As that of `Running`."""
+
+
 class Setup(NamedTuple):
     """What a method gets from an engine.
 
     gradients: float32 [length], of this process. places: first element of each parameter in it, and the parameter.
     collect: called with the index of each parameter whose gradient is ready, before it is sent. group: of the replicas
     that compute this stage; None for a single replica. steps_per_epoch: None for an engine that does not train.
+    contribution: where replicas compress updates; None: gradients.
     """
 
     recipe: Recipe
@@ -44,6 +75,7 @@ class Setup(NamedTuple):
     collect: Callable[[int], None]
     group: Optional[distributed.ProcessGroup]
     steps_per_epoch: Optional[int]
+    contribution: Optional[Contribution] = None
 
 
 class Running(ABC):
@@ -53,7 +85,8 @@ class Running(ABC):
 
     @abstractmethod
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Replace this replica's gradient by what all replicas get, the same bits on all of them.
+        """Replace this replica's gradient by what all replicas get, the same bits on all of them: the sum of their
+        gradients or, where updates are compressed, of their updates times `divisor`.
 
         Args:
             buffer: float32 [length], sums over this replica's micro batches times the loss scale.
@@ -104,15 +137,11 @@ class Method(ABC):
         return []
 
     @abstractmethod
-    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
-        """Seconds on the network, if every replica has such a link.
-
-        Args:
-            elements: of the gradient. whole: those that a sparse method sends whole.
-        """
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
+        """Seconds on the network, if every replica has such a link."""
 
     @abstractmethod
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         """Seconds on the network of machines that have several kinds of links.
 
         Args:

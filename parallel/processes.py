@@ -131,6 +131,11 @@ class Processes(Agreement):
             dist.all_reduce(values, group=self.stage_group)
         return values
 
+    def sum_over_replicas(self, values: torch.Tensor) -> None:
+        """Add up a tensor over the replicas, in place; the same bits on all."""
+        if self.topology.replicas > 1:
+            dist.all_reduce(values, group=self.replica_group)
+
     def agree(self, value: int) -> int:
         """The largest `value` that any rank gave at the call before this one; so no rank waits for the slowest."""
         if self._world == 1:

@@ -7,7 +7,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from torch import distributed
 
-from parallel.exchange import Running
+from parallel.exchange import Contribution, Running
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum, Total
 from recipe.randomness import bits32, key
@@ -22,35 +22,35 @@ class Rules(NamedTuple):
     """Rules of a sparse exchange, as recipe/exchange.py describes them.
 
     pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: torch.float32 or torch.float16. density: of update
-    `step`, from 0; 1 sends the whole gradient. momentum: of the momentum correction; None without. masks: factor
-    masking. by_threshold: stages share the values to send by where the largest are, not by size.
+    `step`, from 0; 1 sends everything. masks: factor masking, of a contribution's velocity. by_threshold: stages share
+    the values to send by where the largest are, not by size.
     """
 
     pattern: str
     wire: torch.dtype
     density: Callable[[int], float]
     conserve: bool = True
-    momentum: Optional[float] = None
     masks: bool = False
     by_threshold: bool = False
 
 
 class SparseExchange(Running):
-    """Sums over replicas what each sends of its accumulated gradient; the rest stays in a residual of its own.
+    """Sums over replicas what each sends of its gradient, or update; the rest stays in a residual of its own.
 
-    With g the replica's part of the mean gradient and r its residual, in each update: a = r + g; s = the k entries of
-    a that are largest in magnitude; the sum of all replicas' s (`SparseSum`) is the gradient of the update; r = a - s,
-    and what merging leaves out. So sum(g) = sum of updates + sum(r), to float32 rounding, where `conserve` holds or
-    the pattern is "gather". Without it an entry of s that is not in the result goes back to each replica that sent
-    it, and one that is in the result is gone, though a part of it may have been left out: the published rule.
+    With g the replica's part of the mean gradient, or of the update that it makes (`Contribution`), and r its
+    residual, in each update: a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas'
+    s (`SparseSum`) is the result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to
+    float32 rounding, where `conserve` holds or the pattern is "gather". Without it an entry of s that is not in the
+    result goes back to each replica that sent it, and one that is in the result is gone, though a part of it may have
+    been left out: the published rule.
 
-    Momentum correction: v = momentum v + g; a = r + v. Entries that are sent whole, in dense steps or because
-    their parameter is, leave no residual; their momentum goes on, so that they get plain momentum SGD.
+    Entries that are sent whole, in dense steps or because their parameter is, leave no residual; the momentum of a
+    contribution goes on, so that they get what the optimizer makes of the whole gradient.
 
     A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in the buffer.
 
     Sources: gTop-k: Shi et al., 1901.04359, algorithm 4; the published rule is its lines 7 to 10. Conserving rule:
-    docs/exchange.md. Momentum correction and masking: Lin et al., 1712.01887 (DGC), section 3.
+    docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class SparseExchange(Running):
         group: Optional[distributed.ProcessGroup],
         everyone: Optional[distributed.ProcessGroup],
         device: torch.device,
+        contribution: Optional[Contribution] = None,
     ):
         """
         Args:
@@ -72,12 +73,14 @@ class SparseExchange(Running):
             dense: places in the buffer that are always sent whole.
             group: of the replicas of this stage; None for a replica that is alone.
             everyone: all replicas and stages, used for nothing else; None for a process that is alone.
+            contribution: to the residual; None: the gradient.
         """
         self._rules, self._elements, self._stage = rules, list(elements), stage
         self._group, self._everyone = group, everyone
         self._sum = SparseSum(group, pattern=rules.pattern, wire=rules.wire)
         self.residual = torch.zeros(length, dtype=torch.float32, device=device)
-        self.velocity = torch.zeros_like(self.residual) if rules.momentum is not None else None
+        self._contribution = contribution or _Gradient()
+        self._masked = self._contribution.state()["velocity"] if rules.masks else None
         self._shares: Optional[StageShares] = None
         if rules.by_threshold and len(self._elements) > 1:
             self._shares = StageShares(length, len(self._elements), stage, everyone)
@@ -89,7 +92,7 @@ class SparseExchange(Running):
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = self._all_finite(buffer)
         _zero_unless(finite, buffer)
-        self._take_in(buffer, divisor, finite)
+        self._contribution(self.residual, buffer, divisor, finite)
         density = self._rules.density(step)
         if density >= 1:
             self._exchange_all(buffer, finite)
@@ -104,8 +107,7 @@ class SparseExchange(Running):
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        velocity = {} if self.velocity is None else {"velocity": self.velocity}
-        return {"residual": self.residual, **velocity}
+        return {"residual": self.residual, **self._contribution.state()}
 
     def _all_finite(self, buffer: torch.Tensor) -> torch.Tensor:
         lowest, highest = torch.aminmax(buffer)
@@ -115,15 +117,6 @@ class SparseExchange(Running):
         faults = (~finite).float()
         distributed.all_reduce(faults, group=self._everyone)
         return faults == 0
-
-    def _take_in(self, buffer: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor) -> None:
-        """Add the buffer's gradient, zeros if it is not `finite`, to the residual."""
-        if self.velocity is None:
-            torch.addcdiv(self.residual, buffer, divisor, out=self.residual)
-            return
-        self.velocity.mul_(torch.where(finite, self._rules.momentum, 1.0))
-        torch.addcdiv(self.velocity, buffer, divisor, out=self.velocity)
-        torch.addcmul(self.residual, self.velocity, finite.float(), out=self.residual)
 
     def _exchange_all(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
         buffer.copy_(self.residual)
@@ -154,8 +147,8 @@ class SparseExchange(Running):
         self.residual[indices] = torch.where(sent, 0.0, own.values)
         for part in total.residual if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
-        if self.velocity is not None and self._rules.masks:
-            self.velocity[indices] = torch.where(sent, 0.0, self.velocity[indices])
+        if self._masked is not None:
+            self._masked[indices] = torch.where(sent, 0.0, self._masked[indices])
         return total
 
     def _count(self, density: float) -> int:
@@ -166,6 +159,18 @@ class SparseExchange(Running):
         else:
             own = round(density * self._elements[self._stage])
         return min(max(1, own), len(self.residual))
+
+
+class _Gradient:
+    """The contribution where replicas compress their gradients."""
+
+    def __call__(
+        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
+    ) -> None:
+        torch.addcdiv(residual, gradient, divisor, out=residual)
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        return {}
 
 
 class StageShares:

@@ -10,7 +10,7 @@ from typing import Any, List, Sequence, Tuple
 
 from parallel import costs
 from parallel.costs import Link
-from parallel.exchange import METHODS, Method, Running, Setup
+from parallel.exchange import METHODS, Gradient, Method, Running, Setup
 from recipe.exchange import Auto, Exchange, GTopK, TopK
 
 
@@ -28,15 +28,23 @@ class Sparse(Method):
         """Values that a replica sends of so many, after the warm-up of densities."""
         return max(1, round(self.section.density * elements))
 
-    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
-        """Seconds of a message per round, and of a ring for what is sent whole."""
-        message = costs.message_bytes(self.entries(elements - whole), self.section.sent)
-        return (costs.ring(link, replicas, 4 * whole) if whole else 0.0) + self.rounds(replicas) * link.message(message)
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
+        """Seconds of a message per round, and of rings for what is sent whole and for sketches."""
+        message = costs.message_bytes(self.entries(gradient.elements - gradient.whole), self.section.sent)
+        rings = [size for size in (4 * gradient.whole, self._sketches(gradient)) if size]
+        return sum(costs.ring(link, replicas, size) for size in rings) + self.rounds(replicas) * link.message(message)
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         """Every message over the farthest links in use."""
-        message = costs.message_bytes(self.entries(elements), "float32")
-        return self.rounds(replicas) * levels[-1][1].message(message)
+        link = levels[-1][1]
+        message = costs.message_bytes(self.entries(gradient.elements), "float32")
+        sketches = self._sketches(gradient)
+        ring = costs.ring(link, replicas, sketches) if sketches else 0.0
+        return ring + self.rounds(replicas) * link.message(message)
+
+    def _sketches(self, gradient: Gradient) -> int:
+        """Bytes of the sketches of an update (`optim/replica_update.py`)."""
+        return 0 if self.section.compress == "gradient" else 4 * self.section.sketch * gradient.layers
 
     def create(self, setup: Setup) -> Running:
         import torch
@@ -56,7 +64,6 @@ class Sparse(Method):
                 wire=getattr(torch, section.sent),
                 density=lambda step: section.density_at(step, setup.steps_per_epoch),
                 conserve=getattr(section, "conserve", True),
-                momentum=setup.recipe.optimizer.momentum if section.momentum_correction else None,
                 masks=section.factor_masking,
                 by_threshold=section.stage_share == "threshold",
             ),
@@ -67,6 +74,7 @@ class Sparse(Method):
             setup.group,
             setup.processes.further_group(),
             setup.gradients.device,
+            setup.contribution,
         )
 
 

@@ -187,7 +187,7 @@ def _describe_parallel(recipe: Recipe) -> list:
     if parallel.recompute:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
     if exchange != Exchange():
-        parts.append(exchange.describe())
+        parts.append(exchange.describe(recipe.optimizer))
     return [f"parallel   {'; '.join(parts)}"] if parts else []
 
 

@@ -33,11 +33,15 @@ def _check_micro_batch(recipe: Recipe) -> None:
 def _check_exchange(recipe: Recipe) -> None:
     """Check that the optimizer, the model and the loss scale go with the exchange."""
     exchange, optimizer = recipe.exchange, recipe.optimizer
-    if exchange.replica_momentum and not optimizer.replica_momentum:
+    if exchange.compresses_update(optimizer) and not optimizer.replica_update:
         raise ConfigError(
-            "exchange.momentum_correction takes over the momentum of sgd without nesterov or of lars with trust "
-            f"gradient, but the optimizer is {optimizer.form()}; use one of these, or "
-            "exchange.momentum_correction=false"
+            f"exchange.compress update goes with lars and with sgd without nesterov, but the optimizer is "
+            f"{optimizer.form()}; use one of these, or exchange.compress=gradient"
+        )
+    if exchange.compresses_update(optimizer) and exchange.delay:
+        raise ConfigError(
+            "exchange.compress update makes updates from the weights of their step, which exchange.delay has changed "
+            "by then; use exchange.compress=gradient or exchange.delay=0"
         )
     if exchange.delay and recipe.model.batch_statistics:
         raise ConfigError(

@@ -140,6 +140,13 @@ class Recipe(Section):
     engine: EngineSection = Field(default_factory=EngineSection)
     ipu: Ipu = Field(default_factory=Ipu)
 
+    @model_validator(mode="after")
+    def _name_what_is_compressed(self) -> "Recipe":
+        if "compress" in type(self.exchange).model_fields and self.exchange.compress is None:
+            compress = "update" if self.exchange.compresses_update(self.optimizer) else "gradient"
+            object.__setattr__(self, "exchange", self.exchange.model_copy(update={"compress": compress}))
+        return self
+
 
 # Keys of which a recipe gives one: naming one in a later layer replaces another of an earlier layer.
 ALTERNATIVES = (

@@ -6,9 +6,10 @@ from pydantic import Field, field_validator, model_validator
 
 from recipe.division import count
 from recipe.kinds import Kind
+from recipe.optimization import Optimizer
 
 # Keys of the sparse methods that change what is learned: another method refuses them, unless they say what it does.
-_ONLY_SPARSE = ("density_warmup", "momentum_correction", "factor_masking", "dense_1d", "dense_steps")
+_ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
 
 
 class Exchange(Kind):
@@ -18,7 +19,6 @@ class Exchange(Kind):
     resets = False
     sparse: ClassVar[bool] = False  # whether a replica sends only a share of its gradient
     in_tree: ClassVar[bool] = False  # whether micro batches are added up in one fixed binary tree
-    replica_momentum: ClassVar[bool] = False  # whether replicas apply the momentum, each before it selects
     whole_1d: ClassVar[bool] = False  # whether gradients of biases and norms are sent whole, beside a share of the rest
     sent: ClassVar[str] = "float32"  # type of the values that travel
 
@@ -56,20 +56,24 @@ class Exchange(Kind):
         known = self.kinds[method].model_fields
         return Exchange(**{**{key: value for key, value in self if key in known}, "method": method, **changes})
 
+    def compresses_update(self, optimizer: Optimizer) -> bool:
+        """Whether each replica selects from the update that its own gradient would make, not from that gradient."""
+        return False
+
     @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
         return self.method
 
-    def describe(self) -> str:
-        """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001, conserving`."""
+    def describe(self, optimizer: Optimizer) -> str:
+        """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001 of the update, conserving`."""
         late = [f"gradients {count(self.delay, 'step')} late"] if self.delay else []
-        return ", ".join([f"exchange {self._form()}", *self._details(), *late])
+        return ", ".join([f"exchange {self._form()}", *self._details(optimizer), *late])
 
     def _form(self) -> str:
         return self.method
 
-    def _details(self) -> List[str]:
+    def _details(self, optimizer: Optimizer) -> List[str]:
         return ["order fast"]
 
 
@@ -87,7 +91,7 @@ class Dense(Exchange):
     def in_tree(self) -> bool:
         return self.order == "tree"
 
-    def _details(self) -> List[str]:
+    def _details(self, optimizer: Optimizer) -> List[str]:
         return [f"order {self.order}"]
 
 
@@ -106,19 +110,28 @@ class Half(Exchange):
 
 
 class _Selecting(Exchange):
-    """Keys of the methods that send the largest values of a gradient and keep the rest for later steps."""
+    """Keys of the methods that send the largest values of a vector and keep the rest for later steps."""
 
+    compress: Optional[Literal["update", "gradient"]] = Field(
+        None,
+        description="of what the largest values are sent: update, of what a replica's own gradient would change, with "
+        "lars and sgd; gradient, as published; null: update with lars, unless delayed, else gradient",
+    )
+    sketch: int = Field(
+        61,
+        ge=1,
+        le=1 << 16,
+        description="with compress update: values a layer by which replicas find the norm of their mean gradient, to "
+        "1 / sqrt(2 sketch); a prime number is best",
+    )
     density_warmup: List[float] = Field(
         default_factory=list,
         description="densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]",
     )
     dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
     dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
-    momentum_correction: bool = Field(
-        False, description="momentum is applied by each replica before it selects, not by the optimizer"
-    )
     factor_masking: bool = Field(
-        False, description="with momentum_correction: momentum of what is sent starts again from 0"
+        False, description="with compress update: momentum of what is sent starts again from 0"
     )
     stage_share: Literal["size", "threshold"] = Field(
         "size",
@@ -135,13 +148,16 @@ class _Selecting(Exchange):
 
     @model_validator(mode="after")
     def _momentum_to_mask(self) -> "_Selecting":
-        if self.factor_masking and not self.momentum_correction:
-            raise ValueError("factor_masking clears the momentum of momentum_correction; give momentum_correction=true")
+        if self.factor_masking and self.compress != "update":
+            raise ValueError(
+                "factor_masking clears momentum that replicas have with compress update; give compress=update"
+            )
         return self
 
-    @property
-    def replica_momentum(self) -> bool:
-        return self.momentum_correction
+    def compresses_update(self, optimizer: Optimizer) -> bool:
+        if self.compress is None:
+            return optimizer.replica_update and not optimizer.linear and not self.delay
+        return self.compress == "update"
 
     @property
     def whole_1d(self) -> bool:
@@ -162,11 +178,11 @@ class Sparse(_Selecting):
     def _form(self) -> str:
         return f"{self.method} ({self.wire})"
 
-    def _details(self) -> List[str]:
+    def _details(self, optimizer: Optimizer) -> List[str]:
         warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
-        switches = ("momentum_correction", "factor_masking", "dense_1d")
+        switches = ("factor_masking", "dense_1d")
         return [
-            f"density {self.density:g}",
+            f"density {self.density:g} of the {'update' if self.compresses_update(optimizer) else 'gradient'}",
             *([f"after {warmup} in the first epochs"] if warmup else []),
             *([f"dense for {self.dense_steps} steps"] if self.dense_steps else []),
             *self._residuals,

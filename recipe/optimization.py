@@ -44,8 +44,10 @@ class Optimizer(Kind):
 
     # By the name under which torch's optimizers keep them, all state tensors that some setting of the keys has.
     all_slots: ClassVar[Dict[str, Slot]] = {}
-    # Whether each replica may apply the momentum itself, before it selects what it sends.
-    replica_momentum: ClassVar[bool] = False
+    # Whether each replica may make the update of its own gradient, before it selects what it sends; and whether it
+    # should: otherwise what arrives of a gradient does not move the weights as it would have moved them whole.
+    replica_update: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     # Whether half weights are stepped in float32 scratch memory, with a copy of each slot.
     scratch: ClassVar[bool] = True
 
@@ -73,6 +75,7 @@ class Lars(Optimizer):
 
     all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
     scratch: ClassVar[bool] = False
+    replica_update: ClassVar[bool] = True
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
@@ -92,10 +95,6 @@ class Lars(Optimizer):
         1.0, gt=0, description="learning rate of the skipped parameters relative to the others'"
     )
 
-    @property
-    def replica_momentum(self) -> bool:
-        return self.trust == "gradient"
-
     def form(self) -> str:
         return f"lars with trust {self.trust}"
 
@@ -104,6 +103,7 @@ class Sgd(Optimizer):
     """Stochastic gradient descent, with the defaults of Goyal et al., 1706.02677."""
 
     all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
+    linear: ClassVar[bool] = True
 
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
@@ -121,7 +121,7 @@ class Sgd(Optimizer):
         return self.all_slots if self.momentum else {}
 
     @property
-    def replica_momentum(self) -> bool:
+    def replica_update(self) -> bool:
         return not self.nesterov
 
     def form(self) -> str:

@@ -26,21 +26,17 @@ SETTINGS = {
     "digits, SGD": (*DIGITS, "optimizer.name=sgd", "schedule.peak=0.01"),
 }
 DENSITIES = (0.01, 0.001)
+GRADIENT = "exchange.compress=gradient"
 SPARSE = {
-    "top-k": ("exchange.method=topk",),
-    "gTop-k, published": ("exchange.method=gtopk", "exchange.conserve=false"),
-    "gTop-k, conserving": ("exchange.method=gtopk",),
+    "top-k": ("exchange.method=topk", GRADIENT),
+    "gTop-k, published": ("exchange.method=gtopk", GRADIENT, "exchange.conserve=false"),
+    "gTop-k, conserving": ("exchange.method=gtopk", GRADIENT),
 }
-_COMPRESSION = (
-    *SPARSE["gTop-k, conserving"], "exchange.momentum_correction=true", "exchange.factor_masking=true",
-    "exchange.density_warmup=[0.25,0.0625,0.015625,0.004]",
-)  # fmt: skip
 DENSE = ("dense", 1.0)
 # (name, density) -> overrides
 METHODS: Dict[Tuple[str, float], Tuple[str, ...]] = {
     DENSE: (),
     **{(name, density): SPARSE[name] for density, name in itertools.product(DENSITIES, SPARSE)},
-    ("gTop-k, warm-up, correction, masking", min(DENSITIES)): _COMPRESSION,
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 
 from parallel.costs import Link
-from parallel.exchange import METHODS, Method, Running, Setup
+from parallel.exchange import METHODS, Gradient, Method, Running, Setup
 from recipe.exchange import Exchange
 
 
@@ -29,11 +29,11 @@ class PartOfSum(Running):
 
 @METHODS.implements(Part)
 class PartMethod(Method):
-    def seconds(self, link: Link, replicas: int, elements: int, whole: int = 0) -> float:
-        return link.message(4.0 * elements)
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
+        return link.message(4.0 * gradient.elements)
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, elements: int, size: int) -> float:
-        return sum(link.message(4.0 * elements) for _, link in levels)
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+        return sum(link.message(4.0 * gradient.elements) for _, link in levels)
 
     def create(self, setup: Setup) -> Optional[Running]:
         return PartOfSum(self.section.part, setup.group)

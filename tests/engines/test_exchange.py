@@ -19,12 +19,31 @@ SLOW = pytest.mark.slow
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "schedule.peak=0.1", *FLOAT32)
 GTOPK = ("exchange.method=gtopk", "exchange.density=0.02")
 WHOLE = (*FLOAT32, "exchange.method=gtopk", "exchange.density=1.0")
+UPDATES = (*WHOLE, "exchange.compress=update")
 
 
-@pytest.mark.parametrize("run", [case(1, 2, trains, WHOLE)])
+@pytest.mark.parametrize("run", [case(1, 2, trains, (*WHOLE, "exchange.compress=gradient"))])
 def test_whole_gradients_are_those_of_a_dense_exchange(run):
     """Density 1: they differ by the order of sums alone, as in tests/engines/test_distributed.py."""
     assert worlds.distance(outcome(run)[2], alone(*FLOAT32)[2]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("run", "bound"),
+    [
+        (None, 1e-5),
+        (case(1, 2, trains, (*UPDATES, "exchange.sketch=4099")).values[0], 0.05),
+        (case(2, 2, trains, (*UPDATES, "exchange.sketch=4099")).values[0], 0.05),
+    ],
+)
+def test_whole_updates_are_those_of_a_dense_exchange(run, bound):
+    """A replica alone knows its norms; several find those of their mean gradient, here to 1 % a layer."""
+    results, _, state = alone(*UPDATES) if run is None else outcome(run)
+    expected_results, _, expected = alone(*FLOAT32)
+    assert worlds.distance(state, expected) < bound
+    for result, wanted in zip(results, expected_results):
+        assert result[3] == pytest.approx(wanted[3], rel=bound)
+        assert result[4] == pytest.approx(wanted[4], rel=max(0.1, bound) if run else 1e-4)
 
 
 def one_step(stages, replicas, *overrides):
@@ -81,7 +100,7 @@ def resumed(processes, overrides):
 
 
 DGC = (
-    "exchange.momentum_correction=true",
+    "exchange.compress=update",
     "exchange.factor_masking=true",
     "exchange.density_warmup=[0.25, 0.05]",
     "exchange.dense_steps=1",

@@ -7,6 +7,7 @@ import torch
 
 from parallel import costs, exchange
 from parallel.costs import Link
+from parallel.exchange import Gradient
 from recipe.exchange import Exchange
 
 # Fitted by Shi et al. to their Ethernet of 1 Gbit/s (scripts/icdcs2019/communication.py of their repository): seconds,
@@ -52,13 +53,13 @@ def test_hops_played_through_take_what_is_predicted(replicas):
     start = [0.0] * replicas
     for name, hops in (("gtopk tree", tree_hops(replicas)), ("gtopk butterfly", butterfly_hops(replicas))):
         method = exchange.named(name)  # at a density of 0.001 one value and its index, 8 bytes
-        assert arrivals(hops, 8, start) == method.seconds(SIMPLE, replicas, 1000), name
+        assert arrivals(hops, 8, start) == method.seconds(SIMPLE, replicas, Gradient(1000)), name
 
 
 def test_one_replica_costs_nothing():
     methods = [exchange.named("none"), *exchange.variants(Exchange(method="auto"))]
     assert len(methods) == 6
-    assert {method.seconds(SIMPLE, 1, 1000) for method in methods} == {0.0}
+    assert {method.seconds(SIMPLE, 1, Gradient(1000)) for method in methods} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -67,16 +68,26 @@ def test_one_replica_costs_nothing():
 )
 def test_published_milliseconds(replicas, dense, gtopk):
     """25 Mi gradients at a density of 0.001; the published figures have two to four digits."""
-    elements = 25 * 2**20
-    assert 1000 * exchange.named("dense").seconds(PUBLISHED, replicas, elements) == pytest.approx(dense, rel=1e-3)
-    assert 1000 * exchange.named("gtopk tree").seconds(PUBLISHED, replicas, elements) == pytest.approx(gtopk, rel=0.02)
+    gradient = Gradient(25 * 2**20)
+    assert 1000 * exchange.named("dense").seconds(PUBLISHED, replicas, gradient) == pytest.approx(dense, rel=1e-3)
+    assert 1000 * exchange.named("gtopk tree").seconds(PUBLISHED, replicas, gradient) == pytest.approx(gtopk, rel=0.02)
+
+
+def test_sketches_of_updates_go_around_a_ring_beside_the_messages():
+    """61 float32 numbers of each of 10 layers; none where gradients are compressed."""
+    gradient, link = Gradient(10**6, layers=10), Link(1e-3, 1e-6)
+    found = {
+        compress: exchange.of(Exchange(method="topk", compress=compress)).seconds(link, 4, gradient)
+        for compress in ("update", "gradient")
+    }
+    assert found["update"] - found["gradient"] == pytest.approx(6 * (1e-3 + 4 * 61 * 10 / 4 * 1e-6))
 
 
 @pytest.mark.parametrize("link", [Link(0.0, 1e-9), Link(1e-3, 0.0), Link(1e-4, 1e-9)])
 def test_the_tree_beats_a_gather_from_eight_replicas_on(link):
     """P - 1 > 2 log2 P; a butterfly, which needs half the hops, does from four on."""
     gather, tree, butterfly = (
-        [exchange.named(name).seconds(link, replicas, 6_250_000) for replicas in (4, 8, 16)]
+        [exchange.named(name).seconds(link, replicas, Gradient(6_250_000)) for replicas in (4, 8, 16)]
         for name in ("topk", "gtopk tree", "gtopk butterfly")
     )
     assert [own < other for own, other in zip(tree, gather)] == [False, True, True]
@@ -86,8 +97,8 @@ def test_the_tree_beats_a_gather_from_eight_replicas_on(link):
 
 def test_half_sends_half_the_bytes_in_as_many_messages():
     half, dense = exchange.named("half"), exchange.named("dense")
-    assert half.seconds(Link(0.0, 1e-9), 8, 10**6) == dense.seconds(Link(0.0, 1e-9), 8, 10**6) / 2
-    assert half.seconds(Link(1e-3, 0.0), 8, 10**6) == dense.seconds(Link(1e-3, 0.0), 8, 10**6)
+    assert half.seconds(Link(0.0, 1e-9), 8, Gradient(10**6)) == dense.seconds(Link(0.0, 1e-9), 8, Gradient(10**6)) / 2
+    assert half.seconds(Link(1e-3, 0.0), 8, Gradient(10**6)) == dense.seconds(Link(1e-3, 0.0), 8, Gradient(10**6))
 
 
 @pytest.mark.parametrize("wire", ["float32", "float16"])

@@ -21,14 +21,32 @@ def gradient(rank, step, seed=0):
     return torch.randn(LENGTH, generator=generator) * torch.linspace(0.1, 3.0, LENGTH)
 
 
-def create(size, how, dense=()):
+class Momentum:
+    """A contribution with a state of its own: v = 0.9 v + g."""
+
+    def __init__(self):
+        self.velocity = torch.zeros(LENGTH)
+
+    def __call__(self, residual, gradient, divisor, finite):
+        if finite:
+            self.velocity.mul_(0.9).add_(gradient / divisor)
+            residual.add_(self.velocity)
+
+    def state(self):
+        return {"velocity": self.velocity}
+
+
+def create(size, kind, dense=()):
+    kind = dict(kind)
+    contribution = Momentum() if kind.pop("momentum", False) else None
     group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
-    return SparseExchange(how, LENGTH, [LENGTH], 0, dense, group, everyone, torch.device("cpu"))
+    device = torch.device("cpu")
+    return SparseExchange(rules(**kind), LENGTH, [LENGTH], 0, dense, group, everyone, device, contribution)
 
 
 def steps_made(rank, size, kind, steps=STEPS, divisor=1.0, dense=(), faults=()):
     """The updates of each step, and what this rank has kept at the end. faults: (step, rank) of an infinite value."""
-    exchange = create(size, rules(**kind), dense)
+    exchange = create(size, kind, dense)
     updates = []
     for step in range(steps):
         buffer = gradient(rank, step) * divisor
@@ -59,13 +77,18 @@ KINDS = ("gather", "tree", "butterfly")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_no_gradient_is_lost(size, kind):
-    """sum(gradients) = sum of updates + sum(residuals), to the rounding of some fifty float32 additions below 64."""
-    updates, states = run(size, {"pattern": kind})
+@pytest.mark.parametrize(
+    ("size", "momentum"), [*((size, size % 2 == 1) for size in (*range(1, 10), 16, 32)), (4, True)]
+)
+def test_nothing_is_lost(size, momentum, kind):
+    """sum(contributions) = sum of updates + sum(residuals), to the rounding of float32 additions below 64: six steps of
+    as many as there are replicas."""
+    updates, states = run(size, {"pattern": kind, "momentum": momentum})
     kept = sum(state["residual"].double() for state in states)
     sent = sum(update.double() for update in updates)
-    torch.testing.assert_close(sent + kept, all_gradients(size), rtol=0, atol=50 * 2**-18)
+    weight = (lambda step: sum(0.9**later for later in range(STEPS - step))) if momentum else lambda step: 1.0
+    given = sum(weight(step) * gradient(rank, step).double() for rank in range(size) for step in range(STEPS))
+    torch.testing.assert_close(sent + kept, given, rtol=0, atol=max(50, 10 * size) * 2**-18)
     counts = [int((update != 0).sum()) for update in updates]
     assert all(count <= COUNT * (size if kind == "gather" else 1) for count in counts)
     assert min(counts) >= COUNT
@@ -107,9 +130,9 @@ def test_a_replica_alone_sends_its_largest_and_keeps_the_rest():
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_momentum_correction(masks):
+def test_momentum_of_replicas(masks):
     """v = 0.9 v + g; r = r + v; the largest of r are sent; and masked, v is cleared there."""
-    updates, (state,) = run(1, {"pattern": "tree", "momentum": 0.9, "masks": masks})
+    updates, (state,) = run(1, {"pattern": "tree", "momentum": True, "masks": masks})
     velocity, residual = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step, update in enumerate(updates):
         velocity = 0.9 * velocity + gradient(0, step)
@@ -123,9 +146,9 @@ def test_momentum_correction(masks):
     torch.testing.assert_close(state["velocity"], velocity, rtol=1e-6, atol=1e-6)
 
 
-def test_dense_steps_with_momentum_correction_are_momentum_sgd():
+def test_dense_steps_with_momentum_of_replicas_are_momentum_sgd():
     """Whole gradients: the update is the momentum of their sum. And what was kept before is sent along."""
-    updates, states = run(2, {"density": lambda step: 1.0 if step else 0.04, "momentum": 0.9})
+    updates, states = run(2, {"density": lambda step: 1.0 if step else 0.04, "momentum": True})
     velocity = torch.zeros(LENGTH)
     total, expected = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step, update in enumerate(updates):
@@ -143,15 +166,15 @@ def test_the_density_is_that_of_the_step():
     assert [int((update != 0).sum()) for update in updates[:4]] == [150, 30, 6, 6]
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("momentum", [False, True])
 def test_some_parameters_are_always_sent_whole(momentum):
     """They are what a dense exchange gives, and take no place among the others."""
     whole = (range(3, 10), range(250, 300))
-    updates, states = run(3, {"momentum": momentum, "masks": momentum is not None}, STEPS, 1.0, whole)
+    updates, states = run(3, {"momentum": momentum, "masks": momentum}, STEPS, 1.0, whole)
     places = torch.cat([torch.arange(each.start, each.stop) for each in whole])
     velocity = torch.zeros(LENGTH)
     for step, update in enumerate(updates):
-        velocity = (momentum or 0) * velocity + sum(gradient(rank, step) for rank in range(3))
+        velocity = 0.9 * momentum * velocity + sum(gradient(rank, step) for rank in range(3))
         torch.testing.assert_close(update[places], velocity[places], rtol=1e-5, atol=1e-5)
         others = update.clone()
         others[places] = 0
@@ -159,10 +182,10 @@ def test_some_parameters_are_always_sent_whole(momentum):
     assert not any(state["residual"][places].any() for state in states)
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("momentum", [False, True])
 def test_a_gradient_that_is_not_finite_changes_nothing(momentum):
     """On one replica of three: all see NaN, so that the update is left out; later steps are as if it had not been."""
-    kind = {"momentum": momentum, "masks": momentum is not None}
+    kind = {"momentum": momentum, "masks": momentum}
     disturbed, states = run(3, kind, 4, 1.0, (range(20, 30),), ((2, 1),))
     assert disturbed[2].isnan().any()
     again = threads.run(3, steps_left_out, kind)
@@ -175,7 +198,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(momentum):
 
 def steps_left_out(rank, size, kind):
     """Steps 0, 1 and 3 of the same gradients."""
-    exchange = create(size, rules(**kind), (range(20, 30),))
+    exchange = create(size, kind, (range(20, 30),))
     updates = {}
     for step in (0, 1, 3):
         updates[step] = gradient(rank, step)

@@ -255,7 +255,7 @@ def test_the_plan_has_a_place_for_everything_that_may_be_chosen():
     plan = dict(line.split(maxsplit=1) for line in batch.describe(made).splitlines())
     cut, recomputed, exchange = plan["parallel"].split("; ")
     assert (cut, recomputed) == ("gpipe over 2 stages, split [blocks.1.0]", "recomputing blocks.0.0, blocks.1.0")
-    assert exchange == made.exchange.describe()
+    assert exchange == made.exchange.describe(made.optimizer)
     assert plan["data"] == (
         "digits, training at 16 px from epoch 0, 24 px from epoch 4, randaugment, mixup 0.2, cutmix 0.85, "
         "label smoothing 0.1, average over updates 0.9, average over epochs 0.97"

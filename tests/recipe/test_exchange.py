@@ -22,7 +22,8 @@ def recipe(*overrides):
         (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),
         (("exchange.method=half", "exchange.wire=float32"), "must be 'float16' or 'bfloat16'"),
         (("exchange.method=gtopk", "exchange.wire=bfloat16"), "must be 'float32' or 'float16'"),
-        (("exchange.method=gtopk", "exchange.factor_masking=true"), "momentum_correction=true"),
+        (("exchange.method=gtopk", "exchange.factor_masking=true"), "give compress=update"),
+        (("exchange.method=topk", "exchange.sketch=0"), "exchange.sketch"),
         (("exchange.method=gtopk", "exchange.density=0"), "exchange.density"),
         (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
         (("exchange.delay=-1",), "exchange.delay"),
@@ -36,7 +37,7 @@ def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
 
 def test_keys_that_only_say_how_another_method_sends_are_ignored():
     plain = recipe("exchange.density=0.01")
-    assert recipe("exchange.density=0.01", "exchange.pattern=butterfly", "exchange.wire=float16") == plain
+    assert recipe("exchange.density=0.01", "exchange.compress=update", "exchange.wire=float16") == plain
     assert recipe("exchange.dense_1d=false", "exchange.density_warmup=[]", "exchange.density=0.01") == plain
 
 
@@ -49,15 +50,15 @@ def test_a_section_becomes_that_of_another_method():
     assert own.to("dense") == recipe("exchange.density=0.01", "exchange.delay=2").exchange
 
 
-CORRECTED = ("exchange.method=gtopk", "exchange.momentum_correction=true")
+UPDATE = ("exchange.method=gtopk", "exchange.compress=update")
 
 
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ((*CORRECTED, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
-        ((*CORRECTED, "optimizer.trust=momentum"), "the optimizer is lars with trust momentum;"),
-        ((*CORRECTED, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
+        ((*UPDATE, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
+        ((*UPDATE, "exchange.delay=1"), "use exchange.compress=gradient or exchange.delay=0"),
+        ((*UPDATE, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
         (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
         (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
     ],
@@ -67,7 +68,10 @@ def test_what_other_sections_do_not_go_with_is_refused(overrides, complaint):
         divide(recipe(*overrides))
 
 
-@pytest.mark.parametrize("overrides", [CORRECTED, (*CORRECTED, "optimizer.name=sgd"), ("exchange.delay=1",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [UPDATE, (*UPDATE, "optimizer.name=sgd"), (*UPDATE, "optimizer.trust=momentum"), ("exchange.delay=1",)],
+)
 def test_what_goes_together_is_taken(overrides):
     divide(recipe(*overrides))
 
@@ -93,13 +97,16 @@ def test_densities_by_step():
         (("exchange.method=half",), "exchange half (float16), order fast"),
         (("exchange.method=half", "exchange.wire=bfloat16"), "exchange half (bfloat16), order fast"),
         (("exchange.order=tree", "exchange.delay=1"), "exchange dense, order tree, gradients 1 step late"),
-        (("exchange.method=topk", "exchange.wire=float16"), "exchange topk (float16), density 0.001"),
+        (("exchange.method=topk", "exchange.wire=float16"), "exchange topk (float16), density 0.001 of the update"),
+        (("exchange.method=topk", "optimizer.name=sgd"), "exchange topk (float32), density 0.001 of the gradient"),
+        (("exchange.method=topk", "exchange.compress=gradient"), "density 0.001 of the gradient"),
+        (("exchange.method=topk", "exchange.delay=1"), "density 0.001 of the gradient, gradients 1 step late"),
         (
-            (*CORRECTED, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
-            "exchange gtopk (butterfly, float32), density 0.001, after 0.25, 0.06 in the first epochs, conserving, "
-            "momentum correction, dense 1d",
+            (*UPDATE, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
+            "exchange gtopk (butterfly, float32), density 0.001 of the update, after 0.25, 0.06 in the first epochs, "
+            "conserving, dense 1d",
         ),
-        (("exchange.method=gtopk", "exchange.conserve=false"), "density 0.001, published residual rule"),
+        (("exchange.method=gtopk", "exchange.conserve=false"), "density 0.001 of the update, published residual rule"),
     ],
 )  # fmt: skip
 def test_the_plan_says_what_is_exchanged(overrides, text):

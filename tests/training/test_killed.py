@@ -20,8 +20,9 @@ pytestmark = pytest.mark.multiprocess
 GTOPK = (
     # ranks.RECIPE asks for the tree, which is for dense gradients
     "exchange.order=fast", "exchange.method=gtopk", "exchange.density=0.05", "exchange.density_warmup=[0.3]",
-    "exchange.momentum_correction=true", "exchange.factor_masking=true",
+    "exchange.compress=update", "exchange.factor_masking=true",
 )  # fmt: skip
+LATE_GTOPK = ("exchange.compress=gradient", "exchange.factor_masking=false", "exchange.delay=1")
 LATE = ("exchange.order=fast", "exchange.delay=2")
 
 
@@ -70,7 +71,7 @@ def test_twenty_kills_leave_no_trace_over_changing_topologies(tmp_path):
     ("size", "overrides", "files"),
     [
         pytest.param(4, (*TWO_STAGES, *GTOPK), 2, id="gtopk over two stages"),
-        pytest.param(2, (*GTOPK, "exchange.delay=1", "exchange.pattern=butterfly"), 2, id="gtopk one step late"),
+        pytest.param(2, (*GTOPK, *LATE_GTOPK, "exchange.pattern=butterfly"), 2, id="gtopk one step late"),
         pytest.param(2, LATE, 0, id="dense two steps late"),
     ],
 )

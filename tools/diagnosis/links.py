@@ -8,12 +8,11 @@ from typing import List, NamedTuple, Optional
 import torch
 
 from engines import choice
-from engines.choice import Gradient
 from engines.devices import synchronize
-from engines.exchange import GradientExchange
 from engines.torch_engine import TorchEngine
 from parallel import probe
 from parallel.costs import Link
+from parallel.exchange import Gradient
 from parallel.processes import Processes
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -77,22 +76,23 @@ def methods(
     """
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
-    gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole)))
+    layers = sum(dimensions > 1 for _, dimensions in sizes)
+    gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole, layers)))
     predicted = choice.predict(recipe.exchange, batch.replicas, gradient, link, 0.0, 0.0)
     found = []
     for candidate in predicted:
         measured = None
         if candidate.network < seconds:
             tried = recipe.model_copy(update={"exchange": candidate.method.section})
-            measured = _seconds(engine, tried, batch, processes, seconds / len(predicted))
+            measured = _seconds(engine, tried, processes, seconds / len(predicted))
         found.append(Method(candidate.name, candidate.network, measured))
     return found
 
 
-def _seconds(engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, seconds: float) -> Spread:
+def _seconds(engine: TorchEngine, recipe: Recipe, processes: Processes, seconds: float) -> Spread:
     """Seconds of an exchange on the slowest rank."""
     weights = engine.weights
-    run = GradientExchange(weights, recipe, batch, processes, 1)
+    run = engine.exchange_of(recipe, 1)
     for view in weights.gradients.views:
         view.normal_()
     buffer, scale = weights.gradients.flat, torch.ones((), device=engine.device)
@@ -102,7 +102,7 @@ def _seconds(engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Proce
         buffer.copy_(gradient)
         processes.wait_for_all()
         start = time.perf_counter()
-        run(step, scale)
+        run(step, scale, 1.0)
         synchronize(engine.device)
         return time.perf_counter() - start
 

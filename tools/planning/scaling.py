@@ -6,7 +6,7 @@ import statistics
 from typing import Dict, NamedTuple
 
 from parallel.costs import Link
-from parallel.exchange import Method, variants
+from parallel.exchange import Gradient, Method, variants
 from parallel.exchange import of as method_for
 from recipe import ipu
 from recipe.config import Recipe
@@ -81,8 +81,8 @@ def exchange(machine: Machine, method: Method, replicas: int, workload: Workload
         if groups > 1:
             levels.append((groups, Link(reach.latency.value, 1 / reach.bandwidth.value)))
             joined *= groups
-    elements = max(stage.parameters for stage in workload.stages)
-    return method.seconds_over(levels, replicas, elements, workload.gradient_bytes)
+    largest = max(Gradient(stage.parameters, layers=stage.layers) for stage in workload.stages)
+    return method.seconds_over(levels, replicas, largest, workload.gradient_bytes)
 
 
 def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:

@@ -18,11 +18,13 @@ _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 
 
 class StageWork(NamedTuple):
-    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed."""
+    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed. layers: as of
+    BlockShape."""
 
     names: List[str]
     multiply_adds: int
     parameters: int
+    layers: int
 
 
 class Workload(NamedTuple):
@@ -81,7 +83,8 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
         # A device has every `stages`-th part, where there are more parts than devices.
         names = [name for part in divided[stage :: parallel.stages] for name in part]
         passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
-        stages.append(StageWork(names, passes, sum(found[name].parameters for name in names)))
+        parameters, layers = (sum(getattr(found[name], key) for name in names) for key in ("parameters", "layers"))
+        stages.append(StageWork(names, passes, parameters, layers))
     return Workload(size, found, stages, origin, again)
 
 

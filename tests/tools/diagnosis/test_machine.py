@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engines import choice
-from engines.choice import Gradient
 from parallel import exchange
 from parallel.costs import Link
+from parallel.exchange import Gradient
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.exchange import Exchange
@@ -68,8 +68,8 @@ def test_overlap_is_a_share_of_the_backward_pass():
 
 HALF = ("exchange.method=half", "exchange.wire=bfloat16")
 GTOPK = (
-    "exchange.method=gtopk", "exchange.pattern=butterfly", "exchange.momentum_correction=true",
-    "exchange.factor_masking=true", "exchange.dense_1d=true", "exchange.density_warmup=[0.5]", "exchange.delay=1",
+    "exchange.method=gtopk", "exchange.pattern=butterfly", "exchange.compress=gradient",
+    "exchange.dense_1d=true", "exchange.density_warmup=[0.5]", "exchange.delay=1",
 )  # fmt: skip
 RECIPES = [
     (), HALF, ("exchange.order=tree",), ("exchange.method=none",), ("exchange.method=auto",),

@@ -5,6 +5,7 @@ import pytest
 
 from parallel import costs, exchange
 from parallel.costs import Link
+from parallel.exchange import Gradient
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
 from tools.planning import machine, scaling, workload
@@ -128,18 +129,18 @@ NEAR, FAR = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A
 
 def exchanged(method, replicas, stages):
     """Seconds of 8 million elements of 4 bytes each."""
-    parts = [workload.StageWork([], 0, 8_000_000)] * stages
+    parts = [workload.StageWork([], 0, 8_000_000, 0)] * stages
     return scaling.exchange(A100, exchange.named(method), replicas, workload.Workload(0, {}, parts, "", frozenset()))
 
 
 @pytest.mark.parametrize(
     ("replicas", "stages", "expected"),
     [
-        (8, 1, DENSE.seconds(NEAR, 8, 8_000_000)),
+        (8, 1, DENSE.seconds(NEAR, 8, Gradient(8_000_000))),
         # Eight in a host scatter and gather; each then exchanges an eighth with seven others, one of each host.
-        (64, 1, DENSE.seconds(NEAR, 8, 8_000_000) + DENSE.seconds(FAR, 8, 1_000_000)),
+        (64, 1, DENSE.seconds(NEAR, 8, Gradient(8_000_000)) + DENSE.seconds(FAR, 8, Gradient(1_000_000))),
         # Stages leave fewer replicas near each other.
-        (8, 2, DENSE.seconds(NEAR, 4, 8_000_000) + DENSE.seconds(FAR, 2, 2_000_000)),
+        (8, 2, DENSE.seconds(NEAR, 4, Gradient(8_000_000)) + DENSE.seconds(FAR, 2, Gradient(2_000_000))),
     ],
 )
 def test_whole_gradients_go_around_a_ring_at_each_level_of_links(replicas, stages, expected):

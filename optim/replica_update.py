@@ -1,0 +1,135 @@
+"""Updates that each replica makes of its own gradient, and that add up to that of the mean gradient."""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Optional
+
+import torch
+
+from optim.lars_update import Rules
+from optim.layout import Buffers, Layout, in_parts, in_rows
+from optim.norms import Norms, WholeModel
+from optim.sketch import Sketch
+
+
+class ReplicaUpdate:
+    """Adds a replica's part of an update to what the replica has not sent yet.
+
+    LARS is not linear in the gradient: whatever few values of one arrive, it stretches them to the full length of a
+    step. What it makes of a gradient is linear once the trust ratio rho of each parameter is known. With g the
+    replica's part of the mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P replicas, and e what is
+    not sent yet:
+
+        trust gradient:  v = mu v + lr rho (g + wd w / P);  e = e + v
+        trust momentum:  v = mu v + (1 - mu) g;             e = e + lr rho (v + wd w / P)
+
+    so the e of all replicas add up to LARS's step for the mean gradient. rho is that of the mean gradient, in the
+    second form of the mean v + wd w / P, whose norms come from the sum of the replicas' sketches. Clipping is by the
+    mean gradient's norm. The first form with all ratios 1 is SGD.
+
+    Source: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888, section 3, on Adam.
+
+    velocity: v, float32 [length]. lr: the learning rate, to be set before each update.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        layout: Layout,
+        buffers: Buffers,
+        model: WholeModel,
+        *,
+        clip_norm: Optional[float],
+        buckets: int,
+        replicas: int,
+        add_up: Callable[[torch.Tensor], None],
+    ):
+        """
+        Args:
+            rules: of the optimizer, by parameter. layout, buffers, model, clip_norm: as of WeightState.
+            buckets: of the sketch of each parameter that has a trust ratio; the others share one.
+            add_up: sums a float32 tensor over the replicas, in place, to the same bits on all.
+        """
+        self._rules, self._layout, self._weights, self._model = rules, layout, in_rows(buffers.weights), model
+        self._clip_norm, self._add_up, self._alone = clip_norm, add_up, replicas == 1
+        places = list(layout.places().values())
+        self._sketched = [place for place, adapted in enumerate(rules.adapted) if adapted]
+        vectors = [[places[place]] for place in self._sketched]
+        others = [place for place, adapted in enumerate(rules.adapted) if not adapted]
+        if others:
+            self._sketched.append(others[0])
+            vectors.append([places[place] for place in others])
+        self._sketch = Sketch(vectors, buckets, layout.device)
+        self._decay = layout.spread(rules.decay / replicas)
+        self.velocity = layout.zeros(torch.float32)
+        self.lr = 0.0
+
+    @torch.no_grad()
+    def __call__(
+        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
+    ) -> None:
+        """Add this replica's part of the update to the residual. Every replica calls.
+
+        Args:
+            residual: float32 [length].
+            gradient: float32 [length], sums over this replica's micro batches times the loss scale; zeros if those of
+                any replica are not finite. It may be overwritten.
+            divisor: float32 [], the loss scale times the micro batches of all replicas.
+            finite: bool [], whether all gradients are finite: if not, nothing changes.
+        """
+        rules, velocity, scale = self._rules, in_rows(self.velocity), divisor.reciprocal()
+        self._squares = self._mean_squares(gradient) * scale.double().square()
+        if self._clip_norm:
+            clip = (self._clip_norm / self._model.norm(self._squares)).clamp(max=1.0)  # infinite for a norm of 0: 1
+            scale = scale * clip
+            self._squares = self._squares * clip.double().square()
+        rows, mu, moves = in_rows(gradient), torch.where(finite, rules.mu, 1.0), finite.float()
+        weight = self._layout.sums(in_parts(_squares, (self._weights,), ()))
+        squares = self._squares
+        if rules.trust == "momentum":
+            in_parts(_average, (rows, velocity, self._weights, self._decay), (scale * (1 - rules.mu), mu))
+            squares = self._mean_squares(gradient)
+        self._ratio = rules.ratios(weight, squares)
+        rate = self._layout.spread((self.lr * rules.lr_scale * self._ratio).float()) * moves
+        if rules.trust == "momentum":
+            in_rows(residual).addcmul_(rows, rate)
+        else:
+            arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate)
+            in_parts(_accumulate, arguments, (scale, mu, moves))
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """State of this replica for later updates."""
+        return {"velocity": self.velocity}
+
+    def norms(self, applied: Norms) -> Norms:
+        """Those of the last update: `applied`, with the mean gradient's norm and the trust ratios. All stages call."""
+        names = self._layout.names
+        ratios = {names[place]: self._ratio[place] for place, adapted in enumerate(self._rules.adapted) if adapted}
+        return applied._replace(gradient=self._model.norm(self._squares), trust=self._model.ratios(ratios))
+
+    def _mean_squares(self, vector: torch.Tensor) -> torch.Tensor:
+        """Sums of squares of the replicas' sum, float64 [parameters]; of those without a ratio the first has all."""
+        if self._alone:
+            return self._layout.sums(in_parts(_squares, (in_rows(vector),), ()))
+        sketches = self._sketch(vector)
+        self._add_up(sketches)
+        found = torch.zeros(len(self._layout.names), dtype=torch.float64, device=vector.device)
+        found[self._sketched] = sketches.double().square().sum(1)
+        return found
+
+
+def _squares(weight: torch.Tensor) -> torch.Tensor:
+    w = weight.float()
+    return (w * w).sum(1)
+
+
+def _accumulate(residual, gradient, velocity, weight, decay, rate, scale, mu, moves) -> None:
+    step = torch.addcmul(gradient * scale, weight.float(), decay).mul_(rate)
+    velocity.mul_(mu).add_(step)
+    residual.addcmul_(velocity, moves)
+
+
+def _average(gradient, velocity, weight, decay, share, mu) -> None:
+    """The velocity, and in the place of the gradient the direction of the step."""
+    velocity.mul_(mu).addcmul_(gradient, share)
+    torch.addcmul(velocity, weight.float(), decay, out=gradient)
