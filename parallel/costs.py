@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 _BYTES_OF_VALUE = {"float32": 4, "float16": 2}
 _INDEX = 4  # bytes
+HISTOGRAM = 2048  # bytes of the counts of magnitudes by which owners find the largest sums
 
 
 class Link(NamedTuple):

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional
+from typing import List, Optional
 
 import torch
 from torch import distributed
 
+from parallel.messages import Sparse, Total, Wire
+from parallel.owners import Owners
 from parallel.reduce import all_gather
 from parallel.selection import ranked
 
-PATTERNS = ("gather", "tree", "butterfly")
-_LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
+PATTERNS = ("gather", "tree", "butterfly", "owners")
 _ABSENT = 1 << 31  # added to an index: such an entry comes after all others
-
-
-class Sparse(NamedTuple):
-    """Some elements of a vector: their distinct indices, int64 [k], and their values, float32 [k]."""
-
-    indices: torch.Tensor
-    values: torch.Tensor
-
-
-class Total(NamedTuple):
-    """The sum of the replicas' vectors, and what was left out of it.
-
-    parts: vectors whose sum, added in this order to zeros, is the total; the same bits on all replicas. residual: the
-    part of the rest that this replica has to keep: the sum of all replicas' vectors is that of `parts` and of all
-    replicas' `residual`, to float32 rounding.
-    """
-
-    parts: List[Sparse]
-    residual: List[Sparse]
 
 
 class SparseSum:
@@ -44,13 +26,12 @@ class SparseSum:
         butterfly: in each of log2 P rounds two replicas swap what they have and both merge, so that all have the
             result at the end: half of the tree's time on the network. Where P is no power of two those beyond the
             largest one hand theirs in before, and get the result after: two rounds more.
+        owners: see `parallel/owners.py`.
 
     To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. Whoever merges
     keeps what falls out; where several replicas make the same merge the lowest of them does.
 
-    A message is int32: the indices, then the bits of the values. As float16 they are multiplied before by a power of
-    two that takes the largest of them to 2**14 or above, whose exponent comes first; the sender keeps the rounding
-    errors.
+    The sender of a message (`parallel/messages.py`) keeps its rounding errors.
     """
 
     def __init__(self, group: Optional[distributed.ProcessGroup], *, pattern: str, wire: torch.dtype):
@@ -59,11 +40,14 @@ class SparseSum:
             group: of the replicas; None for a replica that is alone.
             pattern: one of PATTERNS. wire: torch.float32 or torch.float16, the type in which values travel.
         """
-        assert pattern in PATTERNS and wire in (torch.float32, torch.float16), (pattern, wire)
-        self._group, self._wire = group, wire
+        assert pattern in PATTERNS, pattern
+        self._group, self._wire = group, Wire(wire)
         self._size = 1 if group is None else distributed.get_world_size(group)
         self._rank = 0 if group is None else distributed.get_rank(group)
-        self._sum = {"gather": self._gather, "tree": self._tree, "butterfly": self._butterfly}[pattern]
+        self._sum = {"gather": self._gather, "tree": self._tree, "butterfly": self._butterfly, "owners": self._owners}[
+            pattern
+        ]
+        self._owned = Owners(group, self._wire)
 
     def __call__(self, own: Sparse, scratch: torch.Tensor) -> Total:
         """The total of all replicas' vectors; every replica calls, with as many entries.
@@ -81,23 +65,23 @@ class SparseSum:
         return Total(self._sum(own), self._residual)
 
     def _gather(self, own: Sparse) -> List[Sparse]:
-        message = self._pack(own, keeps=True)
+        message, count = self._pack(own, keeps=True), len(own.indices)
         messages = message.new_empty(self._size * len(message))
         all_gather(messages, message, group=self._group)
-        return [self._unpack(each, own) for each in messages.view(self._size, -1)]
+        return [self._wire.unpack(each, count) for each in messages.view(self._size, -1)]
 
     def _tree(self, own: Sparse) -> List[Sparse]:
-        part = own
+        part, count = own, len(own.indices)
         distances = [1 << bit for bit in range((self._size - 1).bit_length())]
         sends = next((distance for distance in distances if self._rank & distance), None)
         for distance in distances[: distances.index(sends)] if sends else distances:
             if self._rank + distance < self._size:
-                other = self._unpack(self._receive(own, self._rank + distance), own)
+                other = self._wire.unpack(self._receive(count, self._rank + distance), count)
                 part = self._merge(part, other, keeps=True)
         message = self._pack(part, keeps=True)
         if sends:
             self._send(message, self._rank - sends)
-            message = self._receive(own, self._rank - sends)
+            message = self._receive(count, self._rank - sends)
             self._send(message[:1], self._rank - sends)
         for distance in reversed(distances[: distances.index(sends)] if sends else distances):
             if self._rank + distance < self._size:
@@ -105,32 +89,37 @@ class SparseSum:
                 # A send ends long before the message has left. The next one would share the link with it, and the
                 # first, whose receiver has most to hand on, would be late: so the receiver says that it is there.
                 distributed.recv(message.new_empty(1), group=self._group, group_src=self._rank + distance)
-        return [self._unpack(message, own)]
+        return [self._wire.unpack(message, count)]
 
     def _butterfly(self, own: Sparse) -> List[Sparse]:
         power = 1 << (self._size.bit_length() - 1)
-        extra, twin = self._size - power, self._rank + power
+        extra, twin, count = self._size - power, self._rank + power, len(own.indices)
         if self._rank >= power:
             self._send(self._pack(own, keeps=True), self._rank - power)
-            return [self._unpack(self._receive(own, self._rank - power), own)]
+            return [self._wire.unpack(self._receive(count, self._rank - power), count)]
         part = own
         if self._rank < extra:
-            part = self._merge(part, self._unpack(self._receive(own, twin), own), keeps=True)
+            part = self._merge(part, self._wire.unpack(self._receive(count, twin), count), keeps=True)
         distance = 1
         while distance < power:
             # Replicas whose numbers differ in lower bits only have the same part by now: the lowest answers for it.
             message = self._pack(part, keeps=self._rank % distance == 0)
             partner = self._rank ^ distance
             # Both get the same bits: no sum of two depends on their order, nor a merge on that of the entries.
-            ours, theirs = self._unpack(message, own), self._unpack(self._swap(message, partner), own)
+            ours, theirs = self._wire.unpack(message, count), self._wire.unpack(self._swap(message, partner), count)
             part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
             distance *= 2
         if extra:  # what the others are sent may be rounded, and all are to have the same
             message = self._pack(part, keeps=self._rank == 0)
             if self._rank < extra:
                 self._send(message, twin)
-            part = self._unpack(message, own)
+            part = self._wire.unpack(message, count)
         return [part]
+
+    def _owners(self, own: Sparse) -> List[Sparse]:
+        total, kept = self._owned(own, len(self._scratch))
+        self._residual += kept
+        return [total]
 
     def _merge(self, first: Sparse, second: Sparse, keeps: bool) -> Sparse:
         """The k entries of largest magnitude of the sum. keeps: whether this replica keeps the others."""
@@ -151,35 +140,17 @@ class SparseSum:
         return Sparse(indices.index_select(0, largest), values.index_select(0, largest))
 
     def _pack(self, part: Sparse, keeps: bool) -> torch.Tensor:
-        """The message, int32. keeps: whether this replica keeps what rounding takes off."""
-        indices = part.indices.int()
-        if self._wire == torch.float32:
-            return torch.cat([indices, part.values.view(torch.int32)])
-        exponent = (15 - torch.frexp(part.values.abs().max())[1]).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-        halves = torch.ldexp(part.values, exponent).half()
-        if keeps:
-            self._residual.append(Sparse(part.indices, part.values - torch.ldexp(halves.float(), -exponent)))
-        if len(halves) % 2:
-            halves = torch.cat([halves, halves.new_zeros(1)])
-        return torch.cat([exponent.int()[None], indices, halves.view(torch.int32)])
-
-    def _unpack(self, message: torch.Tensor, like: Sparse) -> Sparse:
-        """Vector in a message, of as many entries as `like` has."""
-        count = len(like.indices)
-        if self._wire == torch.float32:
-            return Sparse(message[:count].long(), message[count:].view(torch.float32))
-        halves = message[1 + count :].view(torch.float16)[:count]
-        return Sparse(message[1 : 1 + count].long(), torch.ldexp(halves.float(), -message[0]))
-
-    def _words(self, like: Sparse) -> int:
-        count = len(like.indices)
-        return 2 * count if self._wire == torch.float32 else 1 + count + (count + 1) // 2
+        """The message. keeps: whether this replica keeps what rounding takes off."""
+        message, lost = self._wire.pack(part)
+        if keeps and lost is not None:
+            self._residual.append(lost)
+        return message
 
     def _send(self, message: torch.Tensor, replica: int) -> None:
         distributed.send(message, group=self._group, group_dst=replica)
 
-    def _receive(self, like: Sparse, replica: int) -> torch.Tensor:
-        message = torch.empty(self._words(like), dtype=torch.int32, device=like.indices.device)
+    def _receive(self, count: int, replica: int) -> torch.Tensor:
+        message = torch.empty(self._wire.words(count), dtype=torch.int32, device=self._scratch.device)
         distributed.recv(message, group=self._group, group_src=replica)
         return message
 

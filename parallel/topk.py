@@ -13,6 +13,8 @@ from parallel.costs import Link
 from parallel.exchange import METHODS, Gradient, Method, Running, Setup
 from recipe.exchange import Auto, Exchange, GTopK, TopK
 
+_COUNT = 8  # bytes of a number of entries, which owners are told before they come
+
 
 class Sparse(Method):
     """A replica sends k of its values with their indices; each round of the exchange is a message of so many."""
@@ -24,23 +26,27 @@ class Sparse(Method):
     def rounds(self, replicas: int) -> int:
         """Messages one after the other until all replicas have the result."""
 
+    def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
+        """Seconds until all replicas have the sum of vectors of so many entries."""
+        return self.rounds(replicas) * link.message(costs.message_bytes(entries, wire))
+
     def entries(self, elements: int) -> int:
         """Values that a replica sends of so many, after the warm-up of densities."""
         return max(1, round(self.section.density * elements))
 
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
         """Seconds of a message per round, and of rings for what is sent whole and for sketches."""
-        message = costs.message_bytes(self.entries(gradient.elements - gradient.whole), self.section.sent)
+        entries = self.entries(gradient.elements - gradient.whole)
         rings = [size for size in (4 * gradient.whole, self._sketches(gradient)) if size]
-        return sum(costs.ring(link, replicas, size) for size in rings) + self.rounds(replicas) * link.message(message)
+        messages = self.messages(link, replicas, entries, self.section.sent)
+        return sum(costs.ring(link, replicas, size) for size in rings) + messages
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         """Every message over the farthest links in use."""
         link = levels[-1][1]
-        message = costs.message_bytes(self.entries(gradient.elements), "float32")
         sketches = self._sketches(gradient)
         ring = costs.ring(link, replicas, sketches) if sketches else 0.0
-        return ring + self.rounds(replicas) * link.message(message)
+        return ring + self.messages(link, replicas, self.entries(gradient.elements), "float32")
 
     def _sketches(self, gradient: Gradient) -> int:
         """Bytes of the sketches of an update (`optim/replica_update.py`)."""
@@ -96,7 +102,7 @@ class Topk(Sparse):
 
 @METHODS.implements(GTopK)
 class GTopk(Sparse):
-    """Merges of two vectors at a time.
+    """Merges of two vectors at a time, or sums by owners.
 
     tree: up to replica 0 and down again, 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P +
     4 k beta log2 P, with beta for each of an entry's two numbers.
@@ -104,6 +110,9 @@ class GTopk(Sparse):
     butterfly: floor(log2 P) rounds in which replicas swap in pairs; where P is no power of two, two more: the replicas
     beyond it hand theirs in before and get the result after. Source: Thakur, Rabenseifner and Gropp, 2005, Optimization
     of collective communication operations in MPICH: recursive doubling.
+
+    owners: P - 1 messages to each of the owners and from each, with a P-th of a vector, besides the counts of entries
+    and of magnitudes (`parallel/owners.py`).
     """
 
     @property
@@ -115,13 +124,22 @@ class GTopk(Sparse):
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
-        return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("butterfly", "tree")]
+        return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("owners", "butterfly", "tree")]
 
     def rounds(self, replicas: int) -> int:
+        if self.section.pattern == "owners":
+            return 4 * (replicas - 1)
         if self.section.pattern == "tree":
             return 2 * (replicas - 1).bit_length()
         whole = replicas.bit_length() - 1
         return whole + 2 * (replicas != 1 << whole)
+
+    def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
+        if self.section.pattern != "owners" or replicas == 1:
+            return super().messages(link, replicas, entries, wire)
+        counts = link.message(_COUNT)
+        part = link.message(costs.message_bytes(-(-entries // replicas), wire))
+        return 2 * (replicas - 1) * (counts + part) + costs.ring(link, replicas, costs.HISTOGRAM)
 
 
 def _section(section: Exchange, method: str, **keys: Any) -> Exchange:

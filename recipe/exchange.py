@@ -206,10 +206,11 @@ class TopK(Sparse):
 class _Merging(Exchange):
     """Keys of the methods that keep the largest values of sums."""
 
-    pattern: Literal["tree", "butterfly"] = Field(
+    pattern: Literal["tree", "butterfly", "owners"] = Field(
         "tree",
         description="tree adds up to replica 0 and sends back (2 log2 P hops); butterfly adds in pairs on all replicas "
-        "at once (log2 P hops, more work for the processors)",
+        "at once (log2 P hops, more work for the processors); owners adds everything, a region on each replica, and "
+        "keeps the largest of the whole sum (fewest bytes for many replicas)",
     )
     conserve: bool = Field(
         True,

@@ -65,14 +65,14 @@ def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
     section, lines = resolved(SLOW, GRADIENT)
     assert (section.method, section.pattern) == ("gtopk", "butterfly")
     assert lines[0].endswith("density 0.001, 8 replicas; links: latency 0.2 ms, bandwidth 2 Mbit/s")
-    assert [line.split()[0] for line in lines[1:6]] == ["dense", "half", "topk", "gtopk", "gtopk"]
-    assert lines[6].startswith("  taken: gtopk butterfly; ")
+    assert [line.split()[0] for line in lines[1:7]] == ["dense", "half", "topk", "gtopk", "gtopk", "gtopk"]
+    assert lines[7].startswith("  taken: gtopk butterfly; ")
     assert max(map(len, lines)) <= 120
     section, lines = resolved(FAST)
     assert section.method == "dense"
     assert lines[-1] == "  taken: dense; below 10 ms no other is worth a change"
     _, lines = resolved(SLOW, "exchange.wire=float32")
-    assert [line.split()[0] for line in lines[1:5]] == ["dense", "topk", "gtopk", "gtopk"], "no half"
+    assert [line.split()[0] for line in lines[1:6]] == ["dense", "topk", "gtopk", "gtopk", "gtopk"], "no half"
 
 
 def test_predicted_seconds():
@@ -83,6 +83,8 @@ def test_predicted_seconds():
             "dense": 6 * (1e-3 + 1.0),
             "half": 6 * (1e-3 + 0.5) + ROUNDING,
             "topk": 3 * (1e-3 + 8e-3) + SELECTION,
+            # Counts of 8 bytes and parts of 250 entries, twice to each of three; 2,048 bytes around a ring.
+            "gtopk owners": 6 * (1e-3 + 8e-6) + 6 * (1e-3 + 2e-3) + 6 * (1e-3 + 512e-6) + SELECTION,
             "gtopk butterfly": 2 * (1e-3 + 8e-3) + SELECTION,
             "gtopk tree": 4 * (1e-3 + 8e-3) + SELECTION,
         }
@@ -103,9 +105,10 @@ def test_what_biases_cost_beside_the_sparse_ones():
         ((15, 10.1, 10.1, 10.1, 10.1), "dense"),
         ((15, 10, 10, 10, 10), "half"),
         ((15, 10, 7, 7, 7), "half"),
-        ((15, 11, 10, 7, 7), "topk"),
-        ((15, 11, 10, 6.6, 6), "gtopk butterfly"),
-        ((15, 10, 20, 6.7, 4.4), "gtopk tree"),
+        ((15, 11, 10, 7, 7, 7), "topk"),
+        ((15, 11, 10, 6.6, 6, 6), "gtopk owners"),
+        ((15, 11, 10, 7, 6.6, 6), "gtopk butterfly"),
+        ((15, 10, 20, 20, 6.7, 4.4), "gtopk tree"),
         ((11e-3, 1e-3), "half"),
         ((9e-3, 1e-3), "dense"),
     ],

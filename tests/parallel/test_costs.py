@@ -58,7 +58,7 @@ def test_hops_played_through_take_what_is_predicted(replicas):
 
 def test_one_replica_costs_nothing():
     methods = [exchange.named("none"), *exchange.variants(Exchange(method="auto"))]
-    assert len(methods) == 6
+    assert len(methods) == 7
     assert {method.seconds(SIMPLE, 1, Gradient(1000)) for method in methods} == {0.0}
 
 
@@ -104,11 +104,10 @@ def test_half_sends_half_the_bytes_in_as_many_messages():
 @pytest.mark.parametrize("wire", ["float32", "float16"])
 @pytest.mark.parametrize("entries", [1, 2, 7, 6250])
 def test_a_message_is_as_long_as_what_is_sent(entries, wire):
-    from parallel.sparse import Sparse, SparseSum
+    from parallel.messages import Sparse, Wire
 
-    vector = Sparse(torch.arange(entries), torch.ones(entries))
-    sum_ = SparseSum(None, pattern="tree", wire=getattr(torch, wire))
-    assert costs.message_bytes(entries, wire) == sum_._pack(vector, keeps=False).nbytes
+    vector, form = Sparse(torch.arange(entries), torch.ones(entries)), Wire(getattr(torch, wire))
+    assert costs.message_bytes(entries, wire) == form.pack(vector)[0].nbytes == 4 * form.words(entries)
 
 
 def test_the_model_needs_no_torch():

@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from parallel import sparse
+from parallel.messages import Wire
 from parallel.sparse import Sparse, SparseSum
 from parallel.sparse_exchange import Rules, SparseExchange
 from tests import world
@@ -105,6 +106,31 @@ def test_topk_is_the_sum_in_the_order_of_ranks(size):
         assert not left.any() and counts == [COUNT] * size
 
 
+def thrice(rank, size):
+    """Three sums by owners, each with the regions that the one before left."""
+    made = SparseSum(GROUP, pattern="owners", wire=torch.float32)
+    scratch = torch.zeros(LENGTH, dtype=torch.int32)
+    totals = [made(vector(rank), scratch) for _ in range(3)]
+    return [(dense(total.parts), dense(total.residual)) for total in totals], made._owned._borders
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
+def test_owners_find_the_largest_of_the_whole_sum_wherever_regions_end(size):
+    """By sorting the sum in the order of ranks; a rank keeps its own entries that are not in the result."""
+    whole = dense(map(vector, range(size)))
+    order = sorted(range(LENGTH), key=lambda index: (-whole[index].abs().item(), index))
+    expected = torch.zeros(LENGTH)
+    expected[order[:COUNT]] = whole[order[:COUNT]]
+    ranks = threads.run(size, thrice)
+    for rank, (totals, borders) in enumerate(ranks):
+        own = dense([vector(rank)])
+        for total, left in totals:
+            assert_bitwise_equal(total, expected)
+            assert_bitwise_equal(left, torch.where(expected != 0, 0.0, own))
+        counts = torch.bincount(torch.searchsorted(borders, expected.nonzero()[:, 0], right=True), minlength=size)
+        assert counts.max() - counts.min() <= 1
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32])
 def test_nothing_is_lost(size):
     """sum(vectors) = total + sum(kept): up to the rounding of float32 sums of 32 values below 16, 2^-20 each.
@@ -173,12 +199,11 @@ def test_messages_are_packed(wire, words):
 
 def test_float16_on_odd_values_is_exact_where_they_are_float16():
     part = Sparse(torch.tensor([4, 1, 7]), torch.tensor([0.5, -3.0, 1024.0]))
-    total = SparseSum(None, pattern="tree", wire=torch.float16)
-    total._residual = []
-    again = total._unpack(total._pack(part, keeps=True), part)
+    message, lost = Wire(torch.float16).pack(part)
+    again = Wire(torch.float16).unpack(message, 3)
     assert_bitwise_equal(again.values, part.values)
     assert_bitwise_equal(again.indices, part.indices)
-    assert not dense(total._residual).any()
+    assert not lost.values.any()
 
 
 def zeros_summed(rank, size, pattern):

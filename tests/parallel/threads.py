@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from parallel import reduce, sparse, sparse_exchange
+from parallel import owners, reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
@@ -61,8 +61,10 @@ class Threads:
     def all_gather(self, output, own, group, async_op=False):
         return self._collective("all_gather", [own] * self.size, group, _filling(output), async_op)
 
-    def all_to_all_single(self, output, own, group, async_op=False):
-        return self._collective("all_to_all", own.view(self.size, -1), group, _filling(output), async_op)
+    def all_to_all_single(self, output, own, output_sizes=None, sizes=None, group=None, async_op=False):
+        parts = own.view(self.size, -1) if sizes is None else own.split(sizes)
+        end = _filling(output) if sizes is None else lambda rows: output.copy_(torch.cat(rows))
+        return self._collective("all_to_all", parts, group, end, async_op)
 
     def all_reduce(self, tensor, group, async_op=False):
         def add(rows):
@@ -85,8 +87,8 @@ def run(size, function, *arguments):
         threads.this.rank, threads.this.launched = rank, []
         return function(rank, size, *arguments)
 
-    names = [(module, "distributed", threads) for module in (reduce, sparse, sparse_exchange)]
-    names += [(module, "all_gather", threads.all_gather) for module in (reduce, sparse)]
+    names = [(module, "distributed", threads) for module in (owners, reduce, sparse, sparse_exchange)]
+    names += [(module, "all_gather", threads.all_gather) for module in (owners, reduce, sparse)]
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
     try:
         for place in names:

@@ -147,7 +147,14 @@ def test_two_ranks_give_one_report_which_names_the_slow_one(tmp_path):
     data = json.loads(ends[0].out[-1])
     assert [line for line in ends[0].out if line != line.rstrip()] == []  # tables of ranks and exchanges are in it
     assert [(row["rank"], row["replica"]) for row in data["ranks"]] == [(0, 0), (1, 1)]
-    assert [method["name"] for method in data["methods"]] == ["dense", "half", "topk", "gtopk butterfly", "gtopk tree"]
+    assert [method["name"] for method in data["methods"]] == [
+        "dense",
+        "half",
+        "topk",
+        "gtopk owners",
+        "gtopk butterfly",
+        "gtopk tree",
+    ]
     assert all(method["measured"]["median"] > 0 for method in data["methods"])
     assert data["links"]["between"] == "replicas" and data["links"]["latency"]["high"] > 0
     assert sum(data["parts"].values()) == pytest.approx(data["step_seconds"])
