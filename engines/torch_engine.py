@@ -124,7 +124,8 @@ class TorchEngine(Engine):
         optimizer = None
         if recipe.exchange.compresses_update(recipe.optimizer):
             optimizer = factory.create(recipe.optimizer, dict(self._model.named_parameters()), self._norms)
-        return GradientExchange(self.weights, recipe, self.batch, self.processes, steps_per_epoch, optimizer)
+        averages = {name: average.tensors[0] for name, average in self._averages.items()}
+        return GradientExchange(self.weights, recipe, self.batch, self.processes, steps_per_epoch, optimizer, averages)
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
         self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
@@ -164,6 +165,8 @@ class TorchEngine(Engine):
             if divisor is not None:
                 norms = self.weights.apply(step, 1.0 if self._subtracts else lr, finite, measure)
                 norms = None if norms is None else self._exchange.norms(norms)
+        with self.recorder.span("exchange"):
+            self._exchange.after_update(step)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
@@ -261,10 +264,12 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
-        if weights == "trained":
+        flat, *averaged = self._averaged() if weights == "trained" else self._averages[weights].tensors
+        mean = self._exchange.mean(flat)
+        if weights == "trained" and mean is None:
             yield
             return
-        flat, *averaged = self._averages[weights].tensors
+        flat = flat if mean is None else mean
         trained = [buffer.clone() for buffer in self._buffers.values()]
         with self.weights.shown(flat):
             try:
@@ -306,15 +311,20 @@ class TorchEngine(Engine):
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
-        own = {}
+        own, mean = {}, self._exchange.mean(self.weights.flat)
+        averaged = {name: self._mean_of(average.tensors) for name, average in self._averages.items()}
         if self.topology.replica == 0:
             averages = {
-                name: {**self._by_name(average.tensors), "count": average.count.to("cpu", copy=True)}
+                name: {**self._by_name(averaged[name]), "count": average.count.to("cpu", copy=True)}
                 for name, average in self._averages.items()
             }
             own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
             delayed = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
             own.update({"delayed": delayed} if delayed else {})
+            if mean is not None:
+                own["weights"] = self.weights.by_name(mean.to(self.weights.flat.dtype))
+            common = self._exchange.common_state()
+            own.update({"exchange": common} if common else {})
             own["buffers"] = self._by_name(self._averaged())["buffers"]
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
@@ -325,6 +335,7 @@ class TorchEngine(Engine):
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_state_dict(list(saved.get("delayed", {}).values()))
+        self._exchange.load_common_state(saved.get("exchange", {}))
         state.load_buffers(self._buffers, saved["buffers"])
         for name, average in self._averages.items():
             part = saved["averages"][name]
@@ -347,6 +358,12 @@ class TorchEngine(Engine):
         self._exchange.close()
         self.processes.part()
         torch.cuda.empty_cache()
+
+    def _mean_of(self, tensors: Sequence[torch.Tensor]) -> list:
+        """The same with the mean over replicas of the weights, where these differ. Every rank calls."""
+        flat, *others = tensors
+        mean = self._exchange.mean(flat)
+        return [flat if mean is None else mean, *others]
 
     def _averaged(self) -> list:
         """The tensors of an average: the persistent weights in one, then each buffer."""

@@ -21,7 +21,7 @@ from optim.gradients import Gradients
 from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
 from optim.replica_update import ReplicaUpdate
-from optim.rounding import RoundingBits
+from optim.rounding import RoundingBits, round_stochastically
 
 
 class WeightState:
@@ -73,9 +73,9 @@ class WeightState:
                 for name, slot in self.optimizer.slots.items()
             },
         )
-        bits = None
+        self._bits = bits = None
         if dtype == torch.float16 and rounding == "stochastic":
-            bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
+            self._bits = bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
         self._whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
         shared = (self._layout, self._buffers, bits, clip_norm, self._whole)
         self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
@@ -164,6 +164,28 @@ class WeightState:
             yield
         finally:
             working.copy_(own)
+
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """All that an update changes, by name: [length] each, laid out as `flat`; `refresh` when it is written to."""
+        return self._persistent()
+
+    def refresh(self) -> None:
+        """The module's parameters become the persistent weights."""
+        self._buffers.refresh()
+
+    @torch.no_grad()
+    def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
+        """Replace elements of `flat` by float32 values; as float16, rounded by bits of this step."""
+        flat = self._buffers.weights
+        if self._bits is None:
+            flat[start:end].copy_(values)
+        else:
+            whole = flat.float()  # what float16 holds, rounding keeps
+            whole[start:end] = values
+            round_stochastically(
+                whole, self._bits, step, "mean", out=flat, keep=torch.ones_like(flat[0], dtype=torch.bool)
+            )
+        self._buffers.refresh()
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:
         """Replaces the weights of those parameters, rounded to nearest; the others and the slots stay."""

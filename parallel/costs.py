@@ -5,7 +5,7 @@ Every replica has a link of its own, and sends and receives at the same time. Pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Sequence, Tuple
 
 _BYTES_OF_VALUE = {"float32": 4, "float16": 2}
 _INDEX = 4  # bytes
@@ -39,3 +39,16 @@ def ring(link: Link, replicas: int, size: float) -> float:
     Source: Shi et al., 1901.04359: 2 (P - 1) a + 2 (P - 1) / P m b.
     """
     return 2 * (replicas - 1) * link.message(size / replicas)
+
+
+def rings(levels: Sequence[Tuple[int, Link]], size: float) -> float:
+    """Seconds of an all-reduce of `size` bytes over several kinds of links, each joining so many groups.
+
+    A reduce-scatter among the replicas that are nearest to each other, then among as many groups of them as the next
+    links join, each replica with its share, and all-gathers back: a ring at each level.
+    """
+    seconds = 0.0
+    for count, link in levels:
+        seconds += ring(link, count, size)
+        size /= count
+    return seconds

@@ -25,13 +25,7 @@ class Dense(Method):
         return costs.ring(link, replicas, gradient.elements * (self.value_bytes or 4))
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        """A reduce-scatter among the replicas that are nearest to each other, then among as many groups of them as the
-        next links join, each replica with its share, and all-gathers back: a ring at each level."""
-        seconds, share = 0.0, float(gradient.elements * (self.value_bytes or size))
-        for count, link in levels:
-            seconds += costs.ring(link, count, share)
-            share /= count
-        return seconds
+        return costs.rings(levels, float(gradient.elements * (self.value_bytes or size)))
 
     def create(self, setup: Setup) -> Optional[Running]:
         if setup.group is None:

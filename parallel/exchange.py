@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
-_FILES = ("parallel.dense", "parallel.topk")
+_FILES = ("parallel.dense", "parallel.local", "parallel.topk")
 
 
 class Gradient(NamedTuple):
@@ -58,13 +58,30 @@ class Contribution(Protocol):
         """As that of `Running`."""
 
 
+class Weights(Protocol):
+    """The weights of a replica's stage, for methods that exchange them."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """[length], float16 or float32."""
+
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """All that an update changes, by name: [length] each."""
+
+    def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
+        """Replace elements by float32 values; rounded, if at all, by the same bits on all replicas."""
+
+    def refresh(self) -> None:
+        """To be called when what `own_state` gives has been written to."""
+
+
 class Setup(NamedTuple):
     """What a method gets from an engine.
 
     gradients: float32 [length], of this process. places: first element of each parameter in it, and the parameter.
     collect: called with the index of each parameter whose gradient is ready, before it is sent. group: of the replicas
     that compute this stage; None for a single replica. steps_per_epoch: None for an engine that does not train.
-    contribution: where replicas compress updates; None: gradients.
+    contribution: where replicas compress updates; None: gradients. weights: whose gradients these are.
     """
 
     recipe: Recipe
@@ -76,12 +93,18 @@ class Setup(NamedTuple):
     group: Optional[distributed.ProcessGroup]
     steps_per_epoch: Optional[int]
     contribution: Optional[Contribution] = None
+    weights: Optional[Weights] = None
 
 
 class Running(ABC):
-    """An exchange on one replica. overlaps: whether sending can begin within the last backward pass."""
+    """An exchange on one replica.
+
+    overlaps: whether sending can begin within the last backward pass. states_are_means: whether it is the mean of the
+    replicas' states that another number of replicas has to keep, not the sum.
+    """
 
     overlaps: bool = False
+    states_are_means: bool = False
 
     @abstractmethod
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
@@ -98,8 +121,25 @@ class Running(ABC):
         """Announce the last backward pass of a step; called where the exchange overlaps it."""
         raise NotImplementedError
 
+    def after_update(self, step: int) -> None:  # noqa: B027 (most have nothing to do)
+        """Called when update `step` has been made, from the sum or of this replica's own."""
+
+    def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
+        """The mean over replicas of what each has in such a buffer, float32; None where all have the same.
+
+        Every replica calls.
+        """
+        return None
+
     def state(self) -> Dict[str, torch.Tensor]:
-        """State of this replica for later steps: float32 [length] each."""
+        """State of this replica for later steps: [length] each."""
+        return {}
+
+    def loaded(self) -> None:  # noqa: B027
+        """Called when what `state` gives has been written to."""
+
+    def common_state(self) -> Dict[str, torch.Tensor]:
+        """State for later steps that all replicas of a stage share: float32 [length] each."""
         return {}
 
 

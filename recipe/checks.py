@@ -43,6 +43,13 @@ def _check_exchange(recipe: Recipe) -> None:
             "exchange.compress update makes updates from the weights of their step, which exchange.delay has changed "
             "by then; use exchange.compress=gradient or exchange.delay=0"
         )
+    if exchange.method == "local" and exchange.delay:
+        raise ConfigError("exchange.delay delays gradients, which exchange.method local does not send; use delay=0")
+    if exchange.method == "local" and recipe.model.batch_statistics:
+        raise ConfigError(
+            "exchange.method local and model.norm batch: running statistics would be each replica's own; use "
+            "model.norm=group"
+        )
     if exchange.delay and recipe.model.batch_statistics:
         raise ConfigError(
             "exchange.delay and model.norm batch: running statistics would be ahead of the weights; use "
@@ -87,6 +94,10 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
     exchange = recipe.exchange
     if exchange.sparse:
         return f"{exchange.method} selects within each stage"
+    if exchange.method == "local" and replicas > 1 and exchange.fragments > 1:
+        return "exchange.fragments are parts of a stage"
+    if replicas > 2 and exchange.method == "local":
+        return f"{replicas} replicas' weights are added as they lie in a stage"
     if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
         return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
     if replicas > 2 and exchange.method != "none" and recipe.model.batch_statistics:

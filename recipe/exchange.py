@@ -236,6 +236,52 @@ class GTopK(_Merging, Sparse):
         return ["conserving" if self.conserve else "published residual rule"]
 
 
+class Local(Exchange):
+    """Replicas make some updates alone, then take the mean of their weights (local SGD, DiLoCo)."""
+
+    method: Literal["local"] = "local"
+    local_steps: int = Field(8, ge=1, le=10_000, description="updates between two means of the same weights")
+    fragments: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="parts of the weights, whose means are taken at different updates; up to local_steps",
+    )
+    outer: Literal["mean", "nesterov"] = Field(
+        "mean",
+        description="what replicas go on from: mean, the mean of their weights; nesterov, a step of Nesterov's "
+        "momentum along the way that the mean has moved (DiLoCo)",
+    )
+    outer_lr: float = Field(0.7, gt=0, le=2, description="with outer nesterov: its learning rate")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="with outer nesterov: its momentum")
+    dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
+    dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
+
+    @model_validator(mode="after")
+    def _as_many_fragments_as_steps(self) -> "Local":
+        if self.fragments > self.local_steps:
+            raise ValueError(f"{self.fragments} fragments need as many updates between two means; raise local_steps")
+        return self
+
+    def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:
+        """Whether update `step`, from 0, is made of the whole gradient."""
+        return step < max(self.dense_steps, self.dense_epochs * (steps_per_epoch or 0))
+
+    def _details(self, optimizer: Optimizer) -> List[str]:
+        parts = [f"mean of the weights every {count(self.local_steps, 'step')}"]
+        if self.outer == "nesterov":
+            parts = [
+                f"outer Nesterov {self.outer_lr:g}, {self.outer_momentum:g} every {count(self.local_steps, 'step')}"
+            ]
+        first = [f"{self.dense_steps:,} steps"] * bool(self.dense_steps)
+        first += [f"{self.dense_epochs:g} epochs"] * bool(self.dense_epochs)
+        return [
+            *parts,
+            *([f"in {self.fragments} fragments"] if self.fragments > 1 else []),
+            *([f"dense for {' and '.join(first)}"] if first else []),
+        ]
+
+
 class NoExchange(Exchange):
     """Sends nothing, so that replicas drift apart: for measuring what the exchange costs."""
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from engines.exchange import _CHUNK, Delay
+from engines.delay import _CHUNK, Delay
 
 LENGTH = _CHUNK + 11  # more than is moved at once
 

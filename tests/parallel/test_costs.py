@@ -73,6 +73,17 @@ def test_published_milliseconds(replicas, dense, gtopk):
     assert 1000 * exchange.named("gtopk tree").seconds(PUBLISHED, replicas, gradient) == pytest.approx(gtopk, rel=0.02)
 
 
+def test_local_steps_cost_a_share_of_a_dense_exchange():
+    """The mean over eight updates; without latency, fragments change nothing."""
+    gradient, link = Gradient(10**6), Link(0.0, 1e-9)
+    local = exchange.of(Exchange(method="local"))
+    assert local.seconds(link, 8, gradient) == pytest.approx(exchange.named("dense").seconds(link, 8, gradient) / 8)
+    levels = [(4, link), (2, link)]
+    assert local.seconds_over(levels, 8, gradient, 4) == pytest.approx(
+        exchange.named("dense").seconds_over(levels, 8, gradient, 4) / 8
+    )
+
+
 def test_sketches_of_updates_go_around_a_ring_beside_the_messages():
     """61 float32 numbers of each of 10 layers; none where gradients are compressed."""
     gradient, link = Gradient(10**6, layers=10), Link(1e-3, 1e-6)

@@ -28,6 +28,8 @@ def recipe(*overrides):
         (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
         (("exchange.delay=-1",), "exchange.delay"),
         (("exchange.conserve=7",), "exchange.conserve"),
+        (("exchange.method=local", "exchange.fragments=9"), "9 fragments need as many updates"),
+        (("exchange.method=local", "exchange.order=tree"), "use dense"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
@@ -59,6 +61,8 @@ UPDATE = ("exchange.method=gtopk", "exchange.compress=update")
         ((*UPDATE, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
         ((*UPDATE, "exchange.delay=1"), "use exchange.compress=gradient or exchange.delay=0"),
         ((*UPDATE, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
+        (("exchange.method=local", "exchange.delay=1"), "use delay=0"),
+        (("exchange.method=local", "model.norm=batch"), "use model.norm=group"),
         (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
         (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
     ],
@@ -83,6 +87,12 @@ def test_a_run_that_would_end_before_its_first_gradient_is_applied_is_refused():
     assert lengths(recipe(*late, "run.steps=9"), 1437).total == 9
 
 
+def test_local_steps_begin_after_the_dense_ones():
+    section = recipe("exchange.method=local", "exchange.dense_steps=3", "exchange.dense_epochs=0.5").exchange
+    assert [section.is_dense(step, 10) for step in (0, 2, 4, 5)] == [True, True, True, False]
+    assert [section.is_dense(step, None) for step in (2, 3)] == [True, False]  # an engine that does not train
+
+
 def test_densities_by_step():
     """Dense first, then one density an epoch of 10 steps, then the recipe's."""
     section = recipe("exchange.method=gtopk", "exchange.density_warmup=[0.25, 0.05]", "exchange.dense_steps=3").exchange
@@ -105,6 +115,11 @@ def test_densities_by_step():
             (*UPDATE, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
             "exchange gtopk (butterfly, float32), density 0.001 of the update, after 0.25, 0.06 in the first epochs, "
             "conserving, dense 1d",
+        ),
+        (("exchange.method=local",), "exchange local, mean of the weights every 8 steps"),
+        (
+            ("exchange.method=local", "exchange.outer=nesterov", "exchange.fragments=4", "exchange.dense_epochs=2"),
+            "exchange local, outer Nesterov 0.7, 0.9 every 8 steps, in 4 fragments, dense for 2 epochs",
         ),
         (("exchange.method=gtopk", "exchange.conserve=false"), "density 0.001 of the update, published residual rule"),
     ],

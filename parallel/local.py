@@ -1,0 +1,39 @@
+"""Local steps: replicas make some updates alone, then take the mean of their weights.
+
+Needs no torch until one is created.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence, Tuple
+
+from parallel import costs
+from parallel.costs import Link
+from parallel.exchange import METHODS, Gradient, Method, Running, Setup
+from recipe.exchange import Local
+
+
+@METHODS.implements(Local)
+class LocalMethod(Method):
+    """All-reduce of the weights, in float32, once in `local_steps` updates; times are the mean over updates."""
+
+    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
+        every, fragments = self.section.local_steps, self.section.fragments
+        return fragments * costs.ring(link, replicas, 4 * gradient.elements / fragments) / every
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+        every, fragments = self.section.local_steps, self.section.fragments
+        return fragments * costs.rings(levels, 4 * gradient.elements / fragments) / every
+
+    def create(self, setup: Setup) -> Running:
+        from parallel.local_steps import LocalSteps
+
+        section = self.section
+        return LocalSteps(
+            setup.weights,
+            setup.group,
+            every=section.local_steps,
+            fragments=section.fragments,
+            dense=lambda step: section.is_dense(step, setup.steps_per_epoch),
+            outer=(section.outer_lr, section.outer_momentum) if section.outer == "nesterov" else None,
+        )

@@ -1,0 +1,133 @@
+"""Local steps: when means are taken, of what, and what the outer optimizer makes of them."""
+
+import pytest
+import torch
+
+from parallel.local_steps import LocalSteps
+from tests.parallel import threads
+from tests.tensors import assert_bitwise_equal
+
+LENGTH, EVERY = 12, 4
+ONE = torch.tensor(1.0)
+
+
+class Weights:
+    """A replica's weights, float32."""
+
+    def __init__(self, rank):
+        self.flat = torch.linspace(-1, 1, LENGTH)
+        self.rank, self.refreshed = rank, 0
+
+    def own_state(self):
+        return {"weights": self.flat}
+
+    def store(self, start, end, values, step):
+        self.flat[start:end] = values
+
+    def refresh(self):
+        self.refreshed += 1
+
+
+def moved(rank, step):
+    """What a replica's own update adds to its weights."""
+    return torch.randn(LENGTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def never(step):
+    return False
+
+
+def trained(rank, size, steps, fragments=1, dense=never, outer=None):
+    """A replica's weights after each step, and its exchange."""
+    weights = Weights(rank)
+    made = LocalSteps(weights, "replicas", every=EVERY, fragments=fragments, dense=dense, outer=outer)
+    found = []
+    for step in range(steps):
+        gradient = moved(rank, step)
+        made(gradient, step, ONE)
+        weights.flat.add_(gradient / size)  # the buffer has a sum over replicas
+        made.after_update(step)
+        found.append(weights.flat.clone())
+    return found, made
+
+
+def by_hand(size, steps, fragments=1, dense=never, outer=None):
+    """The same in float64: weights of each replica after each step."""
+    weights = [torch.linspace(-1, 1, LENGTH).double() for _ in range(size)]
+    anchor, velocity = weights[0].clone(), torch.zeros(LENGTH).double()
+    found = []
+    for step in range(steps):
+        own = [moved(rank, step).double() for rank in range(size)]
+        if dense(step):
+            own = [sum(own) / size] * size
+        weights = [each + change for each, change in zip(weights, own)]
+        if dense(step):
+            anchor = weights[0].clone()
+        for number in range(fragments):
+            if not dense(step) and (step + 1 + number * EVERY // fragments) % EVERY == 0:
+                part = slice(number * LENGTH // fragments, (number + 1) * LENGTH // fragments)
+                mean = sum(each[part] for each in weights) / size
+                if outer is not None:
+                    lr, momentum = outer
+                    way = anchor[part] - mean
+                    velocity[part] = momentum * velocity[part] + way
+                    mean = anchor[part] - lr * (way + momentum * velocity[part])
+                    anchor[part] = mean
+                for each in weights:
+                    each[part] = mean
+        found.append([each.clone() for each in weights])
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fragments": 2},
+        {"fragments": 3},
+        {"dense": lambda step: step < 3},
+        {"outer": (0.7, 0.9)},
+        {"outer": (0.7, 0.9), "fragments": 4, "dense": lambda step: step < 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_replicas_are_where_the_definition_has_them(size, options):
+    """To the rounding of some ten float32 additions of values below 16; and equal where they should be, to the bit."""
+    names = ("fragments", "dense", "outer")
+    defaults = {"fragments": 1, "dense": never, "outer": None}
+    arguments = [{**defaults, **options}[name] for name in names]
+    ranks = threads.run(size, trained, 11, *arguments)
+    expected = by_hand(size, 11, *arguments)
+    for step, wanted in enumerate(expected):
+        for (found, _), each in zip(ranks, wanted):
+            torch.testing.assert_close(found[step].double(), each, rtol=0, atol=16 * 2**-20)
+    if arguments[0] == 1:
+        for step in (EVERY - 1, 2 * EVERY - 1):
+            assert all(torch.equal(found[step], ranks[0][0][step]) for found, _ in ranks)
+            assert not torch.equal(ranks[0][0][step + 1], ranks[1][0][step + 1])
+
+
+def means(rank, size):
+    _, made = trained(rank, size, 6)
+    own = made.state()["weights"].clone()
+    mean = made.mean(own)
+    made.loaded()
+    return own, mean, made.state()["weights"], made._weights.refreshed
+
+
+def test_the_mean_is_that_of_all_and_changes_nothing():
+    ranks = threads.run(3, means)
+    expected = sum(own.double() for own, *_ in ranks) / 3
+    for own, mean, after, refreshed in ranks:
+        torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-6)
+        assert_bitwise_equal(after, own)
+        assert refreshed == 1
+
+
+def test_only_an_outer_optimizer_has_a_state_that_all_share():
+    ranks = threads.run(2, trained, 5, 1, never, (0.7, 0.9))
+    states = [made.common_state() for _, made in ranks]
+    assert_bitwise_equal(states[0], states[1])
+    assert states[0].keys() == {"anchor", "outer_momentum"} and states[0]["outer_momentum"].any()
+    assert threads.run(2, trained, 5)[0][1].common_state() == {}
