@@ -12,6 +12,7 @@ from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
 from tests.optim.states import assert_same_bits, lars_step
+from tests.tensors import assert_bitwise_equal
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 # One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
@@ -165,6 +166,36 @@ def assert_close(found, expected, dtype):
             else:
                 assert (difference > 0).double().mean() <= 2.0**-8
                 assert difference.max() <= 2.0**-9 * max(2.0**-14, tensor.abs().max().item())
+
+
+def form_of(value):
+    """What a compiler sees of an argument: of tensors and of whole numbers, which it is given as tensors, no values."""
+    if isinstance(value, tuple):
+        return tuple(map(form_of, value))
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return int if isinstance(value, int) else value
+
+
+@pytest.mark.parametrize("trust", FORMS)
+@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
+def test_the_dry_pass_runs_what_an_update_runs_and_changes_nothing(trust, compute, dtype):
+    """With tensors of the same kind: for others the first update would be compiled again."""
+    state, calls = state_of(trust, compute, dtype)[0], []
+
+    def run(function, rows, constants):
+        calls.append((function, *map(form_of, rows), *map(form_of, constants)))
+        return layout.in_parts(function, rows, constants)
+
+    before = {name: buffer.clone() for name, buffer in state.own_state().items()}
+    state._update.dry_pass(run)
+    dry, calls[:] = list(calls), []
+    assert_bitwise_equal(state.own_state(), before)
+    state._update.run = run
+    fill(state, 1)
+    state.update(0, 0.5, torch.tensor(1.0), True)
+    assert calls == dry and len(dry) == 2
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in state.own_state().items())
 
 
 @pytest.mark.slow
