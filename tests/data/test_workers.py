@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from data import workers
 from data.batches import Request
 from recipe.config import Data
 from tests.conftest import QUICKSTART, ROOT, TINY
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_a_worker_that_hangs_ends_with_a_parent_that_was_killed(tmp_path):
     run.start()
     worker = tmp_path / "worker"
     try:
-        _wait_until(lambda: worker.exists() and worker.read_text())
+        wait_until(lambda: worker.exists() and worker.read_text())
     finally:
         run.kill()
         run.join()
-    _wait_until(lambda: _ended(worker.read_text()))
+    wait_until(lambda: _ended(worker.read_text()))
 
 
 class Hung:
@@ -90,13 +90,6 @@ def _ended(process):
         return "State:\tZ" in Path(f"/proc/{process}/status").read_text()
     except OSError:
         return True
-
-
-def _wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 _FULL = """

@@ -14,6 +14,7 @@ from parallel import hosts
 from parallel.board import Board, MastersBoard, Outcome, _Entries, _exactly, _send
 from parallel.rendezvous import Others, Stopped
 from recipe.errors import UserError
+from tests.waiting import wait_until
 
 SECRET = "shared"
 ENDED = {"code": 1, "line": "rank 1 failed", "last": False, "abrupt": True}
@@ -28,43 +29,36 @@ def master():
     return board
 
 
-def eventually(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_hosts_read_what_each_has_written(master):
     boards = [master, *(Board("127.0.0.1", master.port, host, 3, SECRET) for host in (1, 2))]
     for host, board in enumerate(boards[1:], 1):
         board.write(0, shape=f"from {host}")
     boards[2].write(0, news=ENDED)
     for board in boards:
-        eventually(lambda board=board: "news" in board.read(0).get(2, {}))
-        eventually(lambda board=board: 1 in board.read(0))
+        wait_until(lambda board=board: "news" in board.read(0).get(2, {}))
+        wait_until(lambda board=board: 1 in board.read(0))
         there = board.read(0)
         assert [there[host]["shape"] for host in range(3)] == ["3 replicas", "from 1", "from 2"]
         assert (there[0]["port"], there[2]["news"]) == (7, Outcome(**ENDED))
         assert max(board.silent(host) for host in range(3)) < 30
     boards[1].write(1, shape="again")
-    eventually(lambda: boards[1].read(1))
+    wait_until(lambda: boards[1].read(1))
     assert boards[1].read(0) == {}
 
 
 def test_what_is_written_stays(master):
     boards = [Board("127.0.0.1", master.port, 1, 3, SECRET) for _ in range(2)]
     boards[0].write(0, shape="first")
-    eventually(lambda: 1 in boards[0].read(0))
+    wait_until(lambda: 1 in boards[0].read(0))
     boards[1].write(0, shape="second")
-    eventually(lambda: 1 in boards[1].read(0))
+    wait_until(lambda: 1 in boards[1].read(0))
     assert boards[1].read(0)[1] == {"who": boards[0].who, "shape": "first"}
 
 
 def test_without_the_secret_nothing_is_written_or_read(master):
     stranger = Board("127.0.0.1", master.port, 1, 3, "guessed")
     stranger.write(0, news=ENDED)
-    eventually(lambda: stranger.refused)
+    wait_until(lambda: stranger.refused)
     assert (list(master.read(0)), stranger.read(0)) == ([0], {})
     assert master.silent(1) == float("inf")
 
@@ -107,7 +101,7 @@ def test_what_is_no_message_changes_nothing(master, words):
     silent = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(20)]
     board = Board("127.0.0.1", master.port, 2, 3, SECRET)
     board.write(0, shape="heard")
-    eventually(lambda: 2 in board.read(0))
+    wait_until(lambda: 2 in board.read(0))
     assert list(master.read(0)) == [0, 2]
     for connection in silent:
         connection.close()
@@ -130,7 +124,7 @@ def test_a_master_that_is_gone_is_noticed_at_once():
         board = Board(*server.getsockname(), 1, 2, SECRET)
         board.write(0, shape="mine")
         server.accept()[0].close()
-    eventually(lambda: board.gone)
+    wait_until(lambda: board.gone)
 
 
 def test_somebody_in_the_place_of_the_master_is_not_believed():
@@ -146,7 +140,7 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
         threading.Thread(target=answer, daemon=True).start()
         board = Board(*false.getsockname(), 1, 2, SECRET)
         board.write(0, shape="mine")
-        eventually(lambda: board.refused)
+        wait_until(lambda: board.refused)
         assert board.read(0) == {}
 
 
@@ -187,5 +181,5 @@ def test_what_is_no_name_is_reported(name):
         hosts.listen(hosts.Hosts(2, 0, name, 1))
     board = Board(name, 1, 1, 2, SECRET)
     board.write(0, shape="mine")
-    eventually(lambda: board.fault)
+    wait_until(lambda: board.fault)
     assert not board.gone

@@ -1,0 +1,131 @@
+"""Exchanges for slow networks: what each learns beside a dense one, from the same weights and images."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Dict, List, Sequence, Tuple
+
+from benchmarks import claims
+from benchmarks.evidence import page
+from benchmarks.evidence.exchange_convergence import DIGITS, MODEL, REPLICAS, QuickstartExperiment
+from benchmarks.evidence.experiment import Series
+from benchmarks.evidence.runs import outcome
+
+SEEDS = (0, 1, 2, 3, 4)
+# Chosen on dense runs alone: see `about`.
+GLYPHS = (
+    "data.source=glyphs", "data.train_images=2560", "data.validation_images=2000", "data.glyph_difficulty=0.6",
+    "data.crop_area=[0.6,1]", "model.classes=20", "model.image_size=32", "run.epochs=30", "schedule.warmup_epochs=2",
+    "evaluation.every_epochs=5", "log.every_steps=100",
+)  # fmt: skip
+SETTINGS = {"digits": DIGITS, "glyphs": GLYPHS}
+GRADIENT = "exchange.compress=gradient"
+# (name, density or other size) -> overrides
+METHODS: Dict[Tuple[str, str], Tuple[str, ...]] = {
+    ("dense", ""): (),
+    ("top-k of the update", "0.01"): ("exchange.method=topk", "exchange.density=0.01"),
+    ("top-k of the gradient", "0.01"): ("exchange.method=topk", "exchange.density=0.01", GRADIENT),
+    ("gTop-k of the update", "0.04"): ("exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04"),
+    ("gTop-k of the gradient", "0.04"): (
+        "exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04", GRADIENT,
+    ),
+    ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001"),
+    ("top-k of the gradient", "0.001"): ("exchange.method=topk", "exchange.density=0.001", GRADIENT),
+    ("local steps", "8"): ("exchange.method=local", "exchange.local_steps=8"),
+}  # fmt: skip
+DENSE = next(iter(METHODS))
+# Claim -> setting, method, goal in points.
+CLAIMS = {
+    "top1_loss_topk_update_0.01_digits": ("digits", ("top-k of the update", "0.01"), 0.5),
+    "top1_loss_topk_update_0.01_glyphs": ("glyphs", ("top-k of the update", "0.01"), 0.5),
+    "top1_loss_gtopk_update_0.04_glyphs": ("glyphs", ("gTop-k of the update", "0.04"), 1),
+    "top1_loss_topk_update_0.001_glyphs_long": ("glyphs", ("top-k of the update", "0.001"), 2),
+    "top1_loss_local_8_glyphs": ("glyphs", ("local steps", "8"), 1),
+}
+
+
+class ExchangeLearning(QuickstartExperiment):
+    """The same images and batch for all methods."""
+
+    name = "exchange_learning"
+    question = "Exchanges for slow networks: what they learn"
+    takes, quick_takes = "five hours, less for cached runs", "3 minutes"
+    about = f"""An EfficientNet-B0 G16 of width 0.35 and depth 0.3 (0.48 M parameters), {REPLICAS} replicas in \
+{REPLICAS} processes with 16 images each, so a batch of 64; LARS as in the quickstart, float32, {len(SEEDS)} seeds. \
+Digits: 12 epochs, 264 updates, 360 images for validation. Glyphs: 20 classes at difficulty 0.6, 2,560 images for \
+training and 2,000 for validation, 30 epochs, 1,200 updates."""
+
+    def series(self) -> List[Series]:
+        return [self._series(*each) for each in itertools.product(SETTINGS, METHODS)]
+
+    @staticmethod
+    def _series(setting: str, method: Tuple[str, str]) -> Series:
+        labels = {"setting": setting, "exchange": method[0], "size": method[1]}
+        overrides = (*MODEL, "batch.micro=16", *SETTINGS[setting], *METHODS[method])
+        return Series(labels, overrides, SEEDS, replicas=REPLICAS, base=QuickstartExperiment.base)
+
+    def quick(self) -> List[Series]:
+        return [each.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=2) for each in self.series()[:2]]
+
+    def rows_of(self, series: Sequence[Series]) -> List[dict]:
+        """With the loss of top-1 against dense in points: mean of the seeds' differences, and its standard error."""
+        rows = super().rows_of(series)
+        for row, each in zip(rows, series):
+            lost = self._lost(each)
+            row["lost_mean"], row["lost_error"] = round(statistics.mean(lost), 3), round(_error(lost), 3)
+        return rows
+
+    def _lost(self, series: Series) -> List[float]:
+        """Points of top-1 that each seed loses against the dense run of the same seed."""
+        dense = self._series(series.labels["setting"], DENSE)._replace(seeds=series.seeds)
+        if "run.epochs=1" in series.overrides:
+            dense = dense.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=len(series.seeds))
+        pairs = zip(dense.runs, series.runs)
+        return [100 * (outcome(whole).top1 - outcome(run).top1) for whole, run in pairs]
+
+    def claims(self) -> List[dict]:
+        """Mean losses of top-1; a spread is one standard error to both sides."""
+        found = []
+        for name, (setting, method, goal) in CLAIMS.items():
+            lost = self._lost(self._series(setting, method))
+            mean, error = statistics.mean(lost), _error(lost)
+            made = claims.claim(name, [mean], "points", f"<= {goal:g}")
+            found.append({**made, "spread": [mean - error, mean + error]})
+        return found
+
+    def table(self, rows: Sequence[dict]) -> str:
+        head = ["setting", "exchange", "density or steps", "final top-1 (%)", "lost (points, ± standard error)", "loss"]
+        lines = [
+            (
+                row["setting"], row["exchange"], row["size"],
+                f"{100 * row['top1_mean']:.1f} ± {100 * row['top1_sd']:.1f}",
+                f"{row['lost_mean']:.2f} ± {row['lost_error']:.2f}",
+                f"{row['train_loss_mean']:.3f}",
+            )
+            for row in rows
+        ]  # fmt: skip
+        return claims.markdown(head, lines)
+
+    def more(self, rows: Sequence[dict]) -> str:
+        return claims.claims_table(self.claims(), "{:.2f}")
+
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        panels: Dict[str, dict] = {setting: {} for setting in SETTINGS}
+        for series in self.series():
+            setting, name, size = series.labels.values()
+            panels[setting][f"{name} {size}".strip()] = series.runs
+        page.draw_curves(panels, path)
+
+    def verdict(self, rows: Sequence[dict]) -> str:
+        kept = [
+            f"{row['exchange']} {row['size']} on {row['setting']} ({row['lost_mean']:.1f})"
+            for row in rows
+            if row["exchange"] != DENSE[0] and row["lost_mean"] <= 1
+        ]
+        return f"Within a point of dense: {', '.join(kept) or 'none'}."
+
+
+def _error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
