@@ -26,6 +26,7 @@ from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.exchange_convergence import ExchangeConvergence
+from benchmarks.evidence.exchange_learning import ExchangeLearning
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.half_weights import HalfWeights
 from benchmarks.evidence.ladder import Ladder
@@ -41,7 +42,7 @@ EXPERIMENTS: Dict[str, Experiment] = {
     each.name: each
     for each in (
         Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
-        ExchangeConvergence(), Staleness(),
+        ExchangeConvergence(), ExchangeLearning(), Staleness(),
     )
 }  # fmt: skip
 
