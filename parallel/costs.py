@@ -9,6 +9,7 @@ from typing import NamedTuple, Sequence, Tuple
 
 _BYTES_OF_VALUE = {"float32": 4, "float16": 2}
 _INDEX = 4  # bytes
+BLOCK = 256  # values that share a scale where few bits are sent
 HISTOGRAM = 2048  # bytes of the counts of magnitudes by which owners find the largest sums
 
 
@@ -23,12 +24,20 @@ class Link(NamedTuple):
         return self.latency + size * self.seconds_per_byte
 
 
+def quantized_bytes(values: float, bits: int) -> float:
+    """Bytes of so many values of 8 or 4 bits, with a float32 scale for each block."""
+    return -(-values // BLOCK) * (4 + BLOCK * bits // 8)
+
+
 def message_bytes(entries: int, wire: str) -> int:
     """Bytes of a sparse vector of `entries` values, with their int32 indices, as `parallel/sparse.py` sends it.
 
     Args:
-        wire: type of the values, float32 or float16; the latter come in pairs, behind a word for their exponent.
+        wire: type of the values, float32 or float16; the latter come in pairs, behind a word for their exponent. Or
+            int8 or int4, in blocks with a scale.
     """
+    if wire.startswith("int"):
+        return entries * _INDEX + int(quantized_bytes(entries, int(wire[3:])))
     values = entries * _BYTES_OF_VALUE[wire]
     return entries * _INDEX + (values if wire == "float32" else -(-values // _INDEX) * _INDEX + _INDEX)
 

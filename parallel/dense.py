@@ -22,12 +22,24 @@ class Dense(Method):
         return [cls(section.to("dense", delay=0))]
 
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        return costs.ring(link, replicas, gradient.elements * (self.value_bytes or 4))
+        return costs.ring(link, replicas, self._bytes(gradient, 4))
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        return costs.rings(levels, float(gradient.elements * (self.value_bytes or size)))
+        return costs.rings(levels, self._bytes(gradient, size))
+
+    def _bytes(self, gradient: Gradient, size: int) -> float:
+        bits = getattr(self.section, "bits", None)
+        if bits:
+            return costs.quantized_bytes(gradient.elements, bits)
+        return float(gradient.elements * (self.value_bytes or size))
 
     def create(self, setup: Setup) -> Optional[Running]:
+        bits = getattr(self.section, "bits", None)
+        if bits:
+            from parallel.quantized import QuantizedReduction
+
+            gradients, everyone = setup.gradients, setup.processes.further_group()
+            return QuantizedReduction(setup.group, everyone, len(gradients), bits, gradients.device)
         if setup.group is None:
             return None
         import torch

@@ -18,12 +18,15 @@ class LocalMethod(Method):
     """All-reduce of the weights, in float32, once in `local_steps` updates; times are the mean over updates."""
 
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        every, fragments = self.section.local_steps, self.section.fragments
-        return fragments * costs.ring(link, replicas, 4 * gradient.elements / fragments) / every
+        return self.section.fragments * costs.ring(link, replicas, self._bytes(gradient)) / self.section.local_steps
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        every, fragments = self.section.local_steps, self.section.fragments
-        return fragments * costs.rings(levels, 4 * gradient.elements / fragments) / every
+        return self.section.fragments * costs.rings(levels, self._bytes(gradient)) / self.section.local_steps
+
+    def _bytes(self, gradient: Gradient) -> float:
+        """Of a fragment."""
+        elements, bits = gradient.elements / self.section.fragments, self.section.bits
+        return costs.quantized_bytes(elements, bits) if bits else 4 * elements
 
     def create(self, setup: Setup) -> Running:
         from parallel.local_steps import LocalSteps
@@ -35,5 +38,6 @@ class LocalMethod(Method):
             every=section.local_steps,
             fragments=section.fragments,
             dense=lambda step: section.is_dense(step, setup.steps_per_epoch),
+            bits=section.bits,
             outer=(section.outer_lr, section.outer_momentum) if section.outer == "nesterov" else None,
         )

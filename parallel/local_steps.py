@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from parallel.exchange import Running, Weights
+from parallel.quantized import QuantizedSum
 
 
 class LocalSteps(Running):
@@ -21,7 +22,8 @@ class LocalSteps(Running):
 
         d = a - m;  v = outer_momentum v + d;  weights = a - outer_lr (d + outer_momentum v)
 
-    What is stored as float16 is rounded by the same bits on all replicas.
+    What is stored as float16 is rounded by the same bits on all replicas. In few bits replicas send how far their
+    weights are from a; what that rounds off they add the next time.
 
     Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local SGD); outer Nesterov
     momentum: Douillard et al., 2311.08105 (DiLoCo); fragments: Douillard et al., 2501.18512 (Streaming DiLoCo).
@@ -38,6 +40,7 @@ class LocalSteps(Running):
         fragments: int,
         dense: Callable[[int], bool],
         outer: Optional[Tuple[float, float]],
+        bits: Optional[int] = None,
     ):
         """
         Args:
@@ -46,6 +49,7 @@ class LocalSteps(Running):
             every: updates between two means of a fragment. fragments: at most so many.
             dense: whether update `step` is made of all replicas' gradients, and weights stay equal.
             outer: rate and momentum of the outer optimizer; None takes the mean.
+            bits: in which the way since the mean before is sent, 8 or 4; None sends weights as float32.
         """
         assert 1 <= fragments <= every, (fragments, every)
         self._weights, self._group, self._every, self._is_dense, self._outer = weights, group, every, dense, outer
@@ -54,9 +58,12 @@ class LocalSteps(Running):
         borders = [length * number // fragments for number in range(fragments + 1)]
         self._fragments = list(zip(borders, borders[1:]))
         self._common: Dict[str, torch.Tensor] = {}
+        if outer is not None or bits:
+            self._common["anchor"] = weights.flat.to(torch.float32, copy=True)
         if outer is not None:
-            anchor = weights.flat.float()
-            self._common = {"anchor": anchor.clone(), "outer_momentum": torch.zeros_like(anchor)}
+            self._common["outer_momentum"] = torch.zeros_like(self._common["anchor"])
+        self._quantized = QuantizedSum(group, bits) if bits else None
+        self._residual = torch.zeros_like(self._common["anchor"]) if bits else None
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """As in Running: of dense steps the sum over replicas, of others as if all replicas had this one's gradient."""
@@ -70,7 +77,7 @@ class LocalSteps(Running):
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         if self._is_dense(step):
-            if self._outer is not None:
+            if self._common:
                 self._common["anchor"].copy_(self._weights.flat)
             return
         for number, (start, end) in enumerate(self._fragments):
@@ -81,7 +88,8 @@ class LocalSteps(Running):
         return None if self._group is None else self._mean(flat)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        return self._weights.own_state()
+        residual = {} if self._residual is None else {"residual": self._residual}
+        return {**self._weights.own_state(), **residual}
 
     def loaded(self) -> None:
         self._weights.refresh()
@@ -97,7 +105,7 @@ class LocalSteps(Running):
         return found.mul_(1 / self._replicas)
 
     def _combine(self, start: int, end: int, step: int) -> None:
-        new = self._mean(self._weights.flat[start:end])
+        new = self._mean_of_all(start, end)
         if self._outer is not None:
             lr, momentum = self._outer
             anchor, velocity = (self._common[name][start:end] for name in ("anchor", "outer_momentum"))
@@ -105,5 +113,13 @@ class LocalSteps(Running):
             velocity.mul_(momentum).add_(moved)
             new = anchor - lr * moved.add_(velocity, alpha=momentum)
         self._weights.store(start, end, new, step)
-        if self._outer is not None:
-            anchor.copy_(self._weights.flat[start:end])
+        if self._common:
+            self._common["anchor"][start:end] = self._weights.flat[start:end]
+
+    def _mean_of_all(self, start: int, end: int) -> torch.Tensor:
+        """The mean of the replicas' weights, float32, to the rounding of few bits."""
+        own = self._weights.flat[start:end]
+        if self._quantized is None:
+            return self._mean(own)
+        anchor, residual = self._common["anchor"][start:end], self._residual[start:end]
+        return anchor + self._quantized(own.float() - anchor + residual, residual) / self._replicas

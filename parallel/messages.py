@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple, Union
 
 import torch
+
+from parallel.quantizer import Quantizer
 
 _LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
 
@@ -32,16 +34,19 @@ class Wire:
     """The form of a message, int32: the indices, then the bits of the values.
 
     As float16 the values are multiplied before by a power of two that takes the largest of them to 2**14 or above,
-    whose exponent comes first.
+    whose exponent comes first. In 8 or 4 bits they are those of `Quantizer`.
     """
 
-    def __init__(self, dtype: torch.dtype):
-        """Args: dtype: torch.float32 or torch.float16, the type in which values travel."""
-        assert dtype in (torch.float32, torch.float16), dtype
-        self._exact = dtype == torch.float32
+    def __init__(self, form: Union[torch.dtype, int]):
+        """Args: form: in which values travel: torch.float32, torch.float16, or 8 or 4 bits."""
+        assert form in (torch.float32, torch.float16, 8, 4), form
+        self._exact = form == torch.float32
+        self._quantizer = Quantizer(form) if isinstance(form, int) else None
 
     def words(self, count: int) -> int:
         """Length of a message of so many entries."""
+        if self._quantizer is not None:
+            return count + self._quantizer.bytes(count) // 4
         return 2 * count if self._exact or not count else 1 + count + (count + 1) // 2
 
     def pack(self, part: Sparse) -> Tuple[torch.Tensor, Optional[Sparse]]:
@@ -49,6 +54,10 @@ class Wire:
         indices = part.indices.int()
         if self._exact or not len(indices):
             return torch.cat([indices, part.values.view(torch.int32)]), None
+        if self._quantizer is not None:
+            message = self._quantizer.encode(part.values)
+            lost = Sparse(part.indices, part.values - self._quantizer.decode(message, len(indices)))
+            return torch.cat([indices, message.view(torch.int32)]), lost
         exponent = (15 - torch.frexp(part.values.abs().max())[1]).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
         halves = torch.ldexp(part.values, exponent).half()
         lost = Sparse(part.indices, part.values - torch.ldexp(halves.float(), -exponent))
@@ -60,5 +69,7 @@ class Wire:
         """The vector of so many entries in a message."""
         if self._exact or not count:
             return Sparse(message[:count].long(), message[count : 2 * count].view(torch.float32))
+        if self._quantizer is not None:
+            return Sparse(message[:count].long(), self._quantizer.decode(message[count:].view(torch.uint8), count))
         halves = message[1 + count :].view(torch.float16)[:count]
         return Sparse(message[1 : 1 + count].long(), torch.ldexp(halves.float(), -message[0]))

@@ -14,6 +14,20 @@ from parallel.exchange import Running
 all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
+def all_finite(buffer: torch.Tensor, everyone: Optional[distributed.ProcessGroup]) -> torch.Tensor:
+    """Whether no process has a value in its buffer that is not finite, bool []. Every process calls.
+
+    Args: everyone: all replicas and stages; None for a process that is alone.
+    """
+    lowest, highest = torch.aminmax(buffer)
+    finite = torch.isfinite(lowest) & torch.isfinite(highest)
+    if everyone is None:
+        return finite
+    faults = (~finite).float()
+    distributed.all_reduce(faults, group=everyone)
+    return faults == 0
+
+
 class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 

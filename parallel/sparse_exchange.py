@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import distributed
 
 from parallel.exchange import Contribution, Running
+from parallel.reduce import all_finite
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum, Total
 from recipe.randomness import bits32, key
@@ -21,13 +22,13 @@ _SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold
 class Rules(NamedTuple):
     """Rules of a sparse exchange, as recipe/exchange.py describes them.
 
-    pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: torch.float32 or torch.float16. density: of update
+    pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: as of `Wire`. density: of update
     `step`, from 0; 1 sends everything. masks: factor masking, of a contribution's velocity. by_threshold: stages share
     the values to send by where the largest are, not by size.
     """
 
     pattern: str
-    wire: torch.dtype
+    wire: Union[torch.dtype, int]
     density: Callable[[int], float]
     conserve: bool = True
     masks: bool = False
@@ -90,7 +91,7 @@ class SparseExchange(Running):
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
-        finite = self._all_finite(buffer)
+        finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
         self._contribution(self.residual, buffer, divisor, finite)
         density = self._rules.density(step)
@@ -108,15 +109,6 @@ class SparseExchange(Running):
 
     def state(self) -> Dict[str, torch.Tensor]:
         return {"residual": self.residual, **self._contribution.state()}
-
-    def _all_finite(self, buffer: torch.Tensor) -> torch.Tensor:
-        lowest, highest = torch.aminmax(buffer)
-        finite = torch.isfinite(lowest) & torch.isfinite(highest)
-        if self._everyone is None:
-            return finite
-        faults = (~finite).float()
-        distributed.all_reduce(faults, group=self._everyone)
-        return faults == 0
 
     def _exchange_all(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
         buffer.copy_(self.residual)

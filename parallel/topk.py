@@ -67,7 +67,7 @@ class Sparse(Method):
         return SparseExchange(
             Rules(
                 pattern=getattr(section, "pattern", "gather"),
-                wire=getattr(torch, section.sent),
+                wire=section.bits or getattr(torch, section.sent),
                 density=lambda step: section.density_at(step, setup.steps_per_epoch),
                 conserve=getattr(section, "conserve", True),
                 masks=section.factor_masking,

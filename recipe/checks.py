@@ -98,6 +98,8 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
         return "exchange.fragments are parts of a stage"
     if replicas > 2 and exchange.method == "local":
         return f"{replicas} replicas' weights are added as they lie in a stage"
+    if replicas > 1 and getattr(exchange, "bits", None):
+        return "exchange.bits rounds blocks of a stage"
     if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
         return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
     if replicas > 2 and exchange.method != "none" and recipe.model.batch_statistics:

@@ -12,6 +12,14 @@ from recipe.optimization import Optimizer
 _ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
 
 
+def _few_bits(what: str) -> Any:
+    return Field(
+        None,
+        description=f"bits in which {what}, with a scale for each 256 values; what rounding takes off is sent later; "
+        "null: no rounding, or that of wire",
+    )
+
+
 class Exchange(Kind):
     """How replicas combine their gradients, once an update."""
 
@@ -86,13 +94,22 @@ class Dense(Exchange):
         description="order of the sum over micro batches: fast, as they come; tree, one fixed binary tree, so that "
         "1, 2, 4 ... replicas and any stages give the same bits",
     )
+    bits: Optional[Literal[8, 4]] = _few_bits("gradients are sent")
+
+    @model_validator(mode="after")
+    def _bits_in_no_tree(self) -> "Dense":
+        if self.bits and self.order == "tree":
+            raise ValueError(
+                "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
+            )
+        return self
 
     @property
     def in_tree(self) -> bool:
         return self.order == "tree"
 
     def _details(self, optimizer: Optimizer) -> List[str]:
-        return [f"order {self.order}"]
+        return [f"in {self.bits} bits" if self.bits else f"order {self.order}"]
 
 
 class Half(Exchange):
@@ -170,13 +187,14 @@ class Sparse(_Selecting):
     sparse: ClassVar[bool] = True
     _residuals: ClassVar[List[str]] = []  # the rule for what is kept, where there are several
     wire: Literal["float32", "float16"] = Field("float32", description="type of the values that travel")
+    bits: Optional[Literal[8, 4]] = _few_bits("values are sent")
 
     @property
     def sent(self) -> str:
-        return self.wire
+        return f"int{self.bits}" if self.bits else self.wire
 
     def _form(self) -> str:
-        return f"{self.method} ({self.wire})"
+        return f"{self.method} ({self.sent})"
 
     def _details(self, optimizer: Optimizer) -> List[str]:
         warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
@@ -229,7 +247,7 @@ class GTopK(_Merging, Sparse):
         return f"gtopk {self.pattern}"
 
     def _form(self) -> str:
-        return f"gtopk ({self.pattern}, {self.wire})"
+        return f"gtopk ({self.pattern}, {self.sent})"
 
     @property
     def _residuals(self) -> List[str]:
@@ -254,6 +272,7 @@ class Local(Exchange):
     )
     outer_lr: float = Field(0.7, gt=0, le=2, description="with outer nesterov: its learning rate")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="with outer nesterov: its momentum")
+    bits: Optional[Literal[8, 4]] = _few_bits("the way that weights have moved is sent")
     dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
     dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
 
@@ -278,6 +297,7 @@ class Local(Exchange):
         return [
             *parts,
             *([f"in {self.fragments} fragments"] if self.fragments > 1 else []),
+            *([f"in {self.bits} bits"] if self.bits else []),
             *([f"dense for {' and '.join(first)}"] if first else []),
         ]
 

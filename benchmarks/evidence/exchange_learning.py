@@ -34,6 +34,7 @@ METHODS: Dict[Tuple[str, str], Tuple[str, ...]] = {
     ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001"),
     ("top-k of the gradient", "0.001"): ("exchange.method=topk", "exchange.density=0.001", GRADIENT),
     ("local steps", "8"): ("exchange.method=local", "exchange.local_steps=8"),
+    ("dense in few bits", "4"): ("exchange.bits=4",),
 }  # fmt: skip
 DENSE = next(iter(METHODS))
 # Claim -> setting, method, goal in points.
@@ -43,6 +44,7 @@ CLAIMS = {
     "top1_loss_gtopk_update_0.04_glyphs": ("glyphs", ("gTop-k of the update", "0.04"), 1),
     "top1_loss_topk_update_0.001_glyphs_long": ("glyphs", ("top-k of the update", "0.001"), 2),
     "top1_loss_local_8_glyphs": ("glyphs", ("local steps", "8"), 1),
+    "top1_loss_bits_4_glyphs": ("glyphs", ("dense in few bits", "4"), 1),
 }
 
 
@@ -96,7 +98,14 @@ training and 2,000 for validation, 30 epochs, 1,200 updates."""
         return found
 
     def table(self, rows: Sequence[dict]) -> str:
-        head = ["setting", "exchange", "density or steps", "final top-1 (%)", "lost (points, ± standard error)", "loss"]
+        head = [
+            "setting",
+            "exchange",
+            "density, steps or bits",
+            "final top-1 (%)",
+            "lost (points, ± standard error)",
+            "loss",
+        ]
         lines = [
             (
                 row["setting"], row["exchange"], row["size"],

@@ -12,7 +12,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     lost = {0: 1.0, 1: 3.0, 2: 2.0, 3: 1.0, 4: 3.0}
 
     def outcome(run):
-        dense = not any(text.startswith("exchange.method") for text in run.overrides)
+        dense = not any(text.startswith("exchange.") for text in run.overrides)
         return Outcome(0.9 + run.seed / 100 - (0 if dense else lost[run.seed] / 100), 1.0, 1.0, {})
 
     for module in ("exchange_convergence", "exchange_learning"):
@@ -21,6 +21,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     assert found.keys() == {
         "top1_loss_topk_update_0.01_digits", "top1_loss_topk_update_0.01_glyphs", "top1_loss_gtopk_update_0.04_glyphs",
         "top1_loss_topk_update_0.001_glyphs_long", "top1_loss_local_8_glyphs",
+        "top1_loss_bits_4_glyphs",
     }  # fmt: skip
     local = found["top1_loss_local_8_glyphs"]
     assert (local["value"], local["holds"]) == (pytest.approx(2), False)

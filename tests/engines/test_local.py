@@ -70,7 +70,14 @@ def resumed(processes, overrides):
     return common, (), (whole, again)
 
 
-@pytest.mark.parametrize("run", [case(1, 2, resumed, (*LOCAL, "exchange.local_steps=4")), case(2, 2, resumed, OUTER)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        case(1, 2, resumed, (*LOCAL, "exchange.local_steps=4")),
+        case(1, 2, resumed, (*LOCAL, "exchange.bits=4")),
+        case(2, 2, resumed, OUTER),
+    ],
+)
 def test_a_run_that_is_saved_and_resumed_has_the_same_bits(run):
     """Half weights, momenta and averages of each replica, and what the outer optimizer keeps."""
     (state, states), (found, found_states) = outcome(run)

@@ -33,14 +33,12 @@ def moved(rank, step):
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def never(step):
-    return False
-
-
-def trained(rank, size, steps, fragments=1, dense=never, outer=None):
+def trained(rank, size, steps, fragments=1, dense=0, outer=None, bits=None):
     """A replica's weights after each step, and its exchange."""
     weights = Weights(rank)
-    made = LocalSteps(weights, "replicas", every=EVERY, fragments=fragments, dense=dense, outer=outer)
+    made = LocalSteps(
+        weights, "replicas", every=EVERY, fragments=fragments, dense=lambda step: step < dense, outer=outer, bits=bits
+    )
     found = []
     for step in range(steps):
         gradient = moved(rank, step)
@@ -51,20 +49,20 @@ def trained(rank, size, steps, fragments=1, dense=never, outer=None):
     return found, made
 
 
-def by_hand(size, steps, fragments=1, dense=never, outer=None):
+def by_hand(size, steps, fragments=1, dense=0, outer=None):
     """The same in float64: weights of each replica after each step."""
     weights = [torch.linspace(-1, 1, LENGTH).double() for _ in range(size)]
     anchor, velocity = weights[0].clone(), torch.zeros(LENGTH).double()
     found = []
     for step in range(steps):
         own = [moved(rank, step).double() for rank in range(size)]
-        if dense(step):
+        if step < dense:
             own = [sum(own) / size] * size
         weights = [each + change for each, change in zip(weights, own)]
-        if dense(step):
+        if step < dense:
             anchor = weights[0].clone()
         for number in range(fragments):
-            if not dense(step) and (step + 1 + number * EVERY // fragments) % EVERY == 0:
+            if step >= dense and (step + 1 + number * EVERY // fragments) % EVERY == 0:
                 part = slice(number * LENGTH // fragments, (number + 1) * LENGTH // fragments)
                 mean = sum(each[part] for each in weights) / size
                 if outer is not None:
@@ -85,9 +83,9 @@ def by_hand(size, steps, fragments=1, dense=never, outer=None):
         {},
         {"fragments": 2},
         {"fragments": 3},
-        {"dense": lambda step: step < 3},
+        {"dense": 3},
         {"outer": (0.7, 0.9)},
-        {"outer": (0.7, 0.9), "fragments": 4, "dense": lambda step: step < 2},
+        {"outer": (0.7, 0.9), "fragments": 4, "dense": 2},
     ],
     ids=str,
 )
@@ -95,7 +93,7 @@ def by_hand(size, steps, fragments=1, dense=never, outer=None):
 def test_replicas_are_where_the_definition_has_them(size, options):
     """To the rounding of some ten float32 additions of values below 16; and equal where they should be, to the bit."""
     names = ("fragments", "dense", "outer")
-    defaults = {"fragments": 1, "dense": never, "outer": None}
+    defaults = {"fragments": 1, "dense": 0, "outer": None}
     arguments = [{**defaults, **options}[name] for name in names]
     ranks = threads.run(size, trained, 11, *arguments)
     expected = by_hand(size, 11, *arguments)
@@ -126,8 +124,21 @@ def test_the_mean_is_that_of_all_and_changes_nothing():
 
 
 def test_only_an_outer_optimizer_has_a_state_that_all_share():
-    ranks = threads.run(2, trained, 5, 1, never, (0.7, 0.9))
+    ranks = threads.run(2, trained, 5, 1, 0, (0.7, 0.9))
     states = [made.common_state() for _, made in ranks]
     assert_bitwise_equal(states[0], states[1])
     assert states[0].keys() == {"anchor", "outer_momentum"} and states[0]["outer_momentum"].any()
     assert threads.run(2, trained, 5)[0][1].common_state() == {}
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.35)])
+def test_in_few_bits_what_is_rounded_off_is_kept(bits, bound):
+    """After a mean all replicas are equal, within half of two steps of the exact mean: a step is a 127th, or a 7th, of
+    the longest way, here some 5. What is not sent of the ways is what replicas keep."""
+    ranks = threads.run(3, trained, EVERY, 1, 0, None, bits)
+    found = [weights[-1] for weights, _ in ranks]
+    assert all(torch.equal(each, found[0]) for each in found)
+    exact = by_hand(3, EVERY)[-1][0]
+    assert 0 < (found[0].double() - exact).abs().max() < 2.5 * bound
+    kept = sum(made.state()["residual"].double() for _, made in ranks) / 3
+    torch.testing.assert_close(found[0].double() + kept, exact, rtol=0, atol=1e-5)

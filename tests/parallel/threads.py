@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from parallel import local_steps, owners, reduce, sparse, sparse_exchange
+from parallel import local_steps, owners, quantized, reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
@@ -87,8 +87,10 @@ def run(size, function, *arguments):
         threads.this.rank, threads.this.launched = rank, []
         return function(rank, size, *arguments)
 
-    names = [(module, "distributed", threads) for module in (local_steps, owners, reduce, sparse, sparse_exchange)]
-    names += [(module, "all_gather", threads.all_gather) for module in (owners, reduce, sparse)]
+    names = [
+        (module, "distributed", threads) for module in (local_steps, owners, quantized, reduce, sparse, sparse_exchange)
+    ]
+    names += [(module, "all_gather", threads.all_gather) for module in (owners, quantized, reduce, sparse)]
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
     try:
         for place in names:

@@ -30,6 +30,8 @@ def recipe(*overrides):
         (("exchange.conserve=7",), "exchange.conserve"),
         (("exchange.method=local", "exchange.fragments=9"), "9 fragments need as many updates"),
         (("exchange.method=local", "exchange.order=tree"), "use dense"),
+        (("exchange.bits=4", "exchange.order=tree"), "use order=fast"),
+        (("exchange.bits=5",), "exchange.bits"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
@@ -116,6 +118,9 @@ def test_densities_by_step():
             "exchange gtopk (butterfly, float32), density 0.001 of the update, after 0.25, 0.06 in the first epochs, "
             "conserving, dense 1d",
         ),
+        (("exchange.bits=4",), "exchange dense, in 4 bits"),
+        (("exchange.method=topk", "exchange.bits=8"), "exchange topk (int8)"),
+        (("exchange.method=local", "exchange.bits=8"), "mean of the weights every 8 steps, in 8 bits"),
         (("exchange.method=local",), "exchange local, mean of the weights every 8 steps"),
         (
             ("exchange.method=local", "exchange.outer=nesterov", "exchange.fragments=4", "exchange.dense_epochs=2"),
