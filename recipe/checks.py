@@ -94,10 +94,8 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
     exchange = recipe.exchange
     if exchange.sparse:
         return f"{exchange.method} selects within each stage"
-    if exchange.method == "local" and replicas > 1 and exchange.fragments > 1:
-        return "exchange.fragments are parts of a stage"
-    if replicas > 2 and exchange.method == "local":
-        return f"{replicas} replicas' weights are added as they lie in a stage"
+    if replicas > 1 and exchange.method == "local":
+        return "local takes means of parts of a stage"
     if replicas > 1 and getattr(exchange, "bits", None):
         return "exchange.bits rounds blocks of a stage"
     if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:

@@ -334,7 +334,6 @@ def test_where_the_cut_decides_what_is_learned_no_time_is_measured(run):
         case(2, 2, measures, ("model.norm=batch", "exchange.delay=0"), slow=True),
         case(2, 3, measures, (TREE,), slow=True),
         case(2, 3, measures, ("exchange.method=half", "exchange.delay=1"), slow=True),
-        case(2, 2, measures, ("exchange.method=local", "exchange.local_steps=2"), slow=True),
     ],
 )
 def test_where_times_are_measured_the_cut_changes_no_bit(run):
