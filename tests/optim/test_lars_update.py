@@ -168,6 +168,23 @@ def assert_close(found, expected, dtype):
                 assert difference.max() <= 2.0**-9 * max(2.0**-14, tensor.abs().max().item())
 
 
+@pytest.mark.parametrize("trust", FORMS)
+def test_a_gradient_that_is_short_enough_is_not_clipped(trust):
+    """Nor made longer: the bits of an update without a limit."""
+    assert_same_bits(updated(state_of(trust, clip_norm=1e6)[0])[0], updated(state_of(trust)[0])[0])
+
+
+@pytest.mark.parametrize("trust", FORMS)
+def test_an_update_that_is_not_finite_changes_nothing_and_its_norm_is_not_known(trust):
+    state, _ = state_of(trust)
+    before = {name: buffer.clone() for name, buffer in state.own_state().items()}
+    fill(state, 1)
+    state.gradients.flat[3] = float("inf")
+    finite, norms = state.update(0, 0.5, torch.tensor(1.0), True)
+    assert not finite and norms.update.isnan() and norms.weight.isfinite()
+    assert_bitwise_equal(state.own_state(), before)
+
+
 def form_of(value):
     """What a compiler sees of an argument: of tensors and of whole numbers, which it is given as tensors, no values."""
     if isinstance(value, tuple):
