@@ -32,7 +32,7 @@ def test_whole_gradients_are_those_of_a_dense_exchange(run):
     ("run", "bound"),
     [
         (case(1, 2, trains, (*FLOAT32, "exchange.bits=8")).values[0], 0.05),
-        (case(2, 2, trains, (*FLOAT32, "exchange.bits=4")).values[0], 0.5),
+        (case(1, 2, trains, (*FLOAT32, "exchange.bits=4")).values[0], 0.5),
     ],
 )
 def test_few_bits_stay_near_a_dense_exchange(run, bound):
@@ -46,7 +46,7 @@ def test_few_bits_stay_near_a_dense_exchange(run, bound):
     [
         (None, 1e-5),
         (case(1, 2, trains, (*UPDATES, "exchange.sketch=4099")).values[0], 0.05),
-        (case(2, 2, trains, (*UPDATES, "exchange.sketch=4099")).values[0], 0.05),
+        pytest.param(case(2, 2, trains, (*UPDATES, "exchange.sketch=4099"), slow=True).values[0], 0.05, marks=SLOW),
     ],
 )
 def test_whole_updates_are_those_of_a_dense_exchange(run, bound):
