@@ -264,12 +264,10 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
-        flat, *averaged = self._averaged() if weights == "trained" else self._averages[weights].tensors
-        mean = self._exchange.mean(flat)
-        if weights == "trained" and mean is None:
+        flat, *averaged = self._mean_of(self._averaged() if weights == "trained" else self._averages[weights].tensors)
+        if flat is self.weights.flat:
             yield
             return
-        flat = flat if mean is None else mean
         trained = [buffer.clone() for buffer in self._buffers.values()]
         with self.weights.shown(flat):
             try:

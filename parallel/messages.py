@@ -40,19 +40,19 @@ class Wire:
     def __init__(self, form: Union[torch.dtype, int]):
         """Args: form: in which values travel: torch.float32, torch.float16, or 8 or 4 bits."""
         assert form in (torch.float32, torch.float16, 8, 4), form
-        self._exact = form == torch.float32
+        self.exact = form == torch.float32
         self._quantizer = Quantizer(form) if isinstance(form, int) else None
 
     def words(self, count: int) -> int:
         """Length of a message of so many entries."""
         if self._quantizer is not None:
             return count + self._quantizer.bytes(count) // 4
-        return 2 * count if self._exact or not count else 1 + count + (count + 1) // 2
+        return 2 * count if self.exact or not count else 1 + count + (count + 1) // 2
 
     def pack(self, part: Sparse) -> Tuple[torch.Tensor, Optional[Sparse]]:
         """The message, and what rounding took off the values; None where nothing is rounded."""
         indices = part.indices.int()
-        if self._exact or not len(indices):
+        if self.exact or not len(indices):
             return torch.cat([indices, part.values.view(torch.int32)]), None
         if self._quantizer is not None:
             message = self._quantizer.encode(part.values)
@@ -67,7 +67,7 @@ class Wire:
 
     def unpack(self, message: torch.Tensor, count: int) -> Sparse:
         """The vector of so many entries in a message."""
-        if self._exact or not count:
+        if self.exact or not count:
             return Sparse(message[:count].long(), message[count : 2 * count].view(torch.float32))
         if self._quantizer is not None:
             return Sparse(message[:count].long(), self._quantizer.decode(message[count:].view(torch.uint8), count))

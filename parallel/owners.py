@@ -28,7 +28,8 @@ class Owners:
     of its own entries that are not in the result.
 
     Regions have as many entries of the result before as each other, and at first as many elements; they decide who
-    adds and how much is sent, not what comes out.
+    adds and how much is sent, not what comes out. Where messages are rounded, what ends in one does: so regions stay,
+    or a resumed run would round otherwise.
 
     Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
     """
@@ -52,7 +53,8 @@ class Owners:
         candidates, lost = self._gather(self._reaching(_added(parts), count))
         largest, _ = ranked(candidates.values, candidates.indices, count)
         total = Sparse(candidates.indices.index_select(0, largest), candidates.values.index_select(0, largest))
-        self._borders = total.indices[[region * count // self._replicas for region in range(1, self._replicas)]]
+        if self._wire.exact:
+            self._borders = total.indices[[region * count // self._replicas for region in range(1, self._replicas)]]
         missing = ~_contained(sent.indices, total.indices)
         kept.append(Sparse(sent.indices[missing], sent.values[missing]))
         if lost is not None:

@@ -131,6 +131,18 @@ def test_owners_find_the_largest_of_the_whole_sum_wherever_regions_end(size):
         assert counts.max() - counts.min() <= 1
 
 
+def again_in_few_bits(rank, size):
+    """Two sums by owners with one object: what is resumed has only the second."""
+    made = SparseSum(GROUP, pattern="owners", wire=4)
+    scratch = torch.zeros(LENGTH, dtype=torch.int32)
+    return [dense(made(vector(rank), scratch).parts) for _ in range(2)]
+
+
+def test_owners_that_round_give_the_same_bits_whatever_came_before():
+    for first, second in threads.run(3, again_in_few_bits):
+        assert_bitwise_equal(first, second)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32])
 def test_nothing_is_lost(size):
     """sum(vectors) = total + sum(kept): up to the rounding of float32 sums of 32 values below 16, 2^-20 each.
