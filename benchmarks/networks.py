@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from torch import distributed
 
@@ -119,18 +119,22 @@ class Network:
             signal.signal(number, handler)
 
 
-def run(network: Network, function: Callable, *args: Any) -> List[Any]:
+def run(network: Network, function: Callable, *args: Any, connect: bool = True) -> List[Any]:
     """Call function(rank, meet, *args) in a process on each host; return the results by rank.
 
-    The processes are forked from this one, so that what it has imported costs nothing, and joined by gloo over their
-    cables. meet() returns once all ranks have called it, and sends nothing over the network.
+    The processes are forked from this one, so that what it has imported costs nothing. meet() returns once all ranks
+    have called it, and sends nothing over the network.
+
+    Args:
+        connect: join the processes by gloo over their cables. False leaves that to the function; the environment is
+            torchrun's with a rank on each host.
 
     Raises:
         RuntimeError: a rank failed or died; the others are killed before.
     """
     barrier = multiprocessing.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
     with tempfile.TemporaryDirectory() as folder:
-        prepare = functools.partial(_join, network, f"{folder}/store")
+        prepare = functools.partial(_join, network, f"{folder}/store" if connect else None)
         return ranks.results_of("fork", network.hosts, prepare, _meeting, barrier.wait, function, args)
 
 
@@ -140,12 +144,16 @@ def _meeting(rank: int, meet: Callable[[], object], function: Callable, args: tu
     return result
 
 
-def _join(network: Network, store: str, rank: int) -> None:
-    """Move this process to its host and connect it with the others."""
+def _join(network: Network, store: Optional[str], rank: int) -> None:
+    """Move this process to its host, and connect it with the others if there is a store."""
     network.enter(rank)
     for name, value in _TCP.items():
         Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
     os.environ["GLOO_SOCKET_IFNAME"] = _CABLE
+    if store is None:
+        os.environ.update(MASTER_ADDR=_ADDRESS.format(1), MASTER_PORT="29500", RANK=str(rank), LOCAL_RANK="0")
+        os.environ.update(WORLD_SIZE=str(network.hosts), LOCAL_WORLD_SIZE="1")
+        return
     distributed.init_process_group(
         "gloo",
         store=distributed.FileStore(store, network.hosts),

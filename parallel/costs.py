@@ -10,7 +10,7 @@ from typing import NamedTuple, Sequence, Tuple
 _BYTES_OF_VALUE = {"float32": 4, "float16": 2}
 _INDEX = 4  # bytes
 BLOCK = 256  # values that share a scale where few bits are sent
-HISTOGRAM = 2048  # bytes of the counts of magnitudes by which owners find the largest sums
+BINS = 16  # of the counts of magnitudes by which owners find the largest sums
 
 
 class Link(NamedTuple):
@@ -48,6 +48,11 @@ def ring(link: Link, replicas: int, size: float) -> float:
     Source: Shi et al., 1901.04359: 2 (P - 1) a + 2 (P - 1) / P m b.
     """
     return 2 * (replicas - 1) * link.message(size / replicas)
+
+
+def gathered(link: Link, replicas: int, size: float) -> float:
+    """Seconds until all replicas have what each sends, of `size` bytes, in ceil(log2 P) rounds (`parallel/bruck.py`)."""
+    return (replicas - 1).bit_length() * link.latency + (replicas - 1) * size * link.seconds_per_byte
 
 
 def rings(levels: Sequence[Tuple[int, Link]], size: float) -> float:

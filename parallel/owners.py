@@ -7,15 +7,14 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import distributed
 
-from parallel.costs import HISTOGRAM
+from parallel import bruck
+from parallel.costs import BINS
 from parallel.messages import Sparse, Wire
-from parallel.reduce import all_gather
 from parallel.selection import ranked
 
-# Magnitudes are counted in bins of an eighth of a power of two, from 2**-56 to 2**8; the first and the last bin have
-# those beyond. They only limit what is sent: the result is exact whatever the magnitudes.
-BINS = HISTOGRAM // 4
-_SHIFT, _LOWEST = 20, (127 - 56) << 3
+_INFINITE = 1 << 31  # beyond the bits of all magnitudes
+_NEAR = 1 << 18  # bits of a 32nd of a power of two
+_SPARE = 1 / 16  # of the entries of a result, that may be gathered beside them
 
 
 class Owners:
@@ -23,13 +22,14 @@ class Owners:
 
     The elements are divided into as many regions as there are replicas. (1) Every replica sends each owner its entries
     in the owner's region. (2) The owner adds them up, replica by replica, so that the sum of an element depends on
-    nothing else. (3) All add up how many sums of each magnitude there are, so all know a magnitude that at least k of
-    them reach. (4) The owners send these to all, who take the k largest, ties to the lower index. A replica keeps those
+    nothing else. (3) All count how many sums there are of some magnitudes, until they know one that k of them reach and
+    few more. (4) The owners send these to all, who take the k largest, ties to the lower index. A replica keeps those
     of its own entries that are not in the result.
 
-    Regions have as many entries of the result before as each other, and at first as many elements; they decide who
-    adds and how much is sent, not what comes out. Where messages are rounded, what ends in one does: so regions stay,
-    or a resumed run would round otherwise.
+    Regions have as many entries of the result before as each other, and at first as many elements; magnitudes are
+    looked for around that which the result before reached. Both decide who adds and how much is sent, not what comes
+    out. Where messages are rounded, what ends in one does: so nothing is taken from the result before, or a resumed run
+    would round otherwise.
 
     Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
     """
@@ -38,6 +38,7 @@ class Owners:
         self._group, self._wire = group, wire
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         self._borders: Optional[torch.Tensor] = None  # first element of each region but the first
+        self._range = (0, _INFINITE)  # of bits of magnitudes, in which the least of the result is looked for
 
     def __call__(self, own: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
         """The result, in the order of the indices, and what this replica keeps. Every replica calls.
@@ -50,10 +51,13 @@ class Owners:
             self._borders = torch.tensor(starts, device=own.indices.device)
         count = len(own.indices)
         sent, parts, kept = self._send_to_owners(own)
-        candidates, lost = self._gather(self._reaching(_added(parts), count))
+        candidates, lost = self._gather(*self._reaching(_added(parts), count))
         largest, _ = ranked(candidates.values, candidates.indices, count)
         total = Sparse(candidates.indices.index_select(0, largest), candidates.values.index_select(0, largest))
         if self._wire.exact:
+            least = int(_magnitudes(total.values).min())
+            around = (BINS // 2 - 1) * _NEAR
+            self._range = (max(0, least - around), min(least + around, _INFINITE))
             self._borders = total.indices[[region * count // self._replicas for region in range(1, self._replicas)]]
         missing = ~_contained(sent.indices, total.indices)
         kept.append(Sparse(sent.indices[missing], sent.values[missing]))
@@ -67,8 +71,7 @@ class Owners:
         regions = torch.searchsorted(self._borders, own.indices, right=True)
         order = regions.argsort(stable=True)
         counts = torch.bincount(regions, minlength=self._replicas)
-        coming = torch.empty_like(counts)
-        distributed.all_to_all_single(coming, counts, group=self._group)
+        coming = bruck.all_to_all(counts.int(), self._group)
         numbers = counts.tolist()
         packed = [
             self._wire.pack(Sparse(*pair))
@@ -80,21 +83,29 @@ class Owners:
         whole = Sparse(torch.cat([part.indices for part in sent]), torch.cat([part.values for part in sent]))
         return whole, parts, [lost for _, lost in packed if lost is not None]
 
-    def _reaching(self, sums: Sparse, count: int) -> Sparse:
-        """Those of this owner's sums that may be among the `count` largest of all."""
-        bins = ((sums.values.view(torch.int32) & 0x7FFFFFFF) >> _SHIFT).sub_(_LOWEST).clamp_(0, BINS - 1)
-        histogram = torch.bincount(bins, minlength=BINS).int()
-        distributed.all_reduce(histogram, group=self._group)
-        above = histogram.flip(0).cumsum(0).flip(0)  # sums in this bin and in those above it
-        reached = bins >= (above >= count).nonzero()[-1]
-        return Sparse(sums.indices[reached], sums.values[reached])
+    def _reaching(self, sums: Sparse, count: int) -> Tuple[Sparse, List[int]]:
+        """Those of this owner's sums that may be among the `count` largest of all, and how many each owner has."""
+        magnitudes, (low, high) = _magnitudes(sums.values), self._range
+        while True:
+            step = -(-(high - low) // (BINS - 2))
+            edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]  # of bins; the first may be empty
+            borders = torch.tensor(edges[1:-1], device=magnitudes.device)
+            bins = torch.searchsorted(borders, magnitudes, right=True)
+            own = torch.bincount(bins, minlength=BINS).int()
+            every = torch.stack(bruck.all_gather(own, [BINS] * self._replicas, self._group))
+            reached = every.flip(1).cumsum(1).flip(1)  # in this bin and those above it, by owner
+            above = reached.sum(0).tolist()
+            found = max((place for place in range(BINS) if above[place] >= count), default=0)
+            low, high = edges[found], edges[found + 1]
+            if high - low <= 1 or above[found] <= count * (1 + _SPARE):
+                there = magnitudes >= low
+                return Sparse(sums.indices[there], sums.values[there]), reached[:, found].tolist()
 
-    def _gather(self, own: Sparse) -> Tuple[Sparse, Optional[Sparse]]:
-        """All owners' sums, the same bits on all, and what rounding took off this one's."""
+    def _gather(self, own: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
+        """All owners' sums, the same bits on all, and what rounding took off this one's. Args: counts: by owner."""
         message, lost = self._wire.pack(own)
-        counts = torch.empty(self._replicas, dtype=torch.int64, device=message.device)
-        all_gather(counts, counts.new_tensor([len(own.indices)]), group=self._group)
-        parts = self._exchange([message] * self._replicas, counts.tolist())
+        messages = bruck.all_gather(message, [self._wire.words(count) for count in counts], self._group)
+        parts = [self._wire.unpack(each, count) for each, count in zip(messages, counts)]
         return Sparse(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])), lost
 
     def _exchange(self, messages: Sequence[torch.Tensor], counts: Sequence[int]) -> List[Sparse]:
@@ -104,6 +115,11 @@ class Owners:
         sizes = [len(message) for message in messages]
         distributed.all_to_all_single(received, torch.cat(list(messages)), words, sizes, group=self._group)
         return [self._wire.unpack(message, count) for message, count in zip(received.split(words), counts)]
+
+
+def _magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """Bits of the absolute values, int64, which ascend as these do."""
+    return (values.view(torch.int32) & 0x7FFFFFFF).long()
 
 
 def _added(parts: Sequence[Sparse]) -> Sparse:

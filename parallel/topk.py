@@ -13,7 +13,7 @@ from parallel.costs import Link
 from parallel.exchange import METHODS, Gradient, Method, Running, Setup
 from recipe.exchange import Auto, Exchange, GTopK, TopK
 
-_COUNT = 8  # bytes of a number of entries, which owners are told before they come
+_COUNT = 4  # bytes of a number of entries
 
 
 class Sparse(Method):
@@ -111,8 +111,8 @@ class GTopk(Sparse):
     beyond it hand theirs in before and get the result after. Source: Thakur, Rabenseifner and Gropp, 2005, Optimization
     of collective communication operations in MPICH: recursive doubling.
 
-    owners: P - 1 messages to each of the owners and from each, with a P-th of a vector, besides the counts of entries
-    and of magnitudes (`parallel/owners.py`).
+    owners: P - 1 messages to each of the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what
+    these send, besides the counts of entries and of magnitudes (`parallel/owners.py`).
     """
 
     @property
@@ -128,7 +128,7 @@ class GTopk(Sparse):
 
     def rounds(self, replicas: int) -> int:
         if self.section.pattern == "owners":
-            return 4 * (replicas - 1)
+            return replicas - 1 + 3 * (replicas - 1).bit_length()
         if self.section.pattern == "tree":
             return 2 * (replicas - 1).bit_length()
         whole = replicas.bit_length() - 1
@@ -137,9 +137,10 @@ class GTopk(Sparse):
     def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
         if self.section.pattern != "owners" or replicas == 1:
             return super().messages(link, replicas, entries, wire)
-        counts = link.message(_COUNT)
-        part = link.message(costs.message_bytes(-(-entries // replicas), wire))
-        return 2 * (replicas - 1) * (counts + part) + costs.ring(link, replicas, costs.HISTOGRAM)
+        part = costs.message_bytes(-(-entries // replicas), wire)
+        counts = (replicas - 1).bit_length() * link.message(_COUNT * replicas / 2)
+        gathered = [costs.gathered(link, replicas, size) for size in (_COUNT * costs.BINS, part)]
+        return counts + (replicas - 1) * link.message(part) + sum(gathered)
 
 
 def _section(section: Exchange, method: str, **keys: Any) -> Exchange:

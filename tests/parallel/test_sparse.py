@@ -106,11 +106,14 @@ def test_topk_is_the_sum_in_the_order_of_ranks(size):
         assert not left.any() and counts == [COUNT] * size
 
 
-def thrice(rank, size):
-    """Three sums by owners, each with the regions that the one before left."""
+SCALES = (1.0, 1.0, 2.0**12, 2.0**-9)
+
+
+def one_after_the_other(rank, size):
+    """Sums by owners, each with the regions and the magnitude that the one before left."""
     made = SparseSum(GROUP, pattern="owners", wire=torch.float32)
     scratch = torch.zeros(LENGTH, dtype=torch.int32)
-    totals = [made(vector(rank), scratch) for _ in range(3)]
+    totals = [made(vector(rank, scale=scale), scratch) for scale in SCALES]
     return [(dense(total.parts), dense(total.residual)) for total in totals], made._owned._borders
 
 
@@ -121,12 +124,12 @@ def test_owners_find_the_largest_of_the_whole_sum_wherever_regions_end(size):
     order = sorted(range(LENGTH), key=lambda index: (-whole[index].abs().item(), index))
     expected = torch.zeros(LENGTH)
     expected[order[:COUNT]] = whole[order[:COUNT]]
-    ranks = threads.run(size, thrice)
+    ranks = threads.run(size, one_after_the_other)
     for rank, (totals, borders) in enumerate(ranks):
         own = dense([vector(rank)])
-        for total, left in totals:
-            assert_bitwise_equal(total, expected)
-            assert_bitwise_equal(left, torch.where(expected != 0, 0.0, own))
+        for scale, (total, left) in zip(SCALES, totals):
+            assert_bitwise_equal(total, scale * expected)
+            assert_bitwise_equal(left, scale * torch.where(expected != 0, 0.0, own))
         counts = torch.bincount(torch.searchsorted(borders, expected.nonzero()[:, 0], right=True), minlength=size)
         assert counts.max() - counts.min() <= 1
 
