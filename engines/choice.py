@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from engines import cuts
 from engines.devices import device_of, timed
 from models.families import build
-from parallel import exchange
+from parallel import evidence, exchange
 from parallel.costs import Link
+from parallel.evidence import PAGE, Evidence
 from parallel.exchange import Gradient, Method
+from recipe import checks
 from recipe.config import Recipe
 from recipe.division import Batch
+from recipe.errors import ConfigError
 from recipe.exchange import Exchange
 
 if TYPE_CHECKING:
     from parallel.agreement import Agreement
 
-# An exchange that loses more of a gradient must be this many times as fast as one that loses less: what is lost costs
-# accuracy or steps, and a prediction may be wrong by a fifth or so.
+# An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be wrong
+# by a fifth or so, and evidence is of other images than the user's.
 _WORTH = 1.5
 # Seconds of a dense exchange that do not matter: few steps of large batches take less than some tenths.
 _NEGLIGIBLE = 0.01
+_UNKNOWN = 100.0  # points of top-1
+_EXACT = Evidence(0.0, 0.0)
 
 
 class Candidate(NamedTuple):
-    """An exchange and its predicted seconds: on the network, and of processors, to select or to round."""
+    """An exchange and its predicted seconds: on the network, and of processors, to select or to round.
+
+    size: bytes that a replica sends. evidence: what the exchange loses; None if that was not measured.
+    """
 
     method: Method
     network: float
     processor: float
+    size: float = 0.0
+    evidence: Optional[Evidence] = None
 
     @property
     def name(self) -> str:
@@ -41,6 +51,16 @@ class Candidate(NamedTuple):
     def seconds(self) -> float:
         return self.network + self.processor
 
+    def accepted(self, loss: float) -> bool:
+        """Whether it is known to lose no more points of top-1."""
+        return (self.evidence.loss if self.evidence is not None else _UNKNOWN) <= loss
+
+    def __str__(self) -> str:
+        work = f", {_figure(1e3 * self.processor)} ms of it to {self.method.work}" if self.processor else ""
+        known = "exact" if self.method.exact else self.evidence or "loss not measured"
+        size, label = f"{_figure(1e-6 * self.size)} MB", self.method.section.label
+        return f"{label:20}  {size}, {_figure(1e3 * self.seconds)} ms{work}; {known}"
+
 
 def resolve(
     recipe: Recipe, batch: Batch, processes: Agreement, report: Callable[[str], None], begun: Optional[Exchange] = None
@@ -48,8 +68,8 @@ def resolve(
     """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
 
     For a new run, links and selection are measured and the predictions reported: of the exchange alone, as if it began
-    after the last backward pass, and without the merges of gtopk. One replica and IPUs take dense. Keys that only topk
-    and gtopk have are left out where another method is taken.
+    after the last backward pass, and without the merges of gtopk. What loses more than `accept_loss` is not taken. One
+    replica and IPUs take dense. Keys that only topk and gtopk have are left out where another method is taken.
 
     Args: begun: the section of the run that is resumed, whose method and pattern are kept; None for a new run.
 
@@ -68,18 +88,18 @@ def resolve(
     else:
         gradient = processes.together(lambda: _gradient(recipe, batch, processes))
         link, selection, rounding = _measured(section, gradient, processes, device_of(recipe, processes.topology))
-        candidates = predict(section, replicas, gradient, link, selection, rounding)
+        candidates = predict(exchange.candidates(section), recipe, batch, gradient, link, selection, rounding)
         bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
         report(
-            f"exchange.method auto: {gradient.elements:,} gradients, density {section.density:g}, {replicas} replicas; "
+            f"exchange.method auto: {gradient.elements:,} gradients, {replicas} replicas; "
             f"links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
         )
         for each in candidates:
-            work = f", {_figure(1e3 * each.processor)} ms of it to {each.method.work}" if each.processor else ""
-            report(f"  {each.name:15}  {_figure(1e3 * each.seconds)} ms{work}")
-        taken, why = pick(candidates)
+            report(f"  {each}")
+        taken, why = pick([each for each in candidates if each.accepted(section.accept_loss)])
         method = taken.method
-        report(f"  taken: {taken.name}; {why}")
+        report(f"  taken: {method.section.label}; {why}")
+        report(f"  of those that lose {section.accept_loss:g} points of top-1 at most (exchange.accept_loss; {PAGE})")
     dropped = section.refused_by(method.section.method)
     if dropped:
         report(f"exchange.{', '.join(dropped)}: left out, as {method.section.method} sends whole gradients")
@@ -87,17 +107,35 @@ def resolve(
 
 
 def predict(
-    section: Exchange, replicas: int, gradient: Gradient, link: Link, selection: float, rounding: float
+    methods: Sequence[Method],
+    recipe: Recipe,
+    batch: Batch,
+    gradient: Gradient,
+    link: Link,
+    selection: float = 0.0,
+    rounding: float = 0.0,
 ) -> List[Candidate]:
-    """The exchanges that the section allows, from the most faithful one to the one that leaves out most.
+    """The methods that go with a recipe.
 
     Args: selection, rounding: seconds of a processor.
     """
-    work = {"": 0.0, "select": selection, "round": rounding}
-    return [
-        Candidate(method, method.seconds(link, replicas, gradient), work[method.work])
-        for method in exchange.variants(section)
-    ]
+    work, replicas = {"": 0.0, "select": selection, "round": rounding}, batch.replicas
+    found = []
+    for method in methods:
+        section = method.taken_by(recipe.exchange) if recipe.exchange.method == "auto" else method.section
+        if _allowed(recipe.model_copy(update={"exchange": section}), batch):
+            known = _EXACT if method.exact else evidence.of(section, recipe.optimizer)
+            network, size = method.seconds(link, replicas, gradient), method.bytes_sent(replicas, gradient)
+            found.append(Candidate(method, network, work[method.work], size, known))
+    return found
+
+
+def _allowed(recipe: Recipe, batch: Batch) -> bool:
+    try:
+        checks.check(recipe, batch)
+    except ConfigError:
+        return False
+    return True
 
 
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:

@@ -254,7 +254,7 @@ class TorchEngine(Engine):
         return sum(counts), [message for part in messages for message in part]
 
     def not_finite(self) -> List[str]:
-        if self._method.sparse or getattr(self._recipe.exchange, "bits", None):
+        if self._method.sparse or self._recipe.exchange.sent_bits:
             return []  # its result has one element that is not finite, wherever the others' were
         return self.weights.not_finite()
 

@@ -51,7 +51,7 @@ def ring(link: Link, replicas: int, size: float) -> float:
 
 
 def gathered(link: Link, replicas: int, size: float) -> float:
-    """Seconds until all replicas have what each sends, of `size` bytes, in ceil(log2 P) rounds (`parallel/bruck.py`)."""
+    """Seconds until all replicas have what each sends, of `size` bytes, by `parallel/bruck.py`."""
     return (replicas - 1).bit_length() * link.latency + (replicas - 1) * size * link.seconds_per_byte
 
 

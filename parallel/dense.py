@@ -16,6 +16,15 @@ class Dense(Method):
     """All-reduce of float32 values, in the library's order or that of a tree (`parallel/reduce.py`)."""
 
     value_bytes: ClassVar[Optional[int]] = None  # those of the gradient
+    taken = ("bits",)
+
+    @property
+    def exact(self) -> bool:
+        return not self.section.sent_bits
+
+    @property
+    def work(self) -> str:
+        return "round" if self.section.sent_bits else ""
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
@@ -28,13 +37,13 @@ class Dense(Method):
         return costs.rings(levels, self._bytes(gradient, size))
 
     def _bytes(self, gradient: Gradient, size: int) -> float:
-        bits = getattr(self.section, "bits", None)
+        bits = self.section.sent_bits
         if bits:
             return costs.quantized_bytes(gradient.elements, bits)
         return float(gradient.elements * (self.value_bytes or size))
 
     def create(self, setup: Setup) -> Optional[Running]:
-        bits = getattr(self.section, "bits", None)
+        bits = self.section.sent_bits
         if bits:
             from parallel.quantized import QuantizedReduction
 
@@ -63,6 +72,8 @@ class Half(Dense):
     """A sum in float32 of values that travel in 16 bits: each replica sends P - 1 shares, then gathers as many sums."""
 
     value_bytes = 2
+    exact = False
+    taken = ()
     work = "round"
 
     @classmethod

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple, Type
 
 from parallel.costs import Link
+from parallel.evidence import MEASURED
 from recipe.exchange import Auto, Exchange
 from recipe.kinds import Registry
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
 _FILES = ("parallel.dense", "parallel.local", "parallel.topk")
+
+
+_BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
 
 
 class Gradient(NamedTuple):
@@ -147,12 +151,15 @@ class Method(ABC):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
-    replicas. work: of processors, what `auto` measures for it: "select", "round" or nothing.
+    replicas. exact: to float32 rounding. work: of processors, what `auto` measures for it: "select", "round" or
+    nothing. taken: the keys that a recipe gets where `auto` takes it, beside those that both have.
     """
 
     sparse: ClassVar[bool] = False
     sums: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
     work: ClassVar[str] = ""
+    taken: ClassVar[Tuple[str, ...]] = ()
 
     def __init__(self, section: Exchange):
         self.section = section
@@ -169,16 +176,20 @@ class Method(ABC):
 
     def taken_by(self, section: Exchange) -> Exchange:
         """The section of this method with all keys of another section that it has, too."""
-        return section.to(self.section.method)
+        return section.to(self.section.method, **{key: getattr(self.section, key) for key in self.taken})
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
-        """The forms of this method that `auto` may take, with the keys that another section has for them."""
+        """The forms of this method that are compared with others, with the keys that another section has for them."""
         return []
 
     @abstractmethod
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
         """Seconds on the network, if every replica has such a link."""
+
+    def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
+        """Bytes of payload that the busiest replica sends in an update."""
+        return self.seconds(_BYTES, replicas, gradient)
 
     @abstractmethod
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
@@ -206,9 +217,21 @@ def of(section: Exchange) -> Method:
 
 
 def variants(section: Exchange) -> List[Method]:
-    """All that `auto` chooses from, from the most faithful method on, each with the section's keys for it."""
+    """The forms of all methods, from the most faithful on, each with the section's keys for it."""
     _load()
     return [variant for _, method in METHODS.items() for variant in method.variants(section)]
+
+
+def candidates(section: Exchange) -> List[Method]:
+    """All that `auto` chooses from, from the most faithful on: variants with the section's keys, what was measured."""
+    _load()
+    found = []
+    for keys, method in METHODS.items():
+        own = method.variants(section)
+        labels = {each.section.label for each in own}
+        measured = [each for each, _ in MEASURED if type(each) is keys and each.label not in labels]
+        found += [*own, *map(method, measured)]
+    return found
 
 
 def named(name: str, section: Optional[Exchange] = None) -> Method:

@@ -17,6 +17,12 @@ from recipe.exchange import Local
 class LocalMethod(Method):
     """All-reduce of the weights, in float32, once in `local_steps` updates; times are the mean over updates."""
 
+    taken = ("local_steps", "bits")
+
+    @property
+    def work(self) -> str:
+        return "round" if self.section.bits else ""
+
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
         return self.section.fragments * costs.ring(link, replicas, self._bytes(gradient)) / self.section.local_steps
 

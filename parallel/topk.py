@@ -21,6 +21,7 @@ class Sparse(Method):
 
     sparse = True
     work = "select"
+    taken = ("density",)
 
     @abstractmethod
     def rounds(self, replicas: int) -> int:
@@ -115,12 +116,11 @@ class GTopk(Sparse):
     these send, besides the counts of entries and of magnitudes (`parallel/owners.py`).
     """
 
+    taken = ("density", "pattern")
+
     @property
     def overrides(self) -> List[str]:
         return [*super().overrides, f"exchange.pattern={self.section.pattern}"]
-
-    def taken_by(self, section: Exchange) -> Exchange:
-        return section.to(self.section.method, pattern=self.section.pattern)
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
@@ -133,6 +133,10 @@ class GTopk(Sparse):
             return 2 * (replicas - 1).bit_length()
         whole = replicas.bit_length() - 1
         return whole + 2 * (replicas != 1 << whole)
+
+    def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
+        """Of a tree half, as its rounds go one way at a time."""
+        return super().bytes_sent(replicas, gradient) * (0.5 if self.section.pattern == "tree" else 1.0)
 
     def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
         if self.section.pattern != "owners" or replicas == 1:

@@ -96,7 +96,7 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
         return f"{exchange.method} selects within each stage"
     if replicas > 1 and exchange.method == "local":
         return "local takes means of parts of a stage"
-    if replicas > 1 and getattr(exchange, "bits", None):
+    if replicas > 1 and exchange.sent_bits:
         return "exchange.bits rounds blocks of a stage"
     if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
         return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"

@@ -29,6 +29,7 @@ class Exchange(Kind):
     in_tree: ClassVar[bool] = False  # whether micro batches are added up in one fixed binary tree
     whole_1d: ClassVar[bool] = False  # whether gradients of biases and norms are sent whole, beside a share of the rest
     sent: ClassVar[str] = "float32"  # type of the values that travel
+    sent_bits: ClassVar[Optional[int]] = None  # 8 or 4 where these are whole multiples of a scale
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(
@@ -73,6 +74,15 @@ class Exchange(Kind):
         """The method, with its pattern where there are several."""
         return self.method
 
+    @property
+    def label(self) -> str:
+        """A name that also tells how much is sent, e.g. `gtopk owners 0.01` or `local 8, 4 bits`."""
+        amount = f" {self._amount()}" if self._amount() else ""
+        return f"{self.variant}{amount}{f', {self.sent_bits} bits' if self.sent_bits else ''}"
+
+    def _amount(self) -> str:
+        return ""
+
     def describe(self, optimizer: Optimizer) -> str:
         """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001 of the update, conserving`."""
         late = [f"gradients {count(self.delay, 'step')} late"] if self.delay else []
@@ -103,6 +113,10 @@ class Dense(Exchange):
                 "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
             )
         return self
+
+    @property
+    def sent_bits(self) -> Optional[int]:
+        return self.bits
 
     @property
     def in_tree(self) -> bool:
@@ -190,8 +204,15 @@ class Sparse(_Selecting):
     bits: Optional[Literal[8, 4]] = _few_bits("values are sent")
 
     @property
+    def sent_bits(self) -> Optional[int]:
+        return self.bits
+
+    @property
     def sent(self) -> str:
         return f"int{self.bits}" if self.bits else self.wire
+
+    def _amount(self) -> str:
+        return f"{self.density:g}"
 
     def _form(self) -> str:
         return f"{self.method} ({self.sent})"
@@ -282,6 +303,13 @@ class Local(Exchange):
             raise ValueError(f"{self.fragments} fragments need as many updates between two means; raise local_steps")
         return self
 
+    @property
+    def sent_bits(self) -> Optional[int]:
+        return self.bits
+
+    def _amount(self) -> str:
+        return str(self.local_steps)
+
     def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:
         """Whether update `step`, from 0, is made of the whole gradient."""
         return step < max(self.dense_steps, self.dense_epochs * (steps_per_epoch or 0))
@@ -309,9 +337,17 @@ class NoExchange(Exchange):
 
 
 class Auto(_Merging, _Selecting):
-    """Measures the links at the start of a run and takes the method that is predicted to be fastest."""
+    """Measures the links at the start of a run and takes the method that is predicted to be fastest, of those that
+    were measured to keep accuracy."""
 
     method: Literal["auto"] = "auto"
+    accept_loss: float = Field(
+        0.5,
+        ge=0,
+        le=100,
+        description="points of top-1 that the method may lose, by docs/results/exchange_learning.md; 0.5 is what that "
+        "can tell from nothing; 100 also admits what was not measured",
+    )
     wire: Optional[Literal["float32", "float16"]] = Field(
         None, description="type of the values that travel; null is float16 with half, float32 with the others"
     )

@@ -10,7 +10,7 @@ import torch
 from engines import choice
 from engines.devices import synchronize
 from engines.torch_engine import TorchEngine
-from parallel import probe
+from parallel import exchange, probe
 from parallel.costs import Link
 from parallel.exchange import Gradient
 from parallel.processes import Processes
@@ -78,7 +78,7 @@ def methods(
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
     layers = sum(dimensions > 1 for _, dimensions in sizes)
     gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole, layers)))
-    predicted = choice.predict(recipe.exchange, batch.replicas, gradient, link, 0.0, 0.0)
+    predicted = choice.predict(exchange.variants(recipe.exchange), recipe, batch, gradient, link)
     found = []
     for candidate in predicted:
         measured = None

@@ -1,0 +1,44 @@
+"""What exchanges lose: points of top-1 against a dense one, as measured by `benchmarks.evidence exchange_learning`.
+
+Needs no torch. Source: docs/results/exchange_learning.csv, with which tests compare this table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Tuple
+
+from recipe.exchange import Exchange
+from recipe.optimization import Optimizer
+
+PAGE = "docs/results/exchange_learning.md"
+_MORE = ("density_warmup", "dense_steps", "dense_epochs")
+OPTIMIZER = "lars"  # with which all of it was measured
+
+
+class Evidence(NamedTuple):
+    """loss: points of top-1, the mean over seeds, in the worse of two settings. error: its standard error there."""
+
+    loss: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"loses {self.loss:.1f} ± {self.error:.1f} points"
+
+
+MEASURED: Tuple[Tuple[Exchange, Evidence], ...] = ()
+
+
+def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
+    """What an exchange loses; None if that was not measured."""
+    if optimizer.name != OPTIMIZER:
+        return None
+    wanted = _keys(section, optimizer)
+    return next((evidence for each, evidence in MEASURED if _keys(each, optimizer) == wanted), None)
+
+
+def _keys(section: Exchange, optimizer: Optimizer) -> dict:
+    """What tells exchanges apart: `compress` as it is resolved, no key that is not used or only sends more at first."""
+    keys = dict(section, compress=section.compresses_update(optimizer))
+    for key in _MORE if section.sparse else (*_MORE, "density"):
+        keys.pop(key, None)
+    return keys
