@@ -22,8 +22,8 @@ from recipe.exchange import Exchange
 if TYPE_CHECKING:
     from parallel.agreement import Agreement
 
-# An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be wrong
-# by a fifth or so, and evidence is of other images than the user's.
+# An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be off
+# by a fifth or so, and the evidence is of other images than the user's.
 _WORTH = 1.5
 # Seconds of a dense exchange that do not matter: few steps of large batches take less than some tenths.
 _NEGLIGIBLE = 0.01
