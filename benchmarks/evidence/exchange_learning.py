@@ -26,15 +26,17 @@ GRADIENT = "exchange.compress=gradient"
 METHODS: Dict[Tuple[str, str], Tuple[str, ...]] = {
     ("dense", ""): (),
     ("top-k of the update", "0.01"): ("exchange.method=topk", "exchange.density=0.01"),
-    ("top-k of the gradient", "0.01"): ("exchange.method=topk", "exchange.density=0.01", GRADIENT),
+    ("local steps", "8"): ("exchange.method=local", "exchange.local_steps=8"),
+    ("dense in few bits", "4"): ("exchange.bits=4",),
     ("gTop-k of the update", "0.04"): ("exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04"),
+    ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001"),
+    ("local steps in 4 bits", "8"): ("exchange.method=local", "exchange.local_steps=8", "exchange.bits=4"),
+    ("half", ""): ("exchange.method=half",),
+    ("top-k of the gradient", "0.01"): ("exchange.method=topk", "exchange.density=0.01", GRADIENT),
     ("gTop-k of the gradient", "0.04"): (
         "exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04", GRADIENT,
     ),
-    ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001"),
     ("top-k of the gradient", "0.001"): ("exchange.method=topk", "exchange.density=0.001", GRADIENT),
-    ("local steps", "8"): ("exchange.method=local", "exchange.local_steps=8"),
-    ("dense in few bits", "4"): ("exchange.bits=4",),
 }  # fmt: skip
 DENSE = next(iter(METHODS))
 # Claim -> setting, method, goal in points.
@@ -73,25 +75,17 @@ training and 2,000 for validation, 30 epochs, 1,200 updates."""
 
     def rows_of(self, series: Sequence[Series]) -> List[dict]:
         """With the loss of top-1 against dense in points: mean of the seeds' differences, and its standard error."""
-        rows = super().rows_of(series)
+        rows, dense = super().rows_of(series), {each.labels["setting"]: each for each in reversed(series)}
         for row, each in zip(rows, series):
-            lost = self._lost(each)
+            lost = _lost(each, dense[each.labels["setting"]])
             row["lost_mean"], row["lost_error"] = round(statistics.mean(lost), 3), round(_error(lost), 3)
         return rows
-
-    def _lost(self, series: Series) -> List[float]:
-        """Points of top-1 that each seed loses against the dense run of the same seed."""
-        dense = self._series(series.labels["setting"], DENSE)._replace(seeds=series.seeds)
-        if "run.epochs=1" in series.overrides:
-            dense = dense.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=len(series.seeds))
-        pairs = zip(dense.runs, series.runs)
-        return [100 * (outcome(whole).top1 - outcome(run).top1) for whole, run in pairs]
 
     def claims(self) -> List[dict]:
         """Mean losses of top-1; a spread is one standard error to both sides."""
         found = []
         for name, (setting, method, goal) in CLAIMS.items():
-            lost = self._lost(self._series(setting, method))
+            lost = _lost(self._series(setting, method), self._series(setting, DENSE))
             mean, error = statistics.mean(lost), _error(lost)
             made = claims.claim(name, [mean], "points", f"<= {goal:g}")
             found.append({**made, "spread": [mean - error, mean + error]})
@@ -134,6 +128,12 @@ training and 2,000 for validation, 30 epochs, 1,200 updates."""
             if row["exchange"] != DENSE[0] and row["lost_mean"] <= 1
         ]
         return f"Within a point of dense: {', '.join(kept) or 'none'}."
+
+
+def _lost(series: Series, dense: Series) -> List[float]:
+    """Points of top-1 that each seed loses against the dense run of the same seed."""
+    pairs = zip(dense.runs, series.runs)
+    return [100 * (outcome(whole).top1 - outcome(run).top1) for whole, run in pairs]
 
 
 def _error(values: Sequence[float]) -> float:
