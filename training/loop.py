@@ -29,6 +29,7 @@ from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.stopping import StopSignals
+from training.weights import TRAINED
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _NORMS = ("gradient", "weight", "update")
@@ -249,7 +250,8 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         """Scores the weights, and beside them the averages that there are so far."""
-        scores: Scores = evaluate(self.engine, self.evaluation_batches)
+        with self.engine.using(TRAINED):
+            scores: Scores = evaluate(self.engine, self.evaluation_batches)
         values, text = scores._asdict(), f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
             with self.engine.using(name):

@@ -89,8 +89,8 @@ class ScriptedEngine(Engine):
 
     @contextlib.contextmanager
     def using(self, weights):
-        assert weights == "epoch_average"
-        self._extra_hits = self._epochs
+        assert weights in ("trained", "epoch_average")
+        self._extra_hits = self._epochs if weights == "epoch_average" else 0
         yield
         self._extra_hits = 0
 

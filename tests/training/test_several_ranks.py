@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import evaluate
 import train
 from data.base import permutation
 from data.folder import FolderSource
@@ -24,6 +25,7 @@ from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.tensors import flat
 from tests.training.test_resume import Outcome
+from training.metrics import read_events
 
 pytestmark = pytest.mark.multiprocess
 
@@ -282,3 +284,13 @@ def test_a_rank_that_finds_a_misfit_leaves_none_waiting(tmp_path):
     assert [rank.code for rank in ended] == [WRONG_INPUT] * 2, ended
     (line,) = [line for rank in ended for line in rank.errors]
     assert "of another model: stem.weight is not ours" in line
+
+
+def test_scores_between_two_means_of_local_steps_are_those_of_what_is_saved(tmp_path):
+    """Four updates with means after each three: replicas are apart at the end. float32, so the mean is not rounded."""
+    keys = ("exchange.method=local", "exchange.local_steps=3", "precision.weights=float32", "run.epochs=null")
+    train_to_the_end(2, *keys, "run.steps=4", "exchange.order=fast", f"run.output={tmp_path / 'run'}")
+    [last] = [event for event in read_events(tmp_path / "run")["eval"] if event["step"] == 4]
+    assert evaluate.main(["--checkpoint", str(tmp_path / "run"), "run.device=cpu"]) == DONE
+    scores = json.loads((tmp_path / "run" / "evaluation" / "scores.json").read_text())
+    assert last["loss"] == pytest.approx(scores["loss"], rel=1e-5)
