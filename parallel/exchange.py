@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FILES = ("parallel.dense", "parallel.local", "parallel.topk")
 
 
-_BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
+BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
 
 
 class Gradient(NamedTuple):
@@ -189,7 +189,7 @@ class Method(ABC):
 
     def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
         """Bytes of payload that the busiest replica sends in an update."""
-        return self.seconds(_BYTES, replicas, gradient)
+        return self.seconds(BYTES, replicas, gradient)
 
     @abstractmethod
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:

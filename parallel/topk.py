@@ -10,7 +10,7 @@ from typing import Any, List, Sequence, Tuple
 
 from parallel import costs
 from parallel.costs import Link
-from parallel.exchange import METHODS, Gradient, Method, Running, Setup
+from parallel.exchange import BYTES, METHODS, Gradient, Method, Running, Setup
 from recipe.exchange import Auto, Exchange, GTopK, TopK
 
 _COUNT = 4  # bytes of a number of entries
@@ -135,8 +135,12 @@ class GTopk(Sparse):
         return whole + 2 * (replicas != 1 << whole)
 
     def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
-        """Of a tree half, as its rounds go one way at a time."""
-        return super().bytes_sent(replicas, gradient) * (0.5 if self.section.pattern == "tree" else 1.0)
+        """Of a tree's messages half: its rounds go one way at a time."""
+        whole = super().bytes_sent(replicas, gradient)
+        if self.section.pattern != "tree":
+            return whole
+        entries = self.entries(gradient.elements - gradient.whole)
+        return whole - self.messages(BYTES, replicas, entries, self.section.sent) / 2
 
     def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
         if self.section.pattern != "owners" or replicas == 1:

@@ -11,7 +11,7 @@ from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.exchange_convergence import DIGITS, MODEL, REPLICAS, QuickstartExperiment
 from benchmarks.evidence.experiment import Series
-from benchmarks.evidence.runs import outcome
+from benchmarks.evidence.runs import Run, outcome
 
 SEEDS = (0, 1, 2, 3, 4)
 # Chosen on dense runs alone: see `about`.
@@ -65,6 +65,12 @@ difficulties from 0.6 to 0.8; these are one apart."""
 
     def series(self) -> List[Series]:
         return [self._series(*each) for each in itertools.product(SETTINGS, METHODS)]
+
+    def wanted(self) -> List[Run]:
+        """Those that no claim needs come last."""
+        needed = {DENSE, *(method for _, method, _ in CLAIMS.values())}
+        series = sorted(self.series(), key=lambda each: (each.labels["exchange"], each.labels["size"]) not in needed)
+        return [run for each in series for run in each.runs]
 
     @staticmethod
     def _series(setting: str, method: Tuple[str, str]) -> Series:

@@ -1,0 +1,43 @@
+"""When a run is as accurate as a dense one, and for good."""
+
+import math
+
+import pytest
+
+from benchmarks import time_to_accuracy
+from benchmarks.time_to_accuracy import Curve, claimed, rows, time_to
+
+
+def curve(*top1, step=10.0):
+    return Curve([step * (epoch + 1) for epoch in range(len(top1))], list(top1), 22 * len(top1), "dense")
+
+
+@pytest.mark.parametrize(
+    ("top1", "seconds"),
+    [((0.5, 0.9, 0.95), 20), ((0.5, 0.9, 0.8, 0.9), 40), ((0.95, 0.9), 10), ((0.95, 0.8), None)],
+)
+def test_the_target_is_reached_when_it_is_held(top1, seconds):
+    assert time_to(0.9, curve(*top1)) == seconds
+
+
+def test_each_seed_is_compared_with_the_dense_run_of_its_own():
+    """Dense ends with 0.98 and 0.96, so the targets are 0.975 and 0.955, which dense meets after 3 and 2 epochs."""
+    dense = [curve(0.9, 0.95, 0.98), curve(0.9, 0.96, 0.96)]
+    fast = [curve(0.9, 0.975, 0.98, step=4.0), curve(0.955, 0.97, 0.97, step=4.0)]
+    lossy = [curve(0.9, 0.98, 0.98, step=1.0), curve(0.9, 0.94, 0.95, step=1.0)]
+    curves = {"dense": dense, "fast": fast, "lossy": lossy, "auto": fast}
+    best, auto = claimed(curves)
+    assert (best["name"], best["spread"]) == ("time_to_dense_accuracy_p8", [30 / 8, 20 / 4])
+    assert auto["value"] == best["value"] == pytest.approx((3.75 + 5) / 2)
+    by_name = {row["exchange"].partition(":")[0]: row for row in rows(curves)}
+    assert by_name["lossy"]["there"] == "1 of 2" and by_name["lossy"]["over_dense"] is None
+    assert by_name["fast"]["over_dense"] == pytest.approx(4.375)
+    assert math.isclose(by_name["fast"]["ms_per_update"], 1e3 * 12 / 66)
+
+
+def test_a_run_has_a_folder_of_its_own_and_counts_once_it_has_ended(tmp_path):
+    folders = {time_to_accuracy.folder(method, seed) for method in ("dense", "half") for seed in (0, 1)}
+    assert len(folders) == 4
+    assert time_to_accuracy.read(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 22, "seconds": 5.0}\n')
+    assert time_to_accuracy.read(tmp_path) is None
