@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import hashlib
+import math
 import statistics
 import time
 from types import SimpleNamespace
@@ -46,9 +47,10 @@ ELEMENTS, ENTRIES = 625_000, 6_250
 RATES = {2: 16, 3: 16, 4: 16, 5: 16, 8: 4, 16: 2, 32: 1}  # Mbit/s, by ranks
 ROUNDS, DENSE_ROUNDS = 5, 3
 ACKNOWLEDGEMENT = 66  # bytes of a frame, for every other full frame that comes
-# Bytes that a rank sends for each message that it sends and receives: 48 before the data, two frames of 48 bytes and
-# their headers (gloo's sender says that it has something, its receiver that it is ready), their acknowledgements.
-WORDS = 48 + 2 * (48 + ACKNOWLEDGEMENT) + 2 * ACKNOWLEDGEMENT
+OPENING = 48  # bytes of gloo's before a message, and alone in a frame to announce it or that its receiver is ready
+# What a rank sends for each message that it sends and receives, beside data: one announcement, one of readiness, and
+# the acknowledgements of the other rank's.
+WORDS = OPENING + 2 * (OPENING + ACKNOWLEDGEMENT) + 2 * ACKNOWLEDGEMENT
 WHOLE = ("dense", "local")
 PATTERNS = {"topk": "gather", "gtopk tree": "tree", "gtopk butterfly": "butterfly", "gtopk owners": "owners"}
 MERGING = ("gtopk tree", "gtopk butterfly")
@@ -181,17 +183,25 @@ def model(name: str, ranks: int) -> float:
     return exchange.named(name).messages(link, ranks, ENTRIES, "float32")
 
 
-def interface_bytes(name: str, ranks: int) -> float:
-    """Bytes that the busiest rank's interface sends: payload, headers, acknowledgements, gloo's words.
+def messages(name: str, ranks: int) -> List[float]:
+    """Bytes of each message that the busiest rank sends."""
+    rounds, whole = (ranks - 1).bit_length(), costs.message_bytes(ENTRIES, "float32")
+    if name in WHOLE:
+        return [4 * ELEMENTS / ranks] * 2 * (ranks - 1)
+    if name == "topk":
+        return [whole] * (ranks - 1)
+    if name in MERGING:  # of a tree one for each round, as a rank sends in half of them; a word follows each
+        return [whole, 4] * rounds
+    part, doubling = whole / ranks, [min(1 << number, ranks - (1 << number)) for number in range(rounds)]
+    counts, bins = [2 * ranks] * rounds, [4 * costs.BINS * blocks for blocks in doubling]
+    return [*counts, *[part] * (ranks - 1), *bins, *(part * blocks for blocks in doubling)]
 
-    Each round of a tree goes one way, so a rank sends in half of them; there and in a butterfly a word follows a
-    message.
-    """
-    rounds = 2 * (ranks - 1) if name in WHOLE else exchange.named(name).rounds(ranks)
-    share = 0.5 if name == "gtopk tree" else 1.0
-    messages = rounds * (2 if name in MERGING else 1)
-    payload = model(name, ranks) * RATES[ranks] * 1e6 / 8
-    return share * (payload * (FRAME + ACKNOWLEDGEMENT / 2) / PAYLOAD + messages * WORDS)
+
+def interface_bytes(name: str, ranks: int) -> float:
+    """Bytes that the busiest rank's interface sends: messages, headers, acknowledgements, gloo's words."""
+    header = FRAME - PAYLOAD
+    frames = [math.ceil((size + OPENING) / PAYLOAD) for size in messages(name, ranks)]
+    return sum(messages(name, ranks)) + len(frames) * WORDS + sum(frames) * (header + ACKNOWLEDGEMENT / 2)
 
 
 def seconds(outcomes: Sequence[Dict[str, Outcome]], name: str) -> List[float]:
@@ -205,7 +215,7 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
     ranks, times = len(outcomes), seconds(outcomes, name)
     expected = model(name, ranks)
     turns = outcomes[0][name].turns
-    every = [turn for each in outcomes for turn in each[name].turns]
+    sent, received = (_busiest(outcomes, name, field) for field in ("sent", "received"))
     return {
         "ranks": ranks,
         "mbit_per_s": RATES[ranks],
@@ -214,12 +224,18 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
         "model_ms": 1e3 * expected,
         "over_model": statistics.median(times) / expected,
         "over_framed": statistics.median(times) / (expected * FRAME / PAYLOAD),
-        "over_bytes": max(turn.sent for turn in every) / interface_bytes(name, ranks),
-        "kb_sent": max(turn.sent for turn in every) / 1e3,
-        "kb_received": max(turn.received for turn in every) / 1e3,
+        "over_bytes": sent / interface_bytes(name, ranks),
+        "kb_sent": sent / 1e3,
+        "kb_received": received / 1e3,
         "idle": 100 * sum(turn.idle for turn in turns) / sum(turn.ticks for turn in turns),
         "dropped": dropped,
     }
+
+
+def _busiest(outcomes: Sequence[Dict[str, Outcome]], name: str, field: str) -> float:
+    """Bytes of the rank that has most of them, the median over the turns."""
+    turns = zip(*(each[name].turns for each in outcomes))
+    return statistics.median(max(getattr(turn, field) for turn in each) for each in turns)
 
 
 def claimed(times: Dict[int, Dict[str, List[float]]], rows: Sequence[dict]) -> List[dict]:
