@@ -1,14 +1,17 @@
 """Predicted seconds of an exchange, against its messages counted one by one and against published figures."""
 
+import re
 import sys
 
 import pytest
 import torch
+import yaml
 
 from parallel import costs, exchange
 from parallel.costs import Link
 from parallel.exchange import Gradient
 from recipe.exchange import Exchange
+from tests.conftest import ROOT
 
 # Fitted by Shi et al. to their Ethernet of 1 Gbit/s (scripts/icdcs2019/communication.py of their repository): seconds,
 # and seconds for each float32.
@@ -127,3 +130,26 @@ def test_the_model_needs_no_torch():
 
     code = "import sys; from parallel import exchange; exchange.named('topk'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_table_of_the_docs_is_that_of_the_formulae():
+    """docs/exchange.md, EfficientNet-B4 G16: 19,328,168 parameters, 161 of more than one dimension."""
+    text = (ROOT / "docs" / "exchange.md").read_text()
+    lines = [
+        line.split(" | ") for line in text.partition("32 replicas: MB | ms |")[2].partition("\n\n")[0].splitlines()
+    ]
+    gradient, link = Gradient(19_328_168, 0, 161), Link(5e-5, 8e-9)
+    for name, *figures in lines[2:]:
+        method, *keys = re.findall("`(.*?)`", name)
+        given = yaml.safe_load("{" + ", ".join(key if ": " in key else f"pattern: {key}" for key in keys) + "}")
+        made = exchange.of(Exchange(method=method, **given))
+        expected = [
+            value
+            for replicas in (8, 32)
+            for value in (
+                made.bytes_sent(replicas, gradient) / 1e6,
+                1e3 * made.seconds(link, replicas, gradient),
+            )
+        ]
+        assert [float(text.strip(" |").replace(",", "")) for text in figures] == pytest.approx(expected, rel=0.05)
+    assert len(lines) > 10
