@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
         work = f", {_figure(1e3 * self.processor)} ms of it to {self.method.work}" if self.processor else ""
         known = "exact" if self.method.exact else self.evidence or "loss not measured"
         size, label = f"{_figure(1e-6 * self.size)} MB", self.method.section.label
-        return f"{label:20}  {size}, {_figure(1e3 * self.seconds)} ms{work}; {known}"
+        return f"{label:22}  {size}, {_figure(1e3 * self.seconds)} ms{work}; {known}"
 
 
 def resolve(

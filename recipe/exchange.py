@@ -345,8 +345,8 @@ class Auto(_Merging, _Selecting):
         0.5,
         ge=0,
         le=100,
-        description="points of top-1 that the method may lose, by docs/results/exchange_learning.md; 0.5 is what that "
-        "can tell from nothing; 100 also admits what was not measured",
+        description="points of top-1 that the method may lose, as far as that was measured (docs/exchange.md); 100 "
+        "also admits what was not measured",
     )
     wire: Optional[Literal["float32", "float16"]] = Field(
         None, description="type of the values that travel; null is float16 with half, float32 with the others"
