@@ -71,7 +71,7 @@ def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
     assert lines[0].endswith(" 8 replicas; links: latency 0.2 ms, bandwidth 2 Mbit/s")
     assert lines[1].startswith("  dense  ") and lines[1].endswith("; exact")
     assert lines[-2].startswith("  taken: gtopk owners 0.001; ")
-    assert lines[-1].startswith("  of those that lose 100 points of top-1 at most (exchange.accept_loss; docs/results/")
+    assert lines[-1].startswith("  of those that lose 100 points of top-1 at most (exchange.accept_loss; docs/")
     assert max(map(len, lines)) <= 120
     section, lines = resolved(FAST)
     assert section.method == "dense"
