@@ -7,11 +7,16 @@ import statistics
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
+import torch
+
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.exchange_convergence import DIGITS, MODEL, REPLICAS, QuickstartExperiment
 from benchmarks.evidence.experiment import Series
 from benchmarks.evidence.runs import Run, outcome
+from models.families import build
+from parallel import exchange
+from parallel.exchange import Gradient
 
 SEEDS = (0, 1, 2, 3, 4)
 # Chosen on dense runs alone: see `about`.
@@ -82,10 +87,12 @@ difficulties from 0.6 to 0.8; these are one apart."""
         return [each.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=2) for each in self.series()[:2]]
 
     def rows_of(self, series: Sequence[Series]) -> List[dict]:
-        """With the loss of top-1 against dense in points: mean of the seeds' differences, and its standard error."""
+        """With what a replica sends in an update, and the loss of top-1 against dense in points: mean of the seeds'
+        differences, and its standard error."""
         rows, dense = super().rows_of(series), {each.labels["setting"]: each for each in reversed(series)}
         for row, each in zip(rows, series):
             lost = _lost(each, dense[each.labels["setting"]])
+            row["kb_sent"] = round(_bytes_sent(each) / 1e3, 1)
             row["lost_mean"], row["lost_error"] = round(statistics.mean(lost), 3), round(_error(lost), 3)
         return rows
 
@@ -104,13 +111,14 @@ difficulties from 0.6 to 0.8; these are one apart."""
             "setting",
             "exchange",
             "density, steps or bits",
+            "kB sent in an update",
             "final top-1 (%)",
             "lost (points, ± standard error)",
             "loss",
         ]
         lines = [
             (
-                row["setting"], row["exchange"], row["size"],
+                row["setting"], row["exchange"], row["size"], f"{row['kb_sent']:,.0f}",
                 f"{100 * row['top1_mean']:.1f} ± {100 * row['top1_sd']:.1f}",
                 f"{row['lost_mean']:.2f} ± {row['lost_error']:.2f}",
                 f"{row['train_loss_mean']:.3f}",
@@ -142,6 +150,15 @@ def _lost(series: Series, dense: Series) -> List[float]:
     """Points of top-1 that each seed loses against the dense run of the same seed."""
     pairs = zip(dense.runs, series.runs)
     return [100 * (outcome(whole).top1 - outcome(run).top1) for whole, run in pairs]
+
+
+def _bytes_sent(series: Series) -> float:
+    """By the formulae of the method."""
+    recipe = series.runs[0].recipe()
+    with torch.device("meta"):
+        parameters = list(build(recipe.model, 0).parameters())
+    gradient = Gradient(sum(map(torch.numel, parameters)), layers=sum(each.dim() > 1 for each in parameters))
+    return exchange.of(recipe.exchange).bytes_sent(series.replicas, gradient)
 
 
 def _error(values: Sequence[float]) -> float:

@@ -26,4 +26,8 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     local = found["top1_loss_local_8_glyphs"]
     assert (local["value"], local["holds"]) == (pytest.approx(2), False)
     assert local["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
-    assert made.rows()[0]["lost_mean"] == 0
+    rows = made.rows()
+    assert rows[0]["lost_mean"] == 0
+    # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in eight updates.
+    assert rows[0]["kb_sent"] == pytest.approx(1.5 * 4 * 480, rel=0.02)
+    assert rows[2]["kb_sent"] == pytest.approx(rows[0]["kb_sent"] / 8, rel=0.001)
