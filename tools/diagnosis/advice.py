@@ -121,7 +121,7 @@ def _exchange(figures: Figures, share: str) -> Remedy:
     larger = f"{figures.larger} makes it once in twice as many images"
     section = figures.recipe.exchange
     own = figures.methods.get(section.variant)
-    if own is not None:  # the rule of exchange.method=auto
+    if own is not None:  # as exchange.method=auto, but whatever it loses: the text says so
         taken = pick([Candidate(exchange.named(name), time, 0.0) for name, time in figures.methods.items()])[0]
         if taken.seconds < own and taken.name != section.variant:
             reset = section.refused_by(taken.method.section.method)
