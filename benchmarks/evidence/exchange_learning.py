@@ -65,8 +65,8 @@ class ExchangeLearning(QuickstartExperiment):
 quickstart, float32, {len(SEEDS)} seeds. Digits: an EfficientNet-B0 G16 of width 0.35 and depth 0.3 (0.48 M \
 parameters), 12 epochs, 264 updates, 360 images for validation. Glyphs: the quickstart's model (0.97 M), 20 classes at \
 difficulty 0.7, 10,240 images for training and 4,000 for validation, 8 epochs, 1,280 updates. That was chosen on \
-dense runs of two seeds: the narrow model, fewer images or a lower peak left them 2 to 13 points apart, at \
-difficulties from 0.6 to 0.8; these are one apart."""
+dense runs of two seeds in one process, which ended within a point; three seeds in four processes lie 3 apart, so a \
+steadier one is to be found."""
 
     def series(self) -> List[Series]:
         return [self._series(*each) for each in itertools.product(SETTINGS, METHODS)]
