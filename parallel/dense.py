@@ -22,10 +22,6 @@ class Dense(Method):
     def exact(self) -> bool:
         return not self.section.sent_bits
 
-    @property
-    def work(self) -> str:
-        return "round" if self.section.sent_bits else ""
-
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(section.to("dense", delay=0))]

@@ -151,14 +151,13 @@ class Method(ABC):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
-    replicas. exact: to float32 rounding. work: of processors, what `auto` measures for it: "select", "round" or
-    nothing. taken: the keys that a recipe gets where `auto` takes it, beside those that both have.
+    replicas. exact: to float32 rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that
+    both have.
     """
 
     sparse: ClassVar[bool] = False
     sums: ClassVar[bool] = True
     exact: ClassVar[bool] = False
-    work: ClassVar[str] = ""
     taken: ClassVar[Tuple[str, ...]] = ()
 
     def __init__(self, section: Exchange):
@@ -168,6 +167,11 @@ class Method(ABC):
     def name(self) -> str:
         """The method, and its pattern if it has several."""
         return self.section.variant
+
+    @property
+    def work(self) -> str:
+        """Of processors, what `auto` measures for it: "select", "round" or nothing."""
+        return "round" if self.section.sent_bits else ""
 
     @property
     def overrides(self) -> List[str]:

@@ -19,10 +19,6 @@ class LocalMethod(Method):
 
     taken = ("local_steps", "bits")
 
-    @property
-    def work(self) -> str:
-        return "round" if self.section.bits else ""
-
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
         return self.section.fragments * costs.ring(link, replicas, self._bytes(gradient)) / self.section.local_steps
 
