@@ -67,7 +67,8 @@ class GradientExchange:
                 _Weights(weights, averages or {}),
             )
         )
-        self._delay = Delay(self._buffer, delay, self._running) if delay else None
+        late = delay and not (self._running is not None and self._running.delays)
+        self._delay = Delay(self._buffer, delay, self._running) if late else None
         overlaps = self._delay is None and self._running is not None and self._running.overlaps
         self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
         self._summed = batch.micro_batches if method.sums else batch.accumulation
@@ -201,9 +202,11 @@ class GradientExchange:
         self._processes.from_main(raise_failure)
 
     def close(self) -> None:
-        """End the thread of late gradients."""
+        """End the thread of late gradients or weights."""
         if self._delay is not None:
             self._delay.close()
+        if self._running is not None:
+            self._running.close()
 
     def _own_state(self) -> Dict[str, torch.Tensor]:
         return self._running.state() if self._running is not None else {}

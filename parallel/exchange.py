@@ -103,11 +103,13 @@ class Setup(NamedTuple):
 class Running(ABC):
     """An exchange on one replica.
 
-    overlaps: whether sending can begin within the last backward pass. states_are_means: whether it is the mean of the
-    replicas' states that another number of replicas has to keep, not the sum.
+    overlaps: whether sending can begin within the last backward pass. delays: whether it sees to `exchange.delay`
+    itself; else gradients are late. states_are_means: whether it is the mean of the replicas' states that another
+    number of replicas has to keep, not the sum.
     """
 
     overlaps: bool = False
+    delays: bool = False
     states_are_means: bool = False
 
     @abstractmethod
@@ -145,6 +147,9 @@ class Running(ABC):
     def common_state(self) -> Dict[str, torch.Tensor]:
         """State for later steps that all replicas of a stage share: float32 [length] each."""
         return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End what runs beside training, once other replicas need nothing more of it."""
 
 
 class Method(ABC):

@@ -33,13 +33,15 @@ class LocalMethod(Method):
     def create(self, setup: Setup) -> Running:
         from parallel.local_steps import LocalSteps
 
-        section = self.section
+        section, alone = self.section, setup.group is None
         return LocalSteps(
             setup.weights,
-            setup.group,
+            None if alone else setup.processes.replica_group,
             every=section.local_steps,
             fragments=section.fragments,
             dense=lambda step: section.is_dense(step, setup.steps_per_epoch),
             bits=section.bits,
             outer=(section.outer_lr, section.outer_momentum) if section.outer == "nesterov" else None,
+            delay=section.delay,
+            late_group=setup.group,
         )

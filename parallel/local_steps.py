@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Tuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import distributed
@@ -22,14 +23,18 @@ class LocalSteps(Running):
 
         d = a - m;  v = outer_momentum v + d;  weights = a - outer_lr (d + outer_momentum v)
 
+    With a delay of D the mean of weights as they were after update t is taken after update t + D: a replica goes on
+    from it by the way that its own weights have gone since t. On a CPU a thread sends meanwhile.
+
     What is stored as float16 is rounded by the same bits on all replicas. In few bits replicas send how far their
     weights are from a; what that rounds off they add the next time.
 
     Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local SGD); outer Nesterov
-    momentum: Douillard et al., 2311.08105 (DiLoCo); fragments: Douillard et al., 2501.18512 (Streaming DiLoCo).
+    momentum: Douillard et al., 2311.08105 (DiLoCo); fragments and delay: Douillard et al., 2501.18512 (Streaming
+    DiLoCo, with alpha = 0).
     """
 
-    states_are_means = True
+    states_are_means, delays = True, True
 
     def __init__(
         self,
@@ -41,6 +46,8 @@ class LocalSteps(Running):
         dense: Callable[[int], bool],
         outer: Optional[Tuple[float, float]],
         bits: Optional[int] = None,
+        delay: int = 0,
+        late_group: Optional[distributed.ProcessGroup] = None,
     ):
         """
         Args:
@@ -50,19 +57,30 @@ class LocalSteps(Running):
             dense: whether update `step` is made of all replicas' gradients, and weights stay equal.
             outer: rate and momentum of the outer optimizer; None takes the mean.
             bits: in which the way since the mean before is sent, 8 or 4; None sends weights as float32.
+            delay: updates between sending a fragment and taking its mean, fewer than `every`.
+            late_group: as `group`, used for nothing else, if there is a delay.
         """
-        assert 1 <= fragments <= every, (fragments, every)
+        assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
         self._weights, self._group, self._every, self._is_dense, self._outer = weights, group, every, dense, outer
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         length = len(weights.flat)
         borders = [length * number // fragments for number in range(fragments + 1)]
         self._fragments = list(zip(borders, borders[1:]))
+        self._delay, self._sending_group = delay, late_group if delay else group
         self._common: Dict[str, torch.Tensor] = {}
+        # Float32 of the fragments on their way: this replica's weights as sent, and the mean.
+        self._sent: Dict[str, torch.Tensor] = {}
+        if delay:
+            self._sent["sent"] = weights.flat.to(torch.float32, copy=True)
+            self._common["arriving"] = self._sent["sent"].clone()
+        self._under_way: Dict[int, Future] = {}
+        in_thread = delay and group is not None and weights.flat.device.type == "cpu"
+        self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
         if outer is not None or bits:
             self._common["anchor"] = weights.flat.to(torch.float32, copy=True)
         if outer is not None:
             self._common["outer_momentum"] = torch.zeros_like(self._common["anchor"])
-        self._quantized = QuantizedSum(group, bits) if bits else None
+        self._quantized = QuantizedSum(self._sending_group, bits) if bits else None
         self._residual = torch.zeros_like(self._common["anchor"]) if bits else None
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
@@ -77,49 +95,92 @@ class LocalSteps(Running):
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         if self._is_dense(step):
-            if self._common:
+            if "anchor" in self._common:
                 self._common["anchor"].copy_(self._weights.flat)
             return
-        for number, (start, end) in enumerate(self._fragments):
-            if (step + 1 + number * self._every // len(self._fragments)) % self._every == 0:
-                self._combine(start, end, step)
+        for number in self._fragments_after(step - self._delay):
+            self._take(number, step)
+        for number in self._fragments_after(step) if self._delay else []:
+            self._send(number)
 
     def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
-        return None if self._group is None else self._mean(flat)
+        return None if self._group is None else _mean(flat, self._group)
 
     def state(self) -> Dict[str, torch.Tensor]:
+        self._wait()
         residual = {} if self._residual is None else {"residual": self._residual}
-        return {**self._weights.own_state(), **residual}
+        return {**self._weights.own_state(), **self._sent, **residual}
 
     def loaded(self) -> None:
         self._weights.refresh()
 
     def common_state(self) -> Dict[str, torch.Tensor]:
+        self._wait()
         return self._common
 
-    def _mean(self, flat: torch.Tensor) -> torch.Tensor:
-        found = flat.to(torch.float32, copy=True)
-        if self._group is None:
-            return found
-        distributed.all_reduce(found, group=self._group)
-        return found.mul_(1 / self._replicas)
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
 
-    def _combine(self, start: int, end: int, step: int) -> None:
-        new = self._mean_of_all(start, end)
+    def _fragments_after(self, step: int) -> List[int]:
+        """Fragments whose mean is that of the weights after update `step`."""
+        if step < 0 or self._is_dense(step):
+            return []
+        count = len(self._fragments)
+        return [number for number in range(count) if (step + 1 + number * self._every // count) % self._every == 0]
+
+    def _send(self, number: int) -> None:
+        """Begin the mean of a fragment's weights as they are now."""
+        start, end = self._fragments[number]
+        own = self._sent["sent"][start:end].copy_(self._weights.flat[start:end])
+        mean = self._common["arriving"][start:end]
+        if self._thread is None:
+            mean.copy_(self._mean_of_all(own, start, end))
+        else:
+            threads = torch.get_num_threads()
+            self._under_way[number] = self._thread.submit(self._send_in_thread, threads, own, mean, start, end)
+
+    @torch.no_grad()
+    def _send_in_thread(self, threads: int, own: torch.Tensor, mean: torch.Tensor, start: int, end: int) -> None:
+        torch.set_num_threads(threads)
+        mean.copy_(self._mean_of_all(own, start, end))
+
+    def _take(self, number: int, step: int) -> None:
+        """Put the mean in the place of the weights that it was made of."""
+        start, end = self._fragments[number]
+        own = self._weights.flat[start:end]
+        if self._delay:
+            self._wait(number)
+            new, since = self._common["arriving"][start:end].clone(), own - self._sent["sent"][start:end]
+        else:
+            new, since = self._mean_of_all(own, start, end), None
         if self._outer is not None:
             lr, momentum = self._outer
             anchor, velocity = (self._common[name][start:end] for name in ("anchor", "outer_momentum"))
             moved = anchor - new
             velocity.mul_(momentum).add_(moved)
             new = anchor - lr * moved.add_(velocity, alpha=momentum)
-        self._weights.store(start, end, new, step)
-        if self._common:
-            self._common["anchor"][start:end] = self._weights.flat[start:end]
+        self._weights.store(start, end, new if since is None else new + since, step)
+        if "anchor" in self._common:
+            self._common["anchor"][start:end] = self._weights.flat[start:end] if since is None else new
 
-    def _mean_of_all(self, start: int, end: int) -> torch.Tensor:
-        """The mean of the replicas' weights, float32, to the rounding of few bits."""
-        own = self._weights.flat[start:end]
+    def _mean_of_all(self, own: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """The mean of the replicas' weights, float32, to the rounding of few bits. Args: own: this replica's."""
         if self._quantized is None:
-            return self._mean(own)
+            return _mean(own, self._sending_group)
         anchor, residual = self._common["anchor"][start:end], self._residual[start:end]
         return anchor + self._quantized(own.float() - anchor + residual, residual) / self._replicas
+
+    def _wait(self, number: Optional[int] = None) -> None:
+        """Wait until one fragment has arrived, or all. Raises the error of what failed."""
+        for each in list(self._under_way) if number is None else [number] * (number in self._under_way):
+            self._under_way.pop(each).result()
+
+
+def _mean(flat: torch.Tensor, group: Optional[distributed.ProcessGroup]) -> torch.Tensor:
+    """The mean over replicas, float32."""
+    found = flat.to(torch.float32, copy=True)
+    if group is None:
+        return found
+    distributed.all_reduce(found, group=group)
+    return found.mul_(1 / distributed.get_world_size(group))

@@ -43,8 +43,6 @@ def _check_exchange(recipe: Recipe) -> None:
             "exchange.compress update makes updates from the weights of their step, which exchange.delay has changed "
             "by then; use exchange.compress=gradient or exchange.delay=0"
         )
-    if exchange.method == "local" and exchange.delay:
-        raise ConfigError("exchange.delay delays gradients, which exchange.method local does not send; use delay=0")
     if exchange.method == "local" and recipe.model.batch_statistics:
         raise ConfigError(
             "exchange.method local and model.norm batch: running statistics would be each replica's own; use "
@@ -55,7 +53,7 @@ def _check_exchange(recipe: Recipe) -> None:
             "exchange.delay and model.norm batch: running statistics would be ahead of the weights; use "
             "model.norm=group or exchange.delay=0"
         )
-    if exchange.delay and recipe.precision.dynamic_loss_scale:
+    if exchange.delay and exchange.method != "local" and recipe.precision.dynamic_loss_scale:
         raise ConfigError(
             "exchange.delay and precision.dynamic_loss_scale: a gradient that overflows would lower the scale of steps "
             "that are computed already; use dynamic_loss_scale=false"

@@ -30,6 +30,7 @@ class Exchange(Kind):
     whole_1d: ClassVar[bool] = False  # whether gradients of biases and norms are sent whole, beside a share of the rest
     sent: ClassVar[str] = "float32"  # type of the values that travel
     sent_bits: ClassVar[Optional[int]] = None  # 8 or 4 where these are whole multiples of a scale
+    _sends: ClassVar[str] = "gradients"
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(
@@ -43,7 +44,8 @@ class Exchange(Kind):
         0,
         ge=0,
         le=64,
-        description="apply gradients so many steps late; with 1 the exchange runs beside the next step's computation",
+        description="apply gradients, or means of weights, so many steps late; with 1 the exchange runs beside the "
+        "next step's computation",
     )
 
     @classmethod
@@ -70,6 +72,11 @@ class Exchange(Kind):
         return False
 
     @property
+    def beside(self) -> float:
+        """Steps, in each step, that the exchange may take while the next ones are computed."""
+        return float(self.delay > 0)
+
+    @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
         return self.method
@@ -85,7 +92,7 @@ class Exchange(Kind):
 
     def describe(self, optimizer: Optimizer) -> str:
         """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001 of the update, conserving`."""
-        late = [f"gradients {count(self.delay, 'step')} late"] if self.delay else []
+        late = [f"{self._sends} {count(self.delay, 'step')} late"] if self.delay else []
         return ", ".join([f"exchange {self._form()}", *self._details(optimizer), *late])
 
     def _form(self) -> str:
@@ -279,6 +286,7 @@ class Local(Exchange):
     """Replicas make some updates alone, then take the mean of their weights (local SGD, DiLoCo)."""
 
     method: Literal["local"] = "local"
+    _sends: ClassVar[str] = "means"
     local_steps: int = Field(8, ge=1, le=10_000, description="updates between two means of the same weights")
     fragments: int = Field(
         1,
@@ -301,11 +309,20 @@ class Local(Exchange):
     def _as_many_fragments_as_steps(self) -> "Local":
         if self.fragments > self.local_steps:
             raise ValueError(f"{self.fragments} fragments need as many updates between two means; raise local_steps")
+        if self.delay >= self.local_steps:
+            raise ValueError(
+                f"a mean that is {count(self.delay, 'step')} late comes after the next one has begun; use a delay "
+                f"below local_steps {self.local_steps}"
+            )
         return self
 
     @property
     def sent_bits(self) -> Optional[int]:
         return self.bits
+
+    @property
+    def beside(self) -> float:
+        return min(1.0, self.delay * self.fragments / self.local_steps)
 
     def _amount(self) -> str:
         return str(self.local_steps)

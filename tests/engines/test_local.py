@@ -11,6 +11,7 @@ pytestmark = pytest.mark.multiprocess
 
 LOCAL = ("exchange.method=local", "exchange.local_steps=2")
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "schedule.peak=0.1", *FLOAT32)
+LATE = (*LOCAL, "exchange.local_steps=3", "exchange.bits=8", "exchange.delay=2", "exchange.fragments=2")
 OUTER = (*LOCAL, "exchange.outer=nesterov", "exchange.fragments=2", "exchange.dense_steps=1")
 
 
@@ -76,6 +77,7 @@ def resumed(processes, overrides):
         case(1, 2, resumed, (*LOCAL, "exchange.local_steps=4")),
         case(1, 2, resumed, (*LOCAL, "exchange.bits=4")),
         case(1, 2, resumed, OUTER),
+        case(1, 2, resumed, LATE),
         case(2, 2, resumed, OUTER, slow=True),
     ],
 )

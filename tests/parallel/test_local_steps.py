@@ -33,12 +33,21 @@ def moved(rank, step):
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def trained(rank, size, steps, fragments=1, dense=0, outer=None, bits=None):
+def trained(rank, size, steps, fragments=1, dense=0, outer=None, delay=0, bits=None):
     """A replica's weights after each step, and its exchange."""
     weights = Weights(rank)
     made = LocalSteps(
-        weights, "replicas", every=EVERY, fragments=fragments, dense=lambda step: step < dense, outer=outer, bits=bits
+        weights,
+        "replicas",
+        every=EVERY,
+        fragments=fragments,
+        dense=lambda step: step < dense,
+        outer=outer,
+        bits=bits,
+        delay=delay,
+        late_group="replicas",
     )
+    made._thread = None  # ranks are threads here; one beside them is for the engine's tests
     found = []
     for step in range(steps):
         gradient = moved(rank, step)
@@ -49,11 +58,11 @@ def trained(rank, size, steps, fragments=1, dense=0, outer=None, bits=None):
     return found, made
 
 
-def by_hand(size, steps, fragments=1, dense=0, outer=None):
+def by_hand(size, steps, fragments=1, dense=0, outer=None, delay=0):
     """The same in float64: weights of each replica after each step."""
     weights = [torch.linspace(-1, 1, LENGTH).double() for _ in range(size)]
     anchor, velocity = weights[0].clone(), torch.zeros(LENGTH).double()
-    found = []
+    found, history = [], {}
     for step in range(steps):
         own = [moved(rank, step).double() for rank in range(size)]
         if step < dense:
@@ -61,18 +70,20 @@ def by_hand(size, steps, fragments=1, dense=0, outer=None):
         weights = [each + change for each, change in zip(weights, own)]
         if step < dense:
             anchor = weights[0].clone()
+        history[step] = [each.clone() for each in weights]
         for number in range(fragments):
-            if step >= dense and (step + 1 + number * EVERY // fragments) % EVERY == 0:
+            sent = step - delay
+            if sent >= dense and (sent + 1 + number * EVERY // fragments) % EVERY == 0:
                 part = slice(number * LENGTH // fragments, (number + 1) * LENGTH // fragments)
-                mean = sum(each[part] for each in weights) / size
+                mean = sum(each[part] for each in history[sent]) / size
                 if outer is not None:
                     lr, momentum = outer
                     way = anchor[part] - mean
                     velocity[part] = momentum * velocity[part] + way
                     mean = anchor[part] - lr * (way + momentum * velocity[part])
                     anchor[part] = mean
-                for each in weights:
-                    each[part] = mean
+                for each, then in zip(weights, history[sent]):
+                    each[part] += mean - then[part]
         found.append([each.clone() for each in weights])
     return found
 
@@ -86,21 +97,24 @@ def by_hand(size, steps, fragments=1, dense=0, outer=None):
         {"dense": 3},
         {"outer": (0.7, 0.9)},
         {"outer": (0.7, 0.9), "fragments": 4, "dense": 2},
+        {"delay": 1},
+        {"delay": 3, "fragments": 3, "dense": 2},
+        {"delay": 2, "fragments": 2, "outer": (0.7, 0.9)},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_replicas_are_where_the_definition_has_them(size, options):
     """To the rounding of some ten float32 additions of values below 16; and equal where they should be, to the bit."""
-    names = ("fragments", "dense", "outer")
-    defaults = {"fragments": 1, "dense": 0, "outer": None}
+    names = ("fragments", "dense", "outer", "delay")
+    defaults = {"fragments": 1, "dense": 0, "outer": None, "delay": 0}
     arguments = [{**defaults, **options}[name] for name in names]
     ranks = threads.run(size, trained, 11, *arguments)
     expected = by_hand(size, 11, *arguments)
     for step, wanted in enumerate(expected):
         for (found, _), each in zip(ranks, wanted):
             torch.testing.assert_close(found[step].double(), each, rtol=0, atol=16 * 2**-20)
-    if arguments[0] == 1:
+    if arguments[0] == 1 and not arguments[-1]:
         for step in (EVERY - 1, 2 * EVERY - 1):
             assert all(torch.equal(found[step], ranks[0][0][step]) for found, _ in ranks)
             assert not torch.equal(ranks[0][0][step + 1], ranks[1][0][step + 1])
@@ -135,7 +149,7 @@ def test_only_an_outer_optimizer_has_a_state_that_all_share():
 def test_in_few_bits_what_is_rounded_off_is_kept(bits, bound):
     """After a mean all replicas are equal, within half of two steps of the exact mean: a step is a 127th, or a 7th, of
     the longest way, here some 5. What is not sent of the ways is what replicas keep."""
-    ranks = threads.run(3, trained, EVERY, 1, 0, None, bits)
+    ranks = threads.run(3, trained, EVERY, 1, 0, None, 0, bits)
     found = [weights[-1] for weights, _ in ranks]
     assert all(torch.equal(each, found[0]) for each in found)
     exact = by_hand(3, EVERY)[-1][0]

@@ -63,7 +63,7 @@ UPDATE = ("exchange.method=gtopk", "exchange.compress=update")
         ((*UPDATE, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
         ((*UPDATE, "exchange.delay=1"), "use exchange.compress=gradient or exchange.delay=0"),
         ((*UPDATE, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
-        (("exchange.method=local", "exchange.delay=1"), "use delay=0"),
+        (("exchange.method=local", "exchange.local_steps=4", "exchange.delay=4"), "use a delay below local_steps 4"),
         (("exchange.method=local", "model.norm=batch"), "use model.norm=group"),
         (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
         (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
@@ -104,6 +104,20 @@ def test_densities_by_step():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "beside"),
+    [
+        ((), 0.0),
+        (("exchange.delay=3",), 1.0),
+        (("exchange.method=local", "exchange.delay=1"), 1 / 8),
+        (("exchange.method=local", "exchange.delay=1", "exchange.fragments=4"), 0.5),
+        (("exchange.method=local", "exchange.delay=3", "exchange.fragments=8"), 1.0),
+    ],
+)
+def test_a_late_exchange_runs_beside_steps(overrides, beside):
+    assert recipe(*overrides).exchange.beside == beside
+
+
+@pytest.mark.parametrize(
     ("overrides", "text"),
     [
         (("exchange.method=half",), "exchange half (float16), order fast"),
@@ -122,6 +136,7 @@ def test_densities_by_step():
         (("exchange.method=topk", "exchange.bits=8"), "exchange topk (int8)"),
         (("exchange.method=local", "exchange.bits=8"), "mean of the weights every 8 steps, in 8 bits"),
         (("exchange.method=local",), "exchange local, mean of the weights every 8 steps"),
+        (("exchange.method=local", "exchange.delay=2"), "mean of the weights every 8 steps, means 2 steps late"),
         (
             ("exchange.method=local", "exchange.outer=nesterov", "exchange.fragments=4", "exchange.dense_epochs=2"),
             "exchange local, outer Nesterov 0.7, 0.9 every 8 steps, in 4 fragments, dense for 2 epochs",

@@ -46,7 +46,7 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
         bubble       (K - 1) t, with V parts a device (K - 1) / V t; 2 (K - 1) t on IPUs, where a stage alternates
                      forward and backward passes
         exchange     of the largest stage's gradient, less what the last micro batch's backward pass hides, or on CPUs
-                     with exchange.delay a whole step
+                     with exchange.delay what it runs beside
         update       its parameters
         straggling   s E[max of P normals] of the time so far
         input        what reading, or copying to the device, takes longer than all of that
@@ -133,8 +133,8 @@ def _seconds(
         "bubble": _fill(recipe, machine, len(work)) * slowest,
     }
     hidden = machine.overlap * slowest * backward_share(workload)
-    if recipe.exchange.delay and machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
-        hidden = sum(parts.values())
+    if machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
+        hidden = max(hidden, recipe.exchange.beside * sum(parts.values()))
     parts["exchange"] = max(0.0, exchange(machine, method_for(recipe.exchange), replicas, workload) - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
