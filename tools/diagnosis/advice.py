@@ -133,10 +133,7 @@ def _exchange(figures: Figures, share: str) -> Remedy:
             return text, overrides
     late = ""
     if figures.device == "cpu" and not section.delay:
-        late = (
-            "; exchange.delay=1 lets it run beside the next step, with what is sent one step late "
-            "(docs/exchange.md)"
-        )
+        late = "; exchange.delay=1 lets it run beside the next step, with what is sent one step late (docs/exchange.md)"
     return f"{fault}, and no other method is worth a change: {larger}{late}.", [figures.larger]
 
 
