@@ -25,7 +25,6 @@ from typing import Callable, Dict
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.ablations import Ablations
-from benchmarks.evidence.exchange_convergence import ExchangeConvergence
 from benchmarks.evidence.exchange_learning import ExchangeLearning
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.half_weights import HalfWeights
@@ -42,7 +41,7 @@ EXPERIMENTS: Dict[str, Experiment] = {
     each.name: each
     for each in (
         Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
-        ExchangeConvergence(), ExchangeLearning(), Staleness(),
+        ExchangeLearning(), Staleness(),
     )
 }  # fmt: skip
 

@@ -11,14 +11,15 @@ import torch
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.exchange_convergence import DIGITS, MODEL, REPLICAS, QuickstartExperiment
 from benchmarks.evidence.experiment import Series
+from benchmarks.evidence.quickstart import DIGITS, MODEL, QuickstartExperiment
 from benchmarks.evidence.runs import Run, outcome
 from models.families import build
 from parallel import exchange
 from parallel.exchange import Gradient
 
 SEEDS = (0, 1, 2, 3, 4)
+REPLICAS = 4
 # Chosen on dense runs alone: see `about`.
 GLYPHS = (
     "data.source=glyphs", "data.train_images=10240", "data.validation_images=4000", "data.glyph_difficulty=0.7",

@@ -47,7 +47,7 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
 
 def test_the_benchmarks_that_pages_name_are_there():
     named = "rounding step replicas pipeline loader exchange selection optimizer plan gpu_suite golden soak lars_forms "
-    named += "staleness exchange_convergence exchange_learning evidence.__main__ faults.__main__ fuzz.__main__"
+    named += "staleness exchange_learning evidence.__main__ faults.__main__ fuzz.__main__"
     assert {f"benchmarks.{name}" for name in named.split()} <= set(BENCHMARKS)
 
 

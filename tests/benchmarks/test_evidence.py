@@ -279,7 +279,7 @@ def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, 
     made = command.EXPERIMENTS[name]
     losses(lambda peak: abs(peak - 0.3))(made.wanted)
     wanted = made.wanted()
-    for other in ("exchange_convergence", "exchange_learning"):
+    for other in ("quickstart", "exchange_learning"):
         monkeypatch.setattr(f"benchmarks.evidence.{other}.outcome", experiment.outcome)
     for run in wanted:
         run.recipe()

@@ -15,7 +15,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
         dense = not any(text.startswith("exchange.") for text in run.overrides)
         return Outcome(0.9 + run.seed / 100 - (0 if dense else lost[run.seed] / 100), 1.0, 1.0, {})
 
-    for module in ("exchange_convergence", "exchange_learning"):
+    for module in ("quickstart", "exchange_learning"):
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
     found = {claim["name"]: claim for claim in made.claims()}
     assert found.keys() == {
