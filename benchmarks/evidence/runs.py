@@ -37,6 +37,7 @@ from training.run import run as train
 RUNS = CACHE / "evidence"
 RECIPE = "configs/evidence.yaml"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_KEEP_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  # the same for programs that begin
 _DIVERGED = "diverged.txt"  # in the folder of a run that did not come to its end: why
 
 
@@ -209,7 +210,7 @@ def _serve(run: Run) -> None:
 def train_here(run: Run) -> int:
     """Train in this process, or in several that it starts; return the exit code."""
     if run.processes > 1:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **_KEEP_BUFFERS}
         return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
     try:
         if not run.measured:
