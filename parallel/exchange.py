@@ -178,10 +178,13 @@ class Method(ABC):
         """Of processors, what `auto` measures for it: "select", "round" or nothing."""
         return "round" if self.section.sent_bits else ""
 
-    @property
-    def overrides(self) -> List[str]:
-        """Overrides that change a recipe to this method."""
-        return [f"exchange.method={self.section.method}"]
+    def overrides(self, section: Exchange) -> List[str]:
+        """Overrides that change a recipe with another section to this method."""
+        changed, reset = section.to(self.section.method), section.refused_by(self.section.method)
+        own = {key: getattr(self.section, key) for key in self.taken}
+        keys = {key: value for key, value in own.items() if value != getattr(changed, key)}
+        given = {"method": self.section.method, **keys, **reset}
+        return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
         """The section of this method with all keys of another section that it has, too."""

@@ -118,10 +118,6 @@ class GTopk(Sparse):
 
     taken = ("density", "pattern")
 
-    @property
-    def overrides(self) -> List[str]:
-        return [*super().overrides, f"exchange.pattern={self.section.pattern}"]
-
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("owners", "butterfly", "tree")]

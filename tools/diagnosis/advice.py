@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from engines.choice import Candidate, pick
-from parallel import exchange
+from parallel.evidence import PAGE
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.division import Batch, count
+from recipe.exchange import Auto
 from tools.diagnosis.splitting import Rank
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
@@ -18,6 +19,7 @@ from training.timeline import ideal
 _WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
 _UNEXPLAINED = 0.15
+_LOSS = Auto().accept_loss  # points of top-1 that a proposed exchange may lose
 
 Remedy = Tuple[str, List[str]]  # text and overrides
 
@@ -27,8 +29,9 @@ class Figures(NamedTuple):
 
     recipe: without `auto` in exchange and engine. parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda.
     cores: of a rank. threads: in which a rank computes on a CPU. reading: share of an image's time that is reading its
-    bytes, None where images are no files. bandwidth: bytes a second between replicas. methods: seconds of each exchange
-    by itself. slowest: the rank farthest behind the others of its stage. mfu: share of the devices' peak.
+    bytes, None where images are no files. bandwidth: bytes a second between replicas. methods: exchanges by
+    themselves, the most faithful first. slowest: the rank farthest behind the others of its stage. mfu: share of the
+    devices' peak.
     """
 
     recipe: Recipe
@@ -39,7 +42,7 @@ class Figures(NamedTuple):
     threads: int
     reading: Optional[float]
     bandwidth: Optional[float]
-    methods: Dict[str, float]
+    methods: Sequence[Candidate]
     slowest: Optional[Rank]
     mfu: float
 
@@ -120,15 +123,15 @@ def _exchange(figures: Figures, share: str) -> Remedy:
     fault = f"The exchange takes {share} of a step{link}"
     larger = f"{figures.larger} makes it once in twice as many images"
     section = figures.recipe.exchange
-    own = figures.methods.get(section.variant)
-    if own is not None:  # as exchange.method=auto, but whatever it loses: the text says so
-        taken = pick([Candidate(exchange.named(name), time, 0.0) for name, time in figures.methods.items()])[0]
-        if taken.seconds < own and taken.name != section.variant:
-            reset = section.refused_by(taken.method.section.method)
-            overrides = [*taken.method.overrides, *(f"exchange.{key}={str(reset[key]).lower()}" for key in reset)]
+    own = next((each for each in figures.methods if each.name == section.variant), None)
+    if own is not None:  # as exchange.method=auto by default
+        taken = pick([each for each in figures.methods if each is own or each.accepted(_LOSS)])[0]
+        if taken.seconds < own.seconds:
+            overrides = taken.method.overrides(section)
+            loss = f" It {taken.evidence} of top-1 in our experiments ({PAGE})." if taken.evidence.loss else ""
             text = (
                 f"{fault}: {' '.join(overrides)} takes {duration(taken.seconds)} by itself in place of "
-                f"{duration(own)}, and changes what is learned (docs/exchange.md). Without that, {larger}."
+                f"{duration(own.seconds)}.{loss} Without that, {larger}."
             )
             return text, overrides
     late = ""

@@ -134,14 +134,14 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         threads=torch.get_num_threads(),
         reading=reading.share_of_bytes,
         bandwidth=found_links.bandwidth.median if found_links else None,
-        methods={each.name: each.measured.median if each.measured else each.predicted for each in methods},
+        methods=[each.timed for each in methods],
         slowest=splitting.slowest(rows),
         mfu=mfu,
     )
     machine = doubling = None
     if found_links is not None:
         planned = _planned(recipe, place.stages)
-        own = next((method for method in methods if method.name == recipe.exchange.variant), None)
+        own = next((each for each in methods if each.candidate.name == recipe.exchange.variant), None)
         work = workload.of(planned)
         machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
         doubling = scaling.predict(planned, machine, 2 * place.replicas, work)

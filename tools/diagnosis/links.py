@@ -8,6 +8,7 @@ from typing import List, NamedTuple, Optional
 import torch
 
 from engines import choice
+from engines.choice import Candidate
 from engines.devices import synchronize
 from engines.torch_engine import TorchEngine
 from parallel import exchange, probe
@@ -42,12 +43,21 @@ class Links(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An exchange by itself. predicted: seconds on the network; measured: seconds, with the processors' work; None
-    where it would take too long."""
+    """An exchange by itself. measured: seconds, with the processors' work; None where it would take too long, and of
+    what the recipe has other keys for."""
 
-    name: str
-    predicted: float
+    candidate: Candidate  # seconds on the network as predicted
     measured: Optional[Spread]
+
+    @property
+    def label(self) -> str:
+        """With how much is sent."""
+        return self.candidate.method.section.label
+
+    @property
+    def timed(self) -> Candidate:
+        """With seconds as measured, if they are."""
+        return self.candidate._replace(network=self.measured.median) if self.measured else self.candidate
 
 
 def measure(processes: Processes, device: torch.device) -> Optional[Links]:
@@ -71,6 +81,8 @@ def methods(
 ) -> List[Method]:
     """Time every exchange of the gradient of the largest stage. Every rank calls this; the gradient is lost.
 
+    Exchanges with keys of their own, whose accuracy is known, are only predicted.
+
     Args:
         seconds: for all of them; one that is predicted to take longer by itself is only predicted.
     """
@@ -78,14 +90,15 @@ def methods(
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
     layers = sum(dimensions > 1 for _, dimensions in sizes)
     gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole, layers)))
-    predicted = choice.predict(exchange.variants(recipe.exchange), recipe, batch, gradient, link)
+    own = [method.section for method in exchange.variants(recipe.exchange)]
+    predicted = choice.predict(exchange.candidates(recipe.exchange), recipe, batch, gradient, link)
     found = []
     for candidate in predicted:
         measured = None
-        if candidate.network < seconds:
+        if candidate.network < seconds and candidate.method.section in own:
             tried = recipe.model_copy(update={"exchange": candidate.method.section})
-            measured = _seconds(engine, tried, processes, seconds / len(predicted))
-        found.append(Method(candidate.name, candidate.network, measured))
+            measured = _seconds(engine, tried, processes, seconds / len(own))
+        found.append(Method(candidate, measured))
     return found
 
 

@@ -51,7 +51,7 @@ def render(found: Findings, config: str) -> None:
         for each in found.methods:
             own = each.measured
             cells = (duration(own.median), _range(own)) if own else ("not, too long", "")
-            table.add_row(each.name, *cells, duration(each.predicted))
+            table.add_row(each.label, *cells, duration(each.candidate.network))
         _print_table(console, table)
     _print_ranks(console, found)
     line("straggling", f"{percent(found.straggling, 1)}: deviation of a replica's passes, over replicas and steps")
@@ -103,7 +103,10 @@ def as_data(found: Findings, config: str) -> dict:
             "bytes_per_second": links.bandwidth._asdict(),
             "between": "processes of one host" if links.loopback else "replicas",
         },
-        "methods": [{**each._asdict(), "measured": _or_none(each.measured)} for each in found.methods],
+        "methods": [
+            {"name": each.label, "predicted": each.candidate.network, "measured": _or_none(each.measured)}
+            for each in found.methods
+        ],
         "next_doubling": _or_none(found.doubling),
         "advice": found.advice._asdict(),
         "notes": found.notes,

@@ -2,14 +2,36 @@
 
 import pytest
 
+from engines.choice import Candidate
+from parallel import exchange
+from parallel.evidence import Evidence
 from recipe import loading
 from recipe.batch import divide
+from recipe.exchange import Exchange
 from tests.conftest import QUICKSTART, ROOT
 from tools.diagnosis.advice import Figures, advise
 from tools.diagnosis.splitting import PARTS, Rank
 
 GPU = {"device": "cuda", "reading": 0.1}
-METHODS = {"dense": 0.4, "half": 0.21, "topk": 0.02, "gtopk butterfly": 0.012, "gtopk tree": 0.021}
+LITTLE, MUCH = Evidence(0.3, 0.2), Evidence(3.0, 0.2)
+
+
+def candidate(name, seconds, evidence=LITTLE):
+    return Candidate(exchange.named(name), seconds, 0.0, evidence=evidence)
+
+
+DENSE = candidate("dense", 0.4, Evidence(0.0, 0.0))
+METHODS = (
+    DENSE, candidate("half", 0.21), candidate("topk", 0.02), candidate("gtopk butterfly", 0.012),
+    candidate("gtopk tree", 0.021),
+)  # fmt: skip
+UNSURE = (
+    DENSE,
+    candidate("half", 0.21, None),
+    candidate("topk", 0.02, MUCH),
+    candidate("gtopk butterfly", 0.012, None),
+)
+LOCAL = Candidate(exchange.of(Exchange(method="local", bits=4)), 0.01, 0.0, evidence=LITTLE)
 BUTTERFLY = ("exchange.method=gtopk", "exchange.pattern=butterfly")
 
 
@@ -56,7 +78,7 @@ def figures(*overrides, lag=0.01, **changes):
         ),
         ({"exchange": 0.4}, ["exchange.order=tree"], "exchange", [], [*BUTTERFLY, "exchange.order=fast"]),
         (
-            {"exchange": 0.4, "methods": {"dense": 0.05, "topk": 0.2}},
+            {"exchange": 0.4, "methods": [DENSE._replace(network=0.05), candidate("topk", 0.2)]},
             ["exchange.method=topk", "exchange.dense_1d=true"],
             "exchange",
             [],
@@ -64,7 +86,17 @@ def figures(*overrides, lag=0.01, **changes):
         ),
         ({"exchange": 0.2}, BUTTERFLY, "exchange", ["exchange.delay=1"], ["batch.global=128"]),
         ({"exchange": 0.2}, ["exchange.method=none"], "exchange", ["exchange.delay=1"], ["batch.global=128"]),
-        ({"exchange": 0.2, "methods": {}, "bandwidth": None}, [], "exchange", [], ["batch.global=128"]),
+        # What was not measured to keep accuracy is not proposed, unless it is the recipe's own.
+        ({"exchange": 0.2, "methods": UNSURE}, [], "exchange", ["no other method"], ["batch.global=128"]),
+        ({"exchange": 0.2, "methods": UNSURE}, BUTTERFLY, "exchange", ["no other method"], ["batch.global=128"]),
+        (
+            {"exchange": 0.2, "methods": [*UNSURE, LOCAL]},
+            [],
+            "exchange",
+            ["It loses 0.3 ± 0.2 points of top-1"],
+            ["exchange.method=local", "exchange.bits=4"],
+        ),
+        ({"exchange": 0.2, "methods": [], "bandwidth": None}, [], "exchange", [], ["batch.global=128"]),
         # 2 stages: (K - 1) / (M + K - 1) is 1 / 5 of 4 micro batches, 1 / 9 of 8.
         ({"bubble": 0.25}, ["parallel.stages=2"], "bubble", ["leave 20 % at best", "that 11 %"], ["batch.micro=4"]),
         ({"bubble": 0.25}, ["batch.micro=3", "batch.global=24"], "bubble", [], ["batch.global=48"]),

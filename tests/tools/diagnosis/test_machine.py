@@ -38,7 +38,8 @@ def planned_exchange(exposed, *overrides, measured=True, by_itself=BY_ITSELF):
     # A ring of two: each sends half of the gradient twice.
     bandwidth = work.gradient_bytes * parameters / by_itself
     links = Links(spread([0.0]), spread([bandwidth]), False)
-    method = Method("dense", by_itself, spread([by_itself]) if measured else None)
+    candidate = choice.Candidate(exchange.named("dense"), by_itself, 0.0)
+    method = Method(candidate, spread([by_itself]) if measured else None)
     reading, to_device = Reading(spread([1e9]), 10, 0), spread([1e12])
     hosts = [platform.node()] * 2 * stages
     found = machine.described(recipe, batch, torch.device("cpu"), hosts, times, work, reading, to_device, links, method)
