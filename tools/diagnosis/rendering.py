@@ -104,7 +104,12 @@ def as_data(found: Findings, config: str) -> dict:
             "between": "processes of one host" if links.loopback else "replicas",
         },
         "methods": [
-            {"name": each.label, "predicted": each.candidate.network, "measured": _or_none(each.measured)}
+            {
+                "name": each.candidate.name,
+                "label": each.label,
+                "predicted": each.candidate.network,
+                "measured": _or_none(each.measured),
+            }
             for each in found.methods
         ],
         "next_doubling": _or_none(found.doubling),
