@@ -79,6 +79,19 @@ def total(
     return Counts(int(images), loss, top1.long(), top5.long()), messages
 
 
+class NoiseScale(NamedTuple):
+    """The gradient noise scale: the batch beyond which larger ones pay less and less.
+
+    images: S / |G|^2. error: its standard error. signal: |G|^2, of the mean gradient over all images. noise: S, the
+    trace of the covariance of single images' gradients.
+    """
+
+    images: float
+    error: float
+    signal: float
+    noise: float
+
+
 class Engine(ABC):
     """A model with its weights and optimizer on some hardware, or this process's part of it.
 
@@ -124,6 +137,11 @@ class Engine(ABC):
 
         Raises UnreadableImage under data.bad_images=error; Diverged on every rank.
         """
+
+    def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
+        """The gradient noise scale as far as it is known, of the whole model and by parameter. Waits for the device;
+        every process calls."""
+        return None, {}
 
     def not_finite(self) -> List[str]:
         """Names of this process's parameters whose gradient of the last step was not finite, if known. Waits."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from data import loader
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, state, tuning
-from engines.base import AVERAGES, Counts, Engine, StepResult, scored
+from engines import cuts, feed, noise_scale, state, tuning
+from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
 from engines.devices import DTYPES, compute_dtype, device_of, measured_flops, set_determinism
 from engines.exchange import GradientExchange
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
@@ -56,6 +56,8 @@ class TorchEngine(Engine):
             if decay is not None
         }
         self._method = exchange.of(recipe.exchange)
+        self._meter, note = noise_scale.create(recipe, batch, self._method, self._model) if self._trains else (None, "")
+        self.notes += (note,) if note else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self.recorder = Recorder(processes, self.device)
@@ -151,17 +153,23 @@ class TorchEngine(Engine):
             self.recorder.set_clock()
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
+        if self._meter is not None:
+            self._meter.start(step)
         self._compute_gradients(micro_batches, step)
+        squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale, lr)
+        squares += self._squares(divisor, summed=True)
         self._combine_statistics(statistics_before)
         with self.recorder.span("update"):
             finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
             if divisor is not None:  # else the first gradient is still on its way
                 finite = self.weights.prepare(divisor)
-            own = [(~finite).double(), self._work.total, self._work.correct.double()]
-            unfinished, loss, correct = self.processes.sum(torch.stack(own))  # one message
+            own = [(~finite).double(), self._work.total, self._work.correct.double(), *squares]
+            unfinished, loss, correct, *squares = self.processes.sum(torch.stack(own))  # one message
             finite = unfinished == 0
+            if squares:
+                self._meter.add(torch.stack(squares), finite)
             if divisor is not None:
                 norms = self.weights.apply(step, 1.0 if self._subtracts else lr, finite, measure)
                 norms = None if norms is None else self._exchange.norms(norms)
@@ -184,6 +192,24 @@ class TorchEngine(Engine):
             norms,
             tuple(unreadable),
         )
+
+    def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
+        """This process's share of the noise scale's two squared norms; none where they are not to be measured here.
+
+        Args: divisor: of the gradient that is there, None if none is. summed: whether the exchange is done.
+        """
+        if self._meter is None or not self._meter.on or divisor is None or summed != self._method.complete:
+            return []
+        return list(self._meter.squares(self.weights.gradients.views, self._loss_scale.scale, divisor))
+
+    def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
+        if self._meter is None:
+            return None, {}
+        layers = self._meter.by_layer()
+        if self._meter.layers is not None and self.topology.stages > 1:
+            parts = self.processes.gather(layers)[: self.topology.stages]
+            layers = {name: each for part in parts for name, each in part.items()}
+        return self._meter.value(), layers
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
         """All micro batches of this replica, forward and backward."""
@@ -324,6 +350,7 @@ class TorchEngine(Engine):
             common = self._exchange.common_state()
             own.update({"exchange": common} if common else {})
             own["buffers"] = self._by_name(self._averaged())["buffers"]
+            own.update({"noise_scale": self._meter.state_dict()} if self._meter is not None else {})
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
     def load_state_dict(self, saved: dict) -> None:
@@ -335,6 +362,8 @@ class TorchEngine(Engine):
         self._exchange.load_state_dict(list(saved.get("delayed", {}).values()))
         self._exchange.load_common_state(saved.get("exchange", {}))
         state.load_buffers(self._buffers, saved["buffers"])
+        if self._meter is not None:
+            self._meter.load_state_dict(saved.get("noise_scale", {}))
         for name, average in self._averages.items():
             part = saved["averages"][name]
             self.weights.load_flat(average.tensors[0], part["weights"])

@@ -15,6 +15,7 @@ from recipe.exchange import Exchange
 class Dense(Method):
     """All-reduce of float32 values, in the library's order or that of a tree (`parallel/reduce.py`)."""
 
+    complete = True
     value_bytes: ClassVar[Optional[int]] = None  # those of the gradient
     taken = ("bits",)
 

@@ -156,12 +156,14 @@ class Method(ABC):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
-    replicas. exact: to float32 rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that
+    replicas. complete: each replica gets the sum of all gradients, to the rounding of what is sent. exact: to float32
+    rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that
     both have.
     """
 
     sparse: ClassVar[bool] = False
     sums: ClassVar[bool] = True
+    complete: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     taken: ClassVar[Tuple[str, ...]] = ()
 

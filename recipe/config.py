@@ -4,7 +4,7 @@ How YAML files become a recipe is in loading.py; the batch arithmetic is in batc
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import Literal, Optional
+from typing import Literal, Optional, Union
 
 from pydantic import Field, model_validator
 
@@ -79,6 +79,11 @@ class Log(Parts):
         50, gt=0, description="updates between two lines of the log; only these updates wait for the device"
     )
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
+    noise_scale: Union[bool, Literal["auto", "layers"]] = Field(
+        "auto",
+        description="estimate the gradient noise scale, the batch beyond which larger ones pay less; auto: where a "
+        "step has several micro batches; layers: also for each parameter",
+    )
     trace: int = Field(
         0,
         ge=0,

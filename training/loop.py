@@ -188,10 +188,11 @@ class Trainer:
             names = list(result.norms.trust)
             ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
             values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
+        noise = self._noise(values)
         left = (self.lengths.total - step - 1) * recipe.batch.global_ / rate
         text = (  # with the bar before it, it fits a terminal of 80 columns
             f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} MFU {values['mfu']:.0%} "
-            f"wait {waiting:.0%} ETA {duration(left)}"
+            f"wait {waiting:.0%} ETA {duration(left)}{noise}"
         )
         self.monitor.event("train", step + 1, values, "")
         self.monitor.progress.advance(step + 1, text)
@@ -210,6 +211,16 @@ class Trainer:
                 f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
                 f"{_where(self.engine)}; the weights are those of step {step + 1 - in_row}; {remedy}",
             )
+
+    def _noise(self, values: dict) -> str:
+        """Adds the gradient noise scale to the values of a log line, if it is known; and its words."""
+        whole, layers = self.engine.noise_scale()
+        if whole is None:
+            return ""
+        values["noise_scale"] = whole._asdict()
+        if layers:
+            values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
+        return f" noise {whole.images:,.0f}±{whole.error:,.0f}"
 
     def _check_loss(self, loss: float, step: int) -> None:
         """Raises TrainingError where the loss has been out of all reason for some lines of the log."""

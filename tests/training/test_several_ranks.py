@@ -34,6 +34,9 @@ TWO_STAGES = ("parallel.stages=2", "parallel.split=[blocks.3.0]")
 FOUR_STAGES = ("parallel.stages=4", "parallel.split=auto", "parallel.schedule=1f1b")
 FAST_FLOAT32 = ("exchange.order=fast", "precision.weights=float32")
 
+# The noise scale is a sum over processes, whose last bits depend on how many there are.
+SMALL = (*ranks.SMALL, "log.noise_scale=false")
+
 
 def in_this_process(*overrides, stop_at=None):
     """train.py with ranks.RECIPE, which SIGTERM stops at a step (from 1): exit code, lines, and lines of stderr."""
@@ -81,7 +84,7 @@ def assert_same_outcome(folder, other):
 def single(tmp_path_factory, _one_thread):
     """The folder of the run in one process, and its lines."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    lines = train_to_the_end(1, *ranks.SMALL, *TWO_STAGES, f"run.output={folder}")
+    lines = train_to_the_end(1, *SMALL, *TWO_STAGES, f"run.output={folder}")
     outcome = Outcome(folder)
     assert len(outcome.of("eval")) == 2
     assert all(event["skipped_steps"] == 0 for event in outcome.of("train"))
@@ -98,7 +101,7 @@ def without_pace(lines):
 def test_four_ranks_leave_and_print_what_one_process_does_and_that_a_run_is_finished(single, tmp_path):
     one, lines_of_one = single
     four = tmp_path / "run"
-    lines = train_to_the_end(4, *ranks.SMALL, *TWO_STAGES, f"run.output={four}")
+    lines = train_to_the_end(4, *SMALL, *TWO_STAGES, f"run.output={four}")
     assert_same_outcome(four, one)
     ours, theirs = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one))
     assert ours == theirs
@@ -109,7 +112,7 @@ def test_four_ranks_leave_and_print_what_one_process_does_and_that_a_run_is_fini
     assert lines_of_one[2] == "one process computes all 2 stages itself, on one device"
     assert without_pace(lines)[1:] == without_pace([lines_of_one[1], *lines_of_one[3:]])
     before = {path: path.read_bytes() for path in four.rglob("*") if path.is_file()}
-    (line,) = train_to_the_end(2, *ranks.SMALL, *TWO_STAGES, f"run.output={four}")
+    (line,) = train_to_the_end(2, *SMALL, *TWO_STAGES, f"run.output={four}")
     assert line.startswith(f"{four}: this run is finished: top1 ")
     assert {path.name for path, content in before.items() if path.read_bytes() != content} == {"environment.json"}
 
@@ -121,7 +124,7 @@ def test_four_ranks_leave_and_print_what_one_process_does_and_that_a_run_is_fini
 )
 def test_a_tree_ends_the_same_over_changed_topologies(single, tmp_path, size, stages, overrides):
     """Stopped on two replicas of two stages, then in one process, then finished on four ranks in one row."""
-    place = (*ranks.SMALL, f"run.output={tmp_path / 'run'}")
+    place = (*SMALL, f"run.output={tmp_path / 'run'}")
     stopped = train_until(3, 3, 4, *TWO_STAGES, *place)
     stopped = train_until(stopped + 3, 0, 1, *place)
     lines = train_to_the_end(size, *overrides, *place)
@@ -278,7 +281,7 @@ def with_a_misfit(rank):
 
 
 def test_a_rank_that_finds_a_misfit_leaves_none_waiting(tmp_path):
-    place = (*ranks.SMALL, f"run.output={tmp_path / 'run'}")
+    place = (*SMALL, f"run.output={tmp_path / 'run'}")
     train_until(2, 0, 1, *place)
     ended = ranks.train(2, *place, sabotage=with_a_misfit)
     assert [rank.code for rank in ended] == [WRONG_INPUT] * 2, ended

@@ -97,6 +97,11 @@ _EACH_NORM = tuple(
 )  # fmt: skip
 _REST = (
     Plan(
+        "noise_scale", "Gradient noise scale", "images",
+        "Batches far below it learn as much from each image, batches far above it as much from each update.",
+        (Series("train", "noise_scale/images", "noise scale"),), log=True,
+    ),
+    Plan(
         "loss_scale", "Loss scale", "factor", "By which the loss is multiplied before the backward pass.",
         (Series("train", "loss_scale", "loss scale"),), log=True, dull=True,
     ),

@@ -1,0 +1,175 @@
+"""Is the gradient noise scale of a run what its definition says, and what does measuring it cost?
+
+    python -m benchmarks.noise_scale [--quick] [--json]
+
+- `noise_scale_error`: a small model on the digits, as they are (no crops, no mixing), with its weights held where they
+  are after 0, 60 and 240 updates, which gives three sizes of noise. The meter of the engine (`log.noise_scale`) sees
+  updates of 8 micro batches of 8; its |G|^2 and S are averaged over the run. Beside it the definition: the gradient of
+  each of the 1,437 images by itself, their mean and the trace of their covariance, in float64. The error is relative,
+  the largest of the three.
+- `meter_overhead`: four updates with the meter over four without, less 1, in turns, by the engine: the quickstart's
+  model with its batch of 64 in 2 micro batches, and EfficientNet-B4 G16 at 64 px in 4 micro batches of 3. One update in
+  four is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports: see run
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
+    from training.command import run
+
+    run(__file__)
+
+from typing import Dict, Iterator, List, Sequence, Tuple
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import QUICKSTART, claims
+from data.batches import MicroBatch
+from data.sources import open_source
+from engines import factory
+from engines.base import Engine
+from models.families import build
+from recipe import loading
+from recipe.batch import divide
+from recipe.config import Recipe
+
+MICRO, COUNT = 8, 8
+HELD = ("model.width=0.35", "model.depth=0.3", "data.mixup=0", "precision.weights=float32", "run.device=cpu")
+SIZES = (0, 60, 240)  # updates before the weights are held
+MEASURED = 1200  # updates with held weights
+LR = 1.0
+_EVERY = 100  # updates between two readings of the meter
+OVERHEAD: Dict[str, Tuple[str, ...]] = {
+    "quickstart": ("batch.micro=32",),
+    "B4 G16, 64 px": (
+        "model.name=efficientnet_b4", "model.width=null", "model.depth=null", "model.image_size=64", "batch.micro=3",
+        "batch.global=12",
+    ),
+}  # fmt: skip
+TURNS = {"quickstart": 40, "B4 G16, 64 px": 10}
+CLAIMED = "quickstart"
+
+
+def recipe(*overrides: str) -> Recipe:
+    """The quickstart's, in batches of 64."""
+    return loading.load(QUICKSTART, ["run.device=cpu", *overrides])
+
+
+def drawn(images: torch.Tensor, labels: torch.Tensor, micro: int, count: int, step: int) -> Iterator[MicroBatch]:
+    """An update's micro batches: images drawn without replacement, other ones in each update."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))[: micro * count]
+    for number, rows in enumerate(order.split(micro)):
+        yield MicroBatch(images[rows], labels[rows], rows, len(rows), number, step, ())
+
+
+def digits(plan: Recipe) -> Tuple[torch.Tensor, torch.Tensor]:
+    """All training images as the model takes them, uint8 [images, 3, size, size], and labels, int64."""
+    source, size = open_source(plan.data, plan.model.classes, "train"), plan.model.image_size
+    pixels = torch.stack([source.open(number).pixels() for number in range(len(source.labels))])
+    images = F.interpolate(pixels.float(), (size, size), mode="bilinear", antialias=True).round().to(torch.uint8)
+    return images, torch.from_numpy(source.labels)
+
+
+def by_definition(plan: Recipe, weights: Dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> float:
+    """S / |G|^2 of the gradients of all images, one by one, float64."""
+    model = build(plan.model, plan.run.seed).double().train()
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.data.copy_(weights[name])
+    total = torch.zeros(sum(each.numel() for each in parameters.values()), dtype=torch.float64)
+    squares = 0.0
+    for image, label in zip(images, labels):
+        logits = model(image[None])
+        loss = F.cross_entropy(logits, label[None], label_smoothing=plan.data.label_smoothing)
+        gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(parameters.values()))])
+        total += gradient
+        squares += gradient.square().sum().item()
+    signal = (total / len(labels)).square().sum().item()
+    return (squares / len(labels) - signal) * len(labels) / (len(labels) - 1) / signal
+
+
+def measured(engine: Engine, images: torch.Tensor, labels: torch.Tensor, first: int, updates: int) -> float:
+    """S / |G|^2 by the meter, of weights that a rate of 0 holds."""
+    signal = noise = 0.0
+    for step in range(first, first + updates):
+        engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, 0.0)
+        if (step + 1 - first) % _EVERY == 0:
+            found, _ = engine.noise_scale()
+            signal, noise = signal + found.signal, noise + found.noise
+    return noise / signal
+
+
+def errors() -> Tuple[List[dict], List[float]]:
+    """A row for each size of noise, and the relative errors."""
+    plan = recipe(*HELD, f"batch.micro={MICRO}", f"batch.global={MICRO * COUNT}")
+    images, labels = digits(plan)
+    rows = []
+    for before in claims.progress(claims.less(SIZES, SIZES[1:2]), "size of noise"):
+        engine = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
+        for step in range(before):
+            engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, LR * (1 - step / SIZES[-1]))
+        fresh = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
+        weights = engine.state_dict()["weights"]
+        fresh.load_weights(weights)
+        given = by_definition(plan, weights, images, labels)
+        found = measured(fresh, images, labels, 10_000, claims.less(MEASURED, 2 * _EVERY))
+        rows.append(
+            {"side": f"after {before} updates", "definition": given, "meter": found, "error": found / given - 1}
+        )
+    return rows, [abs(row["error"]) for row in rows]
+
+
+class Updates:
+    """Four updates of the engine, with the meter or without."""
+
+    def __init__(self, plan: Recipe):
+        self._engine = factory.create(plan, divide(plan, 1), steps_per_epoch=100)
+        count, size = plan.batch.global_, plan.model.image_size
+        images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+        labels = torch.randint(0, plan.model.classes, (count,))
+        self._given, self._steps = (images, labels, plan.batch.micro, count // plan.batch.micro), itertools.count()
+
+    def __call__(self, number: int) -> None:
+        for _ in range(4):
+            step = next(self._steps)
+            self._engine.train_step(drawn(*self._given, step), step, 0.01)
+
+
+def overheads() -> Tuple[List[dict], List[float]]:
+    """A row for each model, and what the meter adds to the claimed one's updates, turn by turn."""
+    rows: List[dict] = []
+    for name, overrides in claims.less(OVERHEAD, {CLAIMED: OVERHEAD[CLAIMED]}).items():
+        sides = {on: Updates(recipe(*overrides, f"log.noise_scale={on}")) for on in ("true", "false")}
+        times = claims.in_turn(sides, TURNS[name], at_most=5)
+        more = [ratio - 1 for ratio in claims.ratios(times["true"], times["false"])]
+        rows += [
+            {"side": f"{name}, {'with' if on == 'true' else 'without'} the meter", **claims.milliseconds(seconds)}
+            for on, seconds in times.items()
+        ]
+        if name == CLAIMED:
+            found = more
+    return rows, found
+
+
+def table(rows: Sequence[dict]) -> List[dict]:
+    """All rows with all columns."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def main() -> None:
+    as_json = claims.begin(__doc__, takes="10 minutes", quick="1 minute").json
+    torch.set_num_threads(1)
+    held, wrong = errors()
+    timed, more = overheads()
+    found = [
+        claims.claim("noise_scale_error", [max(wrong)], "relative", "<= 0.1"),
+        claims.claim("meter_overhead", more, "of an update", "<= 0.01"),
+    ]
+    claims.report("noise_scale", table([*held, *timed]), found, as_json)

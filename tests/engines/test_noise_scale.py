@@ -1,0 +1,183 @@
+"""The gradient noise scale: against its definition, and the same however a step is divided."""
+
+import pytest
+import torch
+from torch import nn
+
+from engines.noise_scale import Meter, estimate
+from tests.engines import worlds
+from tests.engines.worlds import FLOAT32, alone, case, engine_of, micro_batches, outcome
+
+ONE = torch.tensor(1.0)
+
+
+def measured(parameters, batches, micro, updates, scale=ONE, layers=False):
+    """A meter that has seen updates of several micro batches.
+
+    Args: batches: of an update, gradients of single images of each parameter, [images, ...].
+    """
+    meter = Meter(parameters, micro, len(next(iter(batches(0).values()))), 1, layers)
+    for step in range(updates):
+        for parameter in parameters.values():
+            parameter.grad = None
+        images = batches(step)
+        count = len(next(iter(images.values())))
+        meter.start(step)
+        for start in range(0, count, micro):
+            means = {name: each[start : start + micro].mean(0) for name, each in images.items()}
+            (sum((parameters[name] * mean).sum() for name, mean in means.items()) * scale).backward()
+        if meter.on:
+            gradients = [parameter.grad for parameter in parameters.values()]
+            meter.add(meter.squares(gradients, scale, scale * (count // micro)), torch.tensor(True))
+    return meter
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_the_noise_scale_is_that_of_single_images_gradients(spread, micro):
+    """Images' gradients have a mean and a covariance that are known; the first parameter's image noise is twice the
+    second's. The estimate is within four standard errors, and a standard error is below a quarter."""
+    generator = torch.Generator().manual_seed(3)
+    parameters = {"a": nn.Parameter(torch.zeros(50, 4)), "b": nn.Parameter(torch.zeros(30))}
+    mean = {name: torch.randn(each.shape, generator=generator) / 5 for name, each in parameters.items()}
+    noise = {"a": 2 * spread, "b": spread}
+
+    def batches(step):
+        of_step = torch.Generator().manual_seed(step)
+        return {
+            name: each + noise[name] * torch.randn(32, *each.shape, generator=of_step) for name, each in mean.items()
+        }
+
+    meter = measured(parameters, batches, micro, 400, layers=True)
+    expected = {
+        name: (noise[name] ** 2 * each.numel(), each.double().square().sum().item()) for name, each in mean.items()
+    }
+    total = [sum(each) for each in zip(*expected.values())]
+    found = meter.value()
+    assert found.noise == pytest.approx(total[0], rel=0.05)
+    assert abs(found.images - total[0] / total[1]) < 4 * found.error
+    assert 0 < found.error < 0.25 * found.images
+    layers = meter.by_layer()
+    assert layers.keys() == expected.keys()
+    for name, each in layers.items():
+        assert abs(each.images - expected[name][0] / expected[name][1]) < 5 * each.error
+
+
+def test_what_the_averages_hold_after_two_measured_updates():
+    """By hand, in float64: an update of two micro batches each; the second update counts 1, the first 0.96."""
+    parameters = {"a": nn.Parameter(torch.zeros(3))}
+    images = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scale = torch.tensor(1024.0)
+    meter = measured(parameters, lambda step: {"a": images[step // 4].float()}, 2, 5, scale)
+    squares = []
+    for update in images:
+        halves = update.view(2, 2, 3).mean(1)
+        squares.append((halves.square().sum(1).mean(), update.mean(0).square().sum()))
+    noise = [(small - large) / (1 / 2 - 1 / 4) for small, large in squares]
+    signal = [(4 * large - 2 * small) / 2 for small, large in squares]
+    expected = [1.96, 1.9216]
+    for first, second in (noise, signal, [x**2 for x in noise], [x**2 for x in signal]):
+        expected.append(0.96 * first + second)
+    expected.append(0.96 * noise[0] * signal[0] + noise[1] * signal[1])
+    torch.testing.assert_close(meter.total, torch.tensor(expected).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_said_of_few_updates_or_where_noise_hides_the_gradient():
+    """As if ten updates were measured: weights 1, S = 4, |G|^2 = 2, without spread."""
+    assert estimate([10.0, 10.0, 40.0, 20.0, 160.0, 40.0, 80.0]) == (2.0, 0.0, 2.0, 4.0)
+    assert estimate([9.0, 9.0, 36.0, 18.0, 144.0, 36.0, 72.0]) is None
+    assert estimate([10.0, 10.0, 40.0, -20.0, 160.0, 40.0, -80.0]) is None
+    assert estimate([0.0] * 7) is None
+
+
+# Of twelve micro batches one process would measure eight, and two all.
+LAYERS = ("log.noise_scale=layers", "data.mixup=0", "batch.micro=4")
+
+
+def metered(processes, overrides, steps=9, poisoned=None):
+    """A case: the averages after some steps, of the whole model and of each layer."""
+    engine = engine_of(processes, (*LAYERS, *overrides), steps_per_epoch=4)
+    if engine.topology.rank == poisoned:
+        worlds.poison(engine)
+    for step in range(steps):
+        engine.train_step(micro_batches(step, engine), step, 0.05)
+    value, layers = engine.noise_scale()
+    state = engine.state_dict()
+    alike = "exchange.method=local" not in overrides
+    own = worlds.digest(engine.weights.state_dict()) if alike else ()
+    return value, own, (state.get("noise_scale"), layers, engine.notes)
+
+
+def of_one(*overrides):
+    return metered(worlds.single(), overrides)[2]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "run",
+    [
+        case(1, 2, metered, FLOAT32),
+        case(2, 1, metered, FLOAT32),
+        case(2, 2, metered, FLOAT32, slow=True),
+        case(1, 2, metered, (*FLOAT32, worlds.TREE)),
+        case(1, 2, metered, (*FLOAT32, "exchange.method=half", "exchange.wire=float16")),
+    ],
+)
+def test_the_averages_are_those_of_one_process(run):
+    """To the rounding of float32 norms, of weights that are apart by as much, and of what travels as float16."""
+    found, _, _ = outcome(run)
+    expected, _, _ = of_one(*FLOAT32)
+    half = "exchange.method=half" in run.arguments[0]
+    torch.testing.assert_close(found[""], expected[""], rtol=2e-2 if half else 1e-3, atol=0)
+    assert found.keys() == expected.keys()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("run", "images"),
+    [
+        (case(1, 2, metered, ("exchange.method=topk", "exchange.density=0.1")).values[0], 12),
+        (case(1, 2, metered, ("exchange.method=local",)).values[0], 12),
+    ],
+)
+def test_where_no_replica_gets_the_whole_sum_its_own_batch_is_the_large_one(run, images):
+    """The first measured update is that of equal weights: its two norms follow from those of one replica's batch."""
+    state, _, notes = outcome(run)
+    assert state[""][0] > 2 and not any("noise_scale" in note for note in notes)
+    assert images == 24 // 2
+
+
+def test_an_update_that_is_left_out_does_not_count():
+    """Of updates 0, 4 and 8 the second is not finite."""
+    engine = engine_of(worlds.single(), LAYERS, steps_per_epoch=4)
+    for step in range(9):
+        before = engine.state_dict()["noise_scale"]
+        if step == 4:
+            engine._loss_scale.scale.fill_(float("inf"))
+        engine.train_step(micro_batches(step, engine), step, 0.05)
+        engine._loss_scale.scale.fill_(128.0)
+        after = engine.state_dict()["noise_scale"]
+        assert (step in (0, 8)) == (not torch.equal(before[""], after[""]))
+        assert all(torch.equal(before[name], after[name]) for name in before) == (step not in (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (("model.norm=batch",), "batch normalisation"),
+        (("batch.micro=24",), "one micro batch"),
+        (("batch.micro=24", "log.noise_scale=auto"), None),
+        (("log.noise_scale=false",), None),
+    ],
+)
+def test_it_says_where_it_cannot_measure(overrides, note):
+    engine = engine_of(worlds.single(), (*LAYERS, *overrides), steps_per_epoch=4)
+    assert any(note in each for each in engine.notes) if note else not any("noise" in each for each in engine.notes)
+    assert engine.noise_scale() == (None, {})
+    assert "noise_scale" not in engine.state_dict()
+
+
+def test_the_weights_are_the_same_with_and_without():
+    assert alone(*FLOAT32)[2]["weights"].keys() == alone(*FLOAT32, "log.noise_scale=false")[2]["weights"].keys()
+    for name, weight in alone(*FLOAT32)[2]["weights"].items():
+        assert torch.equal(weight, alone(*FLOAT32, "log.noise_scale=false")[2]["weights"][name])
