@@ -1,0 +1,97 @@
+"""python -m tools.batch: what other batches would cost a run, against the equations and on a machine."""
+
+import json
+
+import pytest
+
+from recipe import loading
+from recipe.errors import UserError
+from tests.conftest import QUICKSTART
+from tools import batch
+from tools.planning import batches, machine, scaling, workload
+from tools.planning.batches import Interval
+
+OWN = 64
+
+
+def event(step, images=None, error=10.0):
+    scale = (
+        {} if images is None else {"noise_scale": {"images": images, "error": error, "signal": 1.0, "noise": images}}
+    )
+    return {"event": "train", "step": step, "epoch": step / 22, **scale}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder of a run with these events: run(event, ...)."""
+
+    def made(*events):
+        recipe = loading.load(QUICKSTART, [f"run.output={tmp_path}"])
+        (tmp_path / "config.yaml").write_text(loading.dump(recipe))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
+        return tmp_path
+
+    return made
+
+
+def test_a_steady_noise_scale_gives_the_published_curve():
+    """(updates / least updates - 1)(images / least images - 1) = 1, with the critical batch as their quotient."""
+    steady = [Interval(1.0, 100, 300.0, 0.0), Interval(2.0, 50, 300.0, 0.0)]
+    least_updates = batches.updates(steady, OWN, 10**12)
+    least_images = batches.updates(steady, OWN, 1) * 1 - least_updates
+    assert batches.critical(steady, OWN) == pytest.approx(300.0)
+    assert least_images / least_updates == pytest.approx(300.0, rel=1e-9)
+    for other in (16, 64, 300, 5000):
+        needed = batches.updates(steady, OWN, other)
+        assert (needed / least_updates - 1) * (needed * other / least_images - 1) == pytest.approx(1.0, rel=1e-6)
+    assert batches.updates(steady, OWN, OWN) == 150
+    assert batches.updates(steady, OWN, 300) == pytest.approx(150 * 2 / (1 + 300 / 64))
+
+
+def test_intervals_are_those_between_lines_and_early_ones_take_the_first_that_is_known():
+    found = batches.intervals([event(10), event(30, 50.0), event(35), event(60, 80.0)])
+    assert [(each.updates, each.noise) for each in found] == [(10, 50.0), (20, 50.0), (5, 50.0), (25, 80.0)]
+    with pytest.raises(UserError, match=r"log\.noise_scale=true"):
+        batches.intervals([event(10)])
+
+
+def test_the_standard_error_gives_a_range():
+    run = [Interval(1.0, 100, 300.0, 60.0)]
+    found = batches.cost(run, loading.load(QUICKSTART, []), 640)
+    expected = [100 * (1 + noise / 640) / (1 + noise / OWN) for noise in (360.0, 240.0)]
+    assert found.updates_range == pytest.approx(expected) and expected[0] < found.updates < expected[1]
+    assert (found.images, found.seconds) == (found.updates * 640, None)
+
+
+def test_on_a_machine_a_run_takes_its_updates_times_a_step_of_that_batch():
+    run, place = [Interval(1.0, 100, 300.0, 0.0)], machine.load("two_cores")
+    found = batches.cost(run, loading.load(QUICKSTART, []), 256, place, 2)
+    plan = loading.load(QUICKSTART, ["batch.global=256"])
+    row = scaling.predict(plan, place, 2, workload.of(plan))
+    assert found.seconds == pytest.approx(found.updates * row.seconds)
+    assert found.images_per_device == pytest.approx(found.images / 2)
+
+
+def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, capsys):
+    folder, picture = run(event(22), event(44, 300.0), event(66, 600.0, 30.0)), tmp_path / "batch.png"
+    options = ["--machine", "two_cores", "--replicas", "2", "--picture", str(picture), "--json", "--batches", "64,1024"]
+    assert batch.main([str(folder), *options]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    data = json.loads(last)
+    assert [each["batch"] for each in data["costs"]] == [64, 1024]
+    assert data["costs"][0]["updates"] == 66 and data["batch"] == OWN
+    assert any("600 ± 30 by epoch 3" in line for line in lines)
+    assert any(line.startswith("at 1,024 this costs ") and line.endswith(", on 2 replicas") for line in lines)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_machine_there_are_no_times(run, capsys):
+    assert batch.main([str(run(event(22, 300.0))), "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out.splitlines()[-1])["costs"]
+    assert [each["batch"] for each in costs] == [16, 32, 64, 128, 256, 512, 1024]
+    assert all(each["seconds"] is None for each in costs)
+
+
+def test_a_run_without_a_noise_scale_is_refused(run, capsys):
+    assert batch.main([str(run(event(22)))]) == 2
+    assert "log.noise_scale=true" in capsys.readouterr().err
