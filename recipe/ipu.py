@@ -83,6 +83,8 @@ def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
             "ipu.shard_optimizer_state has no effect: state is divided within an instance, and each has one replica; "
             "start fewer instances"
         )
+    if recipe.log.noise_scale in (True, "layers"):
+        found.append("log.noise_scale: not measured, as PopTorch sums gradients on the device")
     if pipelined(recipe):
         found.append(
             f"pipelined stages: {ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap computing; "

@@ -107,6 +107,8 @@ def test_notes_are_about_what_has_no_effect():
     (note,) = ipu.notes(small("ipu.shard_optimizer_state=true"), 1)
     assert note.startswith("ipu.shard_optimizer_state has no effect") and note.endswith("start fewer instances")
     assert ipu.notes(small("ipu.shard_optimizer_state=true"), 4) == ()
+    (note,) = ipu.notes(small("log.noise_scale=true"), 1)
+    assert "log.noise_scale: not measured" in note
 
 
 def test_poprun_brings_the_replicas_itself():
