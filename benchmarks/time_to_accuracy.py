@@ -45,11 +45,11 @@ RECIPE = ("run.device=cpu", "run.epochs=12", "batch.micro=8", "schedule.warmup_e
 SHORT = ("run.epochs=1", "schedule.warmup_epochs=0.2")  # with --quick
 METHODS: Dict[str, Tuple[str, ...]] = {
     "dense": (),
-    "half": ("exchange.method=half",),
     "dense, 4 bits": ("exchange.bits=4",),
     "topk of the update, 0.01": ("exchange.method=topk", "exchange.density=0.01"),
     "gtopk of the update, 0.04": ("exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04"),
     "local, 8 steps": ("exchange.method=local",),
+    "local, 4 steps, 4 bits": ("exchange.method=local", "exchange.local_steps=4", "exchange.bits=4"),
     "local, 8 steps, 4 bits": ("exchange.method=local", "exchange.bits=4"),
     "auto": ("exchange.method=auto",),
 }
