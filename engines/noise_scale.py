@@ -34,11 +34,12 @@ _FEWEST = 10.0  # measured updates, as they count, from which a standard error m
 
 
 class Meter:
-    """Keeps both averages: the small batch is a micro batch, the large one the whole batch.
+    """Running averages of S and |G|^2, from the norms of micro batches' gradients and of the whole batch's gradient.
 
-    Norms of micro batches' gradients are taken parameter by parameter, before they are added up: so in every schedule
-    of stages, and before an exchange that overlaps them. Where no replica gets the sum of all gradients, the large
-    batch is a replica's own. What is not finite counts nothing. On a device nothing waits.
+    Hooks measure the gradient of each parameter before it is accumulated. This works with every pipeline schedule, and
+    with an exchange that overlaps the backward pass. If the exchange does not give each replica the sum of all
+    gradients, the large batch is the replica's own. Updates with gradients that are not finite are ignored. Nothing
+    waits for the device.
 
     on: whether the current update is measured.
     """
@@ -49,7 +50,7 @@ class Meter:
             parameters: of this process.
             small, large: images of the two batches.
             replicas: over which norms are averaged.
-            layers: whether there are figures of each parameter, too; of this replica's micro batches alone.
+            layers: whether to keep averages for each parameter as well, from this replica's micro batches alone.
         """
         assert small < large, (small, large)
         self._parameters, self._small, self._large, self._replicas = parameters, small, large, replicas
@@ -68,8 +69,8 @@ class Meter:
             norms.clear()
 
     def squares(self, gradients: List[torch.Tensor], scale: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """This process's share of the squared norms of the small and of the large batch, float64 [2]: the sum over
-        stages and replicas is their mean over replicas.
+        """Return this process's share of the squared norms of the small and the large batch's gradient, float64 [2].
+        Its sum over all stages and replicas is the mean over replicas.
 
         Args:
             gradients: sums over the large batch, of each parameter. divisor: that makes means of them.
@@ -89,11 +90,11 @@ class Meter:
             self.layers = self._added(self.layers, self._squares, finite)
 
     def value(self) -> Optional[NoiseScale]:
-        """The noise scale of the whole model; None until it is known. Waits for the device."""
+        """Return the noise scale of the whole model; None until it is known. Waits for the device."""
         return estimate(self.total.tolist())
 
     def by_layer(self) -> Dict[str, NoiseScale]:
-        """That of this process's parameters as far as they are known. Waits for the device."""
+        """Return the noise scale of each of this process's parameters for which it is known. Waits for the device."""
         if self.layers is None:
             return {}
         found = {name: estimate(moments) for name, moments in zip(self._parameters, self.layers.T.tolist())}
@@ -129,7 +130,7 @@ class Meter:
 
 
 def create(recipe: Recipe, batch: Batch, method: Method, model: nn.Module) -> Tuple[Optional[Meter], str]:
-    """The meter that `log.noise_scale` asks for, and why there is none although it does."""
+    """Return the meter that `log.noise_scale` asks for; or None, and the reason if the recipe asks explicitly."""
     wanted, large = recipe.log.noise_scale, batch.global_ if method.complete else batch.micro * batch.accumulation
     if not wanted:
         return None, ""
