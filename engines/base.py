@@ -15,6 +15,7 @@ from optim.averaging import WeightAverage
 from optim.norms import Norms
 from parallel.agreement import Agreement
 from parallel.topology import Topology
+from recipe.course import Update
 from recipe.division import Batch
 
 AVERAGES = ("step_average", "epoch_average")
@@ -127,12 +128,20 @@ class Engine(ABC):
         """Seconds that the device waited for training images since `training_batches`, without the first wait."""
 
     @abstractmethod
-    def train_step(self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False) -> StepResult:
-        """Make one update. Takes exactly the step's images of this process, each when it is needed.
+    def train_step(
+        self,
+        micro_batches: Iterator[Any],
+        step: int,
+        lr: float,
+        measure: bool = False,
+        update: Optional[Update] = None,
+    ) -> StepResult:
+        """Make one update. Takes exactly the update's images of this process, each when it is needed.
 
         Args:
             micro_batches: of `training_batches`; nothing is taken where images do not enter.
-            step: number of the update, from 0: selects the random draws.
+            step: the first that the update takes, from 0: selects the random draws.
+            update: where it takes several steps; None takes one, and is number `step`.
             measure: also compute the norms and trust ratios.
 
         Raises UnreadableImage under data.bad_images=error; Diverged on every rank.

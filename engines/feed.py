@@ -60,15 +60,24 @@ class Feed:
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
     def start(
-        self, micro_batches: Iterator[MicroBatch], count: int, step: int, first_number: int, rows: int, size: int
+        self,
+        micro_batches: Iterator[MicroBatch],
+        count: int,
+        step: int,
+        first_number: int,
+        rows: int,
+        size: int,
+        each: Optional[int] = None,
     ) -> None:
-        """Begin a step.
+        """Begin an update.
 
         Args:
             micro_batches: of this replica; used on the first stage only.
             count, first_number: of them, and of the first within the step over all replicas.
             rows, size: rows of a micro batch, and pixels a side of its images.
+            each: micro batches of a step, where the update takes several steps, of which `step` is the first.
         """
+        self._each = each or count
         self._micro_batches, self._step, self._first_number = micro_batches, step, first_number
         self._rows, self._size = rows, size
         self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
@@ -80,20 +89,25 @@ class Feed:
         self.unreadable: List[str] = []
 
     def number_of(self, number: int) -> int:
-        """Number within the step over all replicas of a micro batch that is counted in this replica."""
-        return self._own_numbers.get(number, self._first_number + number)
+        """Number within its step over all replicas of a micro batch that is counted in this replica."""
+        return self._own_numbers.get(number, self._first_number + number % self._each)
+
+    def step_of(self, number: int) -> int:
+        """Step of a micro batch that is counted in this replica."""
+        return self._step + number // self._each
 
     def images(self, number: int) -> torch.Tensor:
         """Images of micro batch `number`, counted in this replica, on the device; in order."""
         batch = next(self._micro_batches, None)
         assert batch is not None, f"only {number} micro batches came"
-        assert self._topology.world == 1 or batch.number == self._first_number + number, (batch.number, number)
+        expected = self._first_number + number % self._each
+        assert self._topology.world == 1 or batch.number == expected, (batch.number, number)
         self._own_numbers[number] = batch.number
         self.images_seen += batch.valid
         self.unreadable.extend(batch.unreadable)
         self._send_labels(number, batch)
         images = batch.images.to(self._device, non_blocking=True)
-        plan = self._plan(batch.number, len(images), batch.valid)
+        plan = self._plan(number, len(images), batch.valid)
         if plan is not None:
             images = mixing.mix_images(images.contiguous(), plan)
         if self._whole_batches and 0 < batch.valid < len(images):
@@ -105,7 +119,7 @@ class Feed:
         """Targets of micro batch `number`, on the last stage; in order."""
         labels, valid = self._labels(number)
         labels = labels.to(self._device, non_blocking=True)
-        plan = self._plan(self.number_of(number), self._rows, valid)
+        plan = self._plan(number, self._rows, valid)
         targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
         return Targets(valid, labels[:valid], targets[:valid])
 
@@ -130,7 +144,8 @@ class Feed:
         self._sent.clear()
 
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
-        return mixing.draw(self._data, self._seed, self._step, number, rows, valid, self._size, self._size)
+        place = self.step_of(number), self.number_of(number)
+        return mixing.draw(self._data, self._seed, *place, rows, valid, self._size, self._size)
 
     def _send_labels(self, number: int, batch: MicroBatch) -> None:
         if self._topology.is_last:
@@ -175,9 +190,9 @@ class TrainingStep(Work):
         self._loss_scale, self._recorder = loss_scale, recorder
         self._smoothing, self._arm = smoothing, arm
 
-    def start(self, step: int, rows: int, device: torch.device) -> None:
+    def start(self, rows: int, device: torch.device) -> None:
         """Args: rows: of a micro batch. The feed must have been started."""
-        self._step, self._rows = step, rows
+        self._rows = rows
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
         self._gradients.zero()
@@ -186,7 +201,7 @@ class TrainingStep(Work):
         return self._feed.images(number)
 
     def before_forward(self, number: int) -> None:
-        self._draws.step, self._draws.micro_batch = self._step, self._feed.number_of(number)
+        self._draws.step, self._draws.micro_batch = self._feed.step_of(number), self._feed.number_of(number)
 
     def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy; an image that was left out counts as one with loss 0, so others keep their weight."""

@@ -62,9 +62,10 @@ class Meter:
         self.total = torch.zeros(_MOMENTS, dtype=torch.float64, device=device)
         self.layers = torch.zeros(_MOMENTS, len(parameters), dtype=torch.float64, device=device) if layers else None
 
-    def start(self, step: int) -> None:
-        """Begin update `step`, from 0."""
-        self.on = step % _EVERY == 0
+    def start(self, number: int, steps: int = 1) -> None:
+        """Begin update `number`, from 0. Args: steps: by which the large batch is larger than usual."""
+        self.on = number % _EVERY == 0
+        self._steps = steps
         for norms in self._norms:
             norms.clear()
 
@@ -119,9 +120,9 @@ class Meter:
 
     def _added(self, moments: torch.Tensor, squares: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         """Args: squares: float64 [2, ...] of the small and the large batch."""
-        small, large = squares
-        signal = (self._large * large - self._small * small) / (self._large - self._small)
-        noise = (small - large) / (1 / self._small - 1 / self._large)
+        (small, large), batch = squares, self._large * self._steps
+        signal = (batch * large - self._small * small) / (batch - self._small)
+        noise = (small - large) / (1 / self._small - 1 / batch)
         one = torch.ones_like(small)
         new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
         kept = moments * _DECAY

@@ -29,6 +29,7 @@ from parallel.processes import Processes
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_sizes
 from recipe.config import Recipe
+from recipe.course import Update
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.optimization import Sgd
@@ -145,8 +146,14 @@ class TorchEngine(Engine):
         return loader.EvaluationBatches(source, data=recipe.data, image_size=size, batch=rows, device=device, **replica)
 
     def train_step(
-        self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure: bool = False
+        self,
+        micro_batches: Iterator[MicroBatch],
+        step: int,
+        lr: float,
+        measure: bool = False,
+        update: Optional[Update] = None,
     ) -> StepResult:
+        steps, number = (update.steps, update.number) if update else (1, step)
         self.recorder.step = step
         self.recorder.on = 0 < self._steps_made <= self._recipe.log.trace  # from the session's second step on
         if self._steps_made == 1 and self.recorder.on:
@@ -154,11 +161,11 @@ class TorchEngine(Engine):
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         if self._meter is not None:
-            self._meter.start(step)
-        self._compute_gradients(micro_batches, step)
+            self._meter.start(number, steps)
+        self._compute_gradients(micro_batches, step, steps)
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
-            divisor = self._exchange(step, self._loss_scale.scale, lr)
+            divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
         squares += self._squares(divisor, summed=True)
         self._combine_statistics(statistics_before)
         with self.recorder.span("update"):
@@ -171,19 +178,19 @@ class TorchEngine(Engine):
             if squares:
                 self._meter.add(torch.stack(squares), finite)
             if divisor is not None:
-                norms = self.weights.apply(step, 1.0 if self._subtracts else lr, finite, measure)
+                norms = self.weights.apply(number, 1.0 if self._subtracts else lr, finite, measure)
                 norms = None if norms is None else self._exchange.norms(norms)
         with self.recorder.span("exchange"):
             self._exchange.after_update(step)
         for buffer, before in zip(self._buffers.values(), statistics_before):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
-            self._averages["step_average"].add(self._averaged(), counts=finite)
+            self._averages["step_average"].add(self._averaged(), counts=finite.long() * steps)
         self._loss_scale.update(finite)
         self._steps_made += 1
-        images, unreadable = self._seen()
+        images, unreadable = self._seen(steps)
         return StepResult(
-            (loss / self.batch.micro_batches).float(),
+            (loss / (self.batch.micro_batches * steps)).float(),
             correct.long(),
             images,
             self._loss_scale.skipped,
@@ -211,18 +218,19 @@ class TorchEngine(Engine):
             layers = {name: each for part in parts for name, each in part.items()}
         return self._meter.value(), layers
 
-    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
-        """All micro batches of this replica, forward and backward."""
-        count, rows, size = self.batch.accumulation, self.batch.micro, 0
+    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int, steps: int = 1) -> None:
+        """All micro batches of this replica in some steps, forward and backward."""
+        each, rows, size = self.batch.accumulation, self.batch.micro, 0
+        count = steps * each
         if self.topology.is_first:
             first = next(micro_batches, None)
             assert first is not None, f"0 of {count} micro batches came"
             size, rows = first.images.shape[-1], len(first.images)
             micro_batches = itertools.chain([first], micro_batches)
         size = self._same_size(size)
-        self._feed.start(micro_batches, count, step, self.topology.replica * count, rows, size)
-        self._work.start(step, rows, self.device)
-        self._schedule(size).train(self._work)
+        self._feed.start(micro_batches, count, step, self.topology.replica * each, rows, size, each)
+        self._work.start(rows, self.device)
+        self._schedule(size, count).train(self._work)
         self._feed.finish()
 
     def _same_size(self, size: int) -> int:
@@ -236,11 +244,11 @@ class TorchEngine(Engine):
         dist.broadcast(message, group=self.processes.host_stage_group, group_src=0)
         return int(message)
 
-    def _schedule(self, size: Optional[int]) -> Any:
-        """What computes training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
+    def _schedule(self, size: Optional[int], count: int = 1) -> Any:
+        """What computes `count` training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
         if size is not None and self.topology.stages == 1:
-            return SingleProcess(self._stages[0], self.batch.accumulation)
-        if size not in self._schedules:
+            return SingleProcess(self._stages[0], count)
+        if (size, count) not in self._schedules:
             from parallel.pipeline import ForwardPipeline, Pipeline
 
             named = {"group": self.processes.stage_group, "device": self.device}
@@ -249,10 +257,10 @@ class TorchEngine(Engine):
                 schedule = ForwardPipeline(self._stages, self._boundaries(rows, pixels, torch.uint8), **named)
             else:
                 entering = self._boundaries(self.batch.micro, size, self._feed.image_dtype)
-                named.update(schedule=self._recipe.parallel.schedule, micro_batches=self.batch.accumulation)
+                named.update(schedule=self._recipe.parallel.schedule, micro_batches=count)
                 schedule = Pipeline(self._stages, entering, **named)
-            self._schedules[size] = schedule
-        return self._schedules[size]
+            self._schedules[size, count] = schedule
+        return self._schedules[size, count]
 
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
         with torch.device("meta"):
@@ -270,12 +278,12 @@ class TorchEngine(Engine):
                 group=self.processes.replica_group,
             )
 
-    def _seen(self) -> Tuple[int, List[str]]:
-        """Images of the step over all replicas, and what could not be read. Only `skip` needs a message."""
+    def _seen(self, steps: int) -> Tuple[int, List[str]]:
+        """Images of an update over all replicas, and what could not be read. Only `skip` needs a message."""
         if self.topology.world == 1:
             return self._feed.images_seen, self._feed.unreadable
         if self._recipe.data.bad_images != "skip":
-            return self.batch.global_, []
+            return steps * self.batch.global_, []
         counts, messages = zip(*self.processes.gather((self._feed.images_seen, self._feed.unreadable)))
         return sum(counts), [message for part in messages for message in part]
 

@@ -29,11 +29,12 @@ class WeightAverage:
 
         Args:
             sources: as given at the start, finite.
-            counts: bool []: False leaves the average as it is (the update was skipped); None is True.
+            counts: bool or int64 []: how many times the weights count; 0 leaves the average as it is (the update was
+                skipped); None is 1.
         """
-        one = torch.ones_like(self.count) if counts is None else counts.to(torch.int64)
-        self.count = self.count + one
+        times = torch.ones_like(self.count) if counts is None else counts.to(torch.int64)
+        self.count = self.count + times
         # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then changes no bit.
-        share = one * (1 - self._decay) / (1 - self._decay ** self.count.clamp(min=1).double())
+        share = (1 - self._decay ** times.double()) / (1 - self._decay ** self.count.clamp(min=1).double())
         for tensor, source in zip(self.tensors, sources):
             tensor.lerp_(source.float(), share.float())

@@ -160,6 +160,7 @@ def describe(recipe: Recipe) -> str:
         f"run        {recipe.run.name} -> {output_folder(recipe)}",
         f"model      {model.describe()}, {model.image_size} px, {model.classes} classes",
         f"batch      {batch.describe()}",
+        *_describe_growth(recipe),
         *_describe_parallel(recipe),
         f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
         f"optimizer  {optimizer.name}, {recipe.schedule.name} schedule, "
@@ -175,6 +176,16 @@ def describe(recipe: Recipe) -> str:
     if recipe.run.device == "ipu":
         lines += ipu_plan.lines(recipe, batch)
     return "\n".join(lines)
+
+
+def _describe_growth(recipe: Recipe) -> list:
+    """The line about a batch that grows."""
+    pairs = recipe.batch.schedule
+    return (
+        [f"growing    {', '.join(f'{batch:,g} from {images:,g} images on' for images, batch in pairs)}"]
+        if pairs
+        else []
+    )
 
 
 def _describe_parallel(recipe: Recipe) -> list:

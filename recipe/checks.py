@@ -13,6 +13,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
     """Raises ConfigError for sections that do not go together, on the recipe's device."""
     _check_micro_batch(recipe)
     _check_exchange(recipe)
+    _check_growing_batch(recipe)
     if recipe.run.device == "ipu":
         ipu_rules.check(recipe, batch)
     else:
@@ -28,6 +29,23 @@ def _check_micro_batch(recipe: Recipe) -> None:
         key = "data.mixup" if data.mixup else "data.cutmix"
         off = "0" if data.mixup else "null"
         raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
+
+
+def _check_growing_batch(recipe: Recipe) -> None:
+    """Check that nothing counts updates, or sums in an order that depends on how many micro batches an update has."""
+    if recipe.batch.schedule is None:
+        return
+    exchange = recipe.exchange
+    if exchange.method not in ("dense", "none", "auto") or exchange.in_tree or exchange.delay:
+        raise ConfigError(
+            f"batch.schedule goes with exchange.method dense in the order fast, without delay, but the recipe has "
+            f"{exchange.describe(recipe.optimizer)}; use exchange.method=dense exchange.order=fast exchange.delay=0"
+        )
+    if recipe.model.batch_statistics:
+        raise ConfigError(
+            "batch.schedule and model.norm batch: running statistics depend on the order of micro batches; use "
+            "model.norm=group"
+        )
 
 
 def _check_exchange(recipe: Recipe) -> None:

@@ -4,7 +4,7 @@ How YAML files become a recipe is in loading.py; the batch arithmetic is in batc
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import Literal, Optional, Union
+from typing import List, Literal, Optional, Union
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,26 @@ class BatchSection(Section):
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
     micro: int = Field(3, gt=0, description="images per forward pass of one stage")
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
+    schedule: Optional[List[List[float]]] = Field(
+        None,
+        description="a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]]; batches are "
+        "multiples of batch.global, which remains the unit of steps, rates and warm-ups; null keeps batch.global",
+    )
+
+    @model_validator(mode="after")
+    def _multiples_of_one_batch(self) -> "BatchSection":
+        pairs = self.schedule
+        if pairs is None:
+            return self
+        if not pairs or any(len(pair) != 2 for pair in pairs):
+            raise ValueError("schedule must be [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]]")
+        starts = [images for images, _ in pairs]
+        if starts[0] != 0 or any(after <= before for before, after in zip(starts, starts[1:])):
+            raise ValueError("schedule must begin at 0 images, and each later pair after the one before it")
+        odd = next((batch for _, batch in pairs if batch < self.global_ or batch % self.global_), None)
+        if odd is not None:
+            raise ValueError(f"schedule: {odd:g} is not a multiple of global {self.global_}; correct one of them")
+        return self
 
 
 class Log(Parts):

@@ -84,6 +84,8 @@ def _algorithm(recipe: Recipe) -> _Rules:
          "PopART exchanges gradients itself, completely and in the accumulator's float32; use exchange.method=dense"),
         (exchange.delay > 0, f"exchange.delay {exchange.delay}",
          "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
+        (recipe.batch.schedule is not None, "batch.schedule",
+         "the accumulation is compiled into the program; use batch.schedule=null"),
         (exchange.in_tree, "exchange.order tree",
          "PopART decides in which order gradients are added; use exchange.order=fast"),
         (recipe.model.batch_statistics, "model.norm batch",

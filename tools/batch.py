@@ -44,15 +44,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_args(arguments)
     recipe = loading.load(options.run / "config.yaml")
     try:
-        run = batches.intervals(read_events(options.run).get("train", []))
+        run = batches.intervals(read_events(options.run).get("train", []), recipe.batch.global_)
     except UserError as error:
         raise ConfigError(f"{options.run}: {error}") from None
     own, place = recipe.batch.global_, machine.load(options.machine) if options.machine else None
     replicas = options.replicas or planned(recipe).replicas
     others = options.batches or sorted({own * 2**power if power >= 0 else max(1, own >> -power) for power in _POWERS})
     costs = [batches.cost(run, recipe, other, place, replicas) for other in others]
-    whole = batches.critical(run, own)
-    print("\n".join(_lines(run, own, whole, costs)))
+    whole = batches.critical(run)
+    print("\n".join(_lines(run, whole, costs)))
     if options.picture:
         with writing(options.picture):
             _draw(run, own, costs, options.picture)
@@ -91,18 +91,19 @@ def _numbers(text: str) -> List[int]:
     return [_number(part) for part in text.split(",")]
 
 
-def _lines(run: Sequence[Interval], own: int, whole: float, costs: Sequence[Cost]) -> List[str]:
-    steps, middle = sum(each.updates for each in run), len(run) // 2
+def _lines(run: Sequence[Interval], whole: float, costs: Sequence[Cost]) -> List[str]:
+    updates, middle = sum(each.updates for each in run), len(run) // 2
+    images = sum(each.updates * each.batch for each in run)
     along = [run[0], run[middle], run[-1]] if len(run) > 2 else run
     said = ", ".join(f"{each.noise:,.0f} ± {each.error:,.0f} by epoch {each.epoch:.3g}" for each in along)
     lines = [
-        f"run        {steps:,} updates with a batch of {own:,}",
+        f"run        {updates:,.0f} updates of {images / updates:,.0f} images",
         f"critical   {whole:,.0f} images over the whole run; noise scale {said}",
         f"{'batch':>9} {'updates':>10} {'(range)':>19} {'images':>13} {'x images':>9} {'time':>12}",
     ]
     for each in costs:
         span = f"{each.updates_range[0]:,.0f}-{each.updates_range[1]:,.0f}"
-        time, more = "" if each.seconds is None else duration(each.seconds), each.images / (steps * own)
+        time, more = "" if each.seconds is None else duration(each.seconds), each.images / images
         lines.append(f"{each.batch:9,} {each.updates:10,.0f} {span:>19} {each.images:13,.0f} {more:9.2f} {time:>12}")
     first, last = costs[0], costs[-1]
     if len(costs) > 1 and first.seconds is not None:

@@ -23,6 +23,7 @@ from optim import schedule
 from recipe import loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
+from recipe.course import Course, Update
 from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
@@ -114,24 +115,27 @@ class Trainer:
             DataError: none of the images since the last log line could be read.
         """
         with StopSignals(self._note_signal):
-            for step in range(self.progression.step, self.lengths.total):
+            course = Course(self.recipe, self.lengths.steps_per_epoch, self.lengths.total)
+            for update in course.updates(self.progression.step):
                 try:
-                    self._step(micro_batches, step)
+                    self._step(micro_batches, update)
                 except Diverged as error:
                     remedy = "start a new run with a lower schedule.peak (or peak_per_image) or precision.loss_scale"
-                    self._raise(TrainingError, f"step {step + 1}: {error}; {remedy}")
+                    self._raise(TrainingError, f"step {update.end}: {error}; {remedy}")
         self._end()
 
-    def _step(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
-        progression = self.progression
-        done, last = step + 1, step + 1 == self.lengths.total
-        log = last or done % self.recipe.log.every_steps == 0
-        result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log)
-        self._loss += result.loss
+    def _step(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
+        progression, step, done = self.progression, update.step, update.end
+        last = done == self.lengths.total
+        log = last or update.reaches(self.recipe.log.every_steps)
+        several = {"update": update} if self.recipe.batch.schedule else {}
+        result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, **several)
+        self._loss += result.loss * update.steps
         self._correct += result.correct
         progression.images += result.images
-        progression.steps_in_window += 1
-        images = self.recipe.batch.global_  # also those that could not be read: they took their time
+        progression.steps_in_window += update.steps
+        # Also those that could not be read: they took their time.
+        images = self.recipe.batch.global_ * update.steps
         self._clock.count(images, images * self.flops_per_image(step // self.lengths.steps_per_epoch))
         for message in result.unreadable:
             progression.unreadable += 1
@@ -141,24 +145,25 @@ class Trainer:
         if done % self.lengths.steps_per_epoch == 0:
             self.engine.end_epoch()
         if log:
-            self._log(result, step)
+            self._log(result, update)
         self.monitor.progress.tick(done)
         start = time.monotonic()
-        if last or done % self._evaluate_every == 0:
+        if last or update.reaches(self._evaluate_every):
             self._evaluate(done)
         self._trace(last)
         self._clock.pause(time.monotonic() - start)
         start = time.monotonic()
-        scheduled = last or done % self._save_every == 0
+        scheduled = last or update.reaches(self._save_every)
         stop = self.engine.processes.agree(self._signal or 0)
         if scheduled or stop:
-            self._save(scheduled)
+            self._save(scheduled, evaluated=last or update.reaches(self._evaluate_every))
         self._clock.pause(time.monotonic() - start)
         if stop and not last:
             self._raise(Stopped, f"{signal.Signals(stop).name}: saved at step {done}; the same command resumes")
 
-    def _log(self, result: StepResult, step: int) -> None:
+    def _log(self, result: StepResult, update: Update) -> None:
         """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
+        step = update.end - 1
         in_row, progression, recipe = result.skipped_in_row.item(), self.progression, self.recipe
         images, steps = progression.images, progression.steps_in_window
         if not images:
@@ -173,7 +178,8 @@ class Trainer:
             # Images that could not be read have no loss; in the sums of the steps they stand as 0.
             "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),
             "top1": self._correct.item() / images,
-            "lr": self._rate(step),
+            "lr": self._rate(update.step),
+            **({"batch": update.steps * recipe.batch.global_} if recipe.batch.schedule else {}),
             # None where the update is made on a device that does not report them.
             **{f"{kind}_norm": getattr(result.norms, kind).item() for kind in _NORMS if result.norms is not None},
             "skipped_steps": result.skipped.item(),
@@ -279,8 +285,11 @@ class Trainer:
             f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}",
         )
 
-    def _save(self, scheduled: bool) -> None:
-        """Saves the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
+    def _save(self, scheduled: bool, evaluated: bool) -> None:
+        """Saves the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics.
+
+        Args: evaluated: whether these weights have been scored.
+        """
         progression = self.progression
         progression.metrics_bytes = self.monitor.metrics.position()
         progression.logged_checkpoint = scheduled
@@ -298,7 +307,6 @@ class Trainer:
             for _ in replica_states:
                 pass  # what this rank has goes to the main one
             return
-        evaluated = progression.step % self._evaluate_every == 0 or progression.step == self.lengths.total
         top1 = progression.scores["top1"] if evaluated else None
         self.monitor.metrics.check()
         self.checkpoints.save(progression.step, content, top1, replica_states)

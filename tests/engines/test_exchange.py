@@ -234,8 +234,8 @@ def late(delay, steps):
     waiting, compute, weights = [], engine._compute_gradients, engine.weights
     prepare, apply = weights.prepare, weights.apply
 
-    def computed(batches, step):
-        compute(batches, step)
+    def computed(batches, step, *rest):
+        compute(batches, step, *rest)
         waiting.append(engine.weights.gradients.flat.clone())
 
     def prepared(divisor):

@@ -166,8 +166,8 @@ def poison(engine):
     """One gradient of this rank is not finite in step 1."""
     compute = engine._compute_gradients
 
-    def poisoned(micro_batches, step):
-        compute(micro_batches, step)
+    def poisoned(micro_batches, step, *rest):
+        compute(micro_batches, step, *rest)
         if step == 1:
             engine.weights.gradients.flat[3] = float("nan")
 

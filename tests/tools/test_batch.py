@@ -36,27 +36,34 @@ def run(tmp_path):
 
 def test_a_steady_noise_scale_gives_the_published_curve():
     """(updates / least updates - 1)(images / least images - 1) = 1, with the critical batch as their quotient."""
-    steady = [Interval(1.0, 100, 300.0, 0.0), Interval(2.0, 50, 300.0, 0.0)]
-    least_updates = batches.updates(steady, OWN, 10**12)
-    least_images = batches.updates(steady, OWN, 1) * 1 - least_updates
-    assert batches.critical(steady, OWN) == pytest.approx(300.0)
+    steady = [Interval(1.0, 100, OWN, 300.0, 0.0), Interval(2.0, 50, OWN, 300.0, 0.0)]
+    least_updates = batches.updates(steady, 10**12)
+    least_images = batches.updates(steady, 1) * 1 - least_updates
+    assert batches.critical(steady) == pytest.approx(300.0)
     assert least_images / least_updates == pytest.approx(300.0, rel=1e-9)
     for other in (16, 64, 300, 5000):
-        needed = batches.updates(steady, OWN, other)
+        needed = batches.updates(steady, other)
         assert (needed / least_updates - 1) * (needed * other / least_images - 1) == pytest.approx(1.0, rel=1e-6)
-    assert batches.updates(steady, OWN, OWN) == 150
-    assert batches.updates(steady, OWN, 300) == pytest.approx(150 * 2 / (1 + 300 / 64))
+    assert batches.updates(steady, OWN) == 150
+    assert batches.updates(steady, 300) == pytest.approx(150 * 2 / (1 + 300 / 64))
 
 
 def test_intervals_are_those_between_lines_and_early_ones_take_the_first_that_is_known():
-    found = batches.intervals([event(10), event(30, 50.0), event(35), event(60, 80.0)])
+    found = batches.intervals([event(10), event(30, 50.0), event(35), event(60, 80.0)], OWN)
     assert [(each.updates, each.noise) for each in found] == [(10, 50.0), (20, 50.0), (5, 50.0), (25, 80.0)]
     with pytest.raises(UserError, match=r"log\.noise_scale=true"):
-        batches.intervals([event(10)])
+        batches.intervals([event(10)], OWN)
+
+
+def test_updates_of_a_batch_that_grows_are_fewer_than_its_steps():
+    (before, after) = batches.intervals([event(10, 50.0), {**event(30, 50.0), "batch": 2 * OWN}], OWN)
+    assert (before.updates, before.batch, after.updates, after.batch) == (10, OWN, 10, 2 * OWN)
+    expected = 10 + 10 * (1 + 50 / OWN) / (1 + 50 / (2 * OWN))
+    assert batches.updates([before, after], OWN) == pytest.approx(expected)
 
 
 def test_the_standard_error_gives_a_range():
-    run = [Interval(1.0, 100, 300.0, 60.0)]
+    run = [Interval(1.0, 100, OWN, 300.0, 60.0)]
     found = batches.cost(run, loading.load(QUICKSTART, []), 640)
     expected = [100 * (1 + noise / 640) / (1 + noise / OWN) for noise in (360.0, 240.0)]
     assert found.updates_range == pytest.approx(expected) and expected[0] < found.updates < expected[1]
@@ -64,7 +71,7 @@ def test_the_standard_error_gives_a_range():
 
 
 def test_on_a_machine_a_run_takes_its_updates_times_a_step_of_that_batch():
-    run, place = [Interval(1.0, 100, 300.0, 0.0)], machine.load("two_cores")
+    run, place = [Interval(1.0, 100, OWN, 300.0, 0.0)], machine.load("two_cores")
     found = batches.cost(run, loading.load(QUICKSTART, []), 256, place, 2)
     plan = loading.load(QUICKSTART, ["batch.global=256"])
     row = scaling.predict(plan, place, 2, workload.of(plan))

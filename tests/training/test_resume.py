@@ -21,8 +21,10 @@ import pytest
 import torch
 
 from engines.torch_engine import TorchEngine
+from optim import schedule
 from parallel.parent_death import bound_to_parent
 from recipe import loading
+from recipe.batch import lengths
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.tensors import flat
@@ -129,6 +131,27 @@ def test_another_seed_gives_another_outcome(session, undisturbed, folder):
     """So equality above says something."""
     session(*OVERRIDES, "run.seed=1")
     assert Outcome(folder).tensors() != undisturbed.tensors()
+
+
+GROWING = (*OVERRIDES, "batch.schedule=[[0,24],[60,48],[200,72]]", "exchange.order=fast", "log.every_steps=1")
+
+
+def test_a_run_whose_batch_grows_goes_on_across_changes_and_has_the_rates_of_its_images(session, folder, tmp_path):
+    """Updates of one step of 24 images up to step 3, then of two: stopped at the change, and at two updates after it.
+    Rates are those of a run without a schedule when it has seen as many images."""
+    whole = tmp_path / "whole"
+    recipe = loading.load(QUICKSTART, [*GROWING, f"run.output={whole}"])
+    run(recipe)
+    for stop, saved in ((3, 3), (4, 5), (8, 9)):
+        session(*GROWING, stop_at=stop)
+        assert (folder / "checkpoints" / f"step-{saved:08d}.pt").exists()
+    session(*GROWING)
+    outcome = Outcome(folder)
+    outcome.assert_same(Outcome(whole))
+    rate = schedule.create(loading.load(QUICKSTART, OVERRIDES), lengths(recipe, 125))
+    events = [(event["step"], event["batch"], event["lr"]) for event in outcome.of("train")]
+    ends = (1, 2, 3, 5, 7, 9, 10)
+    assert events == [(end, 24 * (end - first), rate(first)) for first, end in zip((0, *ends), ends)]
 
 
 # Operations whose n-th call can be the last thing that a process does.

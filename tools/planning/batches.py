@@ -15,11 +15,14 @@ from tools.planning.machine import Machine
 
 
 class Interval(NamedTuple):
-    """Updates between two lines of a log. epoch: at their end. noise: the noise scale in images; error: its standard
-    error, both of the line."""
+    """Updates between two lines of a log.
+
+    epoch: at their end. batch: images of an update. noise: the noise scale in images. error: its standard error.
+    """
 
     epoch: float
-    updates: int
+    updates: float
+    batch: int
     noise: float
     error: float
 
@@ -37,10 +40,10 @@ class Cost(NamedTuple):
     images_per_device: Optional[float] = None
 
 
-def intervals(train: Sequence[dict]) -> List[Interval]:
-    """Of the `train` events of a run. Updates before the first line with a noise scale count as if they had it.
+def intervals(train: Sequence[dict], size: int) -> List[Interval]:
+    """Return the intervals of a run's `train` events. Those before the first noise scale take that one.
 
-    Raises UserError where none has one.
+    Args: size: images of a step. Raises UserError if no event has a noise scale.
     """
     found, before, last = [], 0, None
     known = [event for event in train if isinstance(event.get("noise_scale"), dict)]
@@ -51,25 +54,27 @@ def intervals(train: Sequence[dict]) -> List[Interval]:
     for event in train:
         last = event if event in known else last
         scale = (last or known[0])["noise_scale"]
-        found.append(Interval(event["epoch"], event["step"] - before, scale["images"], scale["error"]))
+        batch = event.get("batch", size)  # of a batch that grows, that of the line
+        updates_made = (event["step"] - before) * size / batch
+        found.append(Interval(event["epoch"], updates_made, batch, scale["images"], scale["error"]))
         before = event["step"]
     return found
 
 
-def critical(run: Sequence[Interval], batch: int) -> float:
+def critical(run: Sequence[Interval]) -> float:
     """The critical batch of a whole run: the fewest images that it could have taken over the fewest updates."""
-    updates = sum(each.updates / (1 + each.noise / batch) for each in run)
-    images = sum(each.updates * batch / (1 + batch / each.noise) for each in run)
-    return images / updates
+    fewest_updates = sum(each.updates / (1 + each.noise / each.batch) for each in run)
+    fewest_images = sum(each.updates * each.batch / (1 + each.batch / each.noise) for each in run)
+    return fewest_images / fewest_updates
 
 
-def updates(run: Sequence[Interval], batch: int, other: int, errors: float = 0.0) -> float:
+def updates(run: Sequence[Interval], other: int, errors: float = 0.0) -> float:
     """Updates with another batch to where the run came with its own. Args: errors: standard errors that are added to
     each noise scale."""
     total = 0.0
     for each in run:
         noise = max(0.0, each.noise + errors * each.error)
-        total += each.updates * (1 + noise / other) / (1 + noise / batch)
+        total += each.updates * (1 + noise / other) / (1 + noise / each.batch)
     return total
 
 
@@ -77,13 +82,13 @@ def cost(
     run: Sequence[Interval], recipe: Recipe, other: int, machine: Optional[Machine] = None, replicas: int = 1
 ) -> Cost:
     """What the run of `recipe` would cost with another batch, and on `replicas` of a machine how long it would take."""
-    own = recipe.batch.global_
-    needed = updates(run, own, other)
-    span = sorted(updates(run, own, other, errors) for errors in (-1.0, 1.0))
+    needed = updates(run, other)
+    span = sorted(updates(run, other, errors) for errors in (-1.0, 1.0))
     found = Cost(other, needed, span, needed * other)
     if machine is None:
         return found
-    plan = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_": other})})
+    batch = recipe.batch.model_copy(update={"global_": other, "schedule": None})
+    plan = recipe.model_copy(update={"batch": batch})
     row = scaling.predict(plan, machine, replicas, workload.of(plan))
     # A batch that so many replicas cannot share exactly is computed as the next larger one that they can.
     return found._replace(
