@@ -51,7 +51,7 @@ def test_unknown_keys_come_with_the_nearest_name(write):
         ("batch: {globl: 6144}", "batch.globl: unknown key; did you mean batch.global?"),
         ("batch: {global_: 6144}", "batch.global_: unknown key; did you mean batch.global?"),
         ("run: {tensorboard: true}", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
-        ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, trust_ratios, trace, "),
+        ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, trust_ratios, noise_scale, "),
         ("xyz: {}", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
         ("run: {extends: 1}", "run.extends: unknown key; run has "),
     ):
@@ -295,7 +295,7 @@ VALUES = (
     True, False, 0, 1, 2, 3, 64, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
     "1e5", "08", "on", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', "\ud7ff\U0001f600\x85",
     " x ", "", "x" * 300 + " " + "y" * 300, [0.25, 0.5], [0.1, 1 / 3, 1.0], [], ["bias"], ["1e5"],
-    [[0, 16], [3, 24]],
+    [[0, 16], [3, 24]], [[0, 768], [500000.5, 1536]],
 )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def accepted(section, named, key, entry):
             content["init_from"] = "runs/other"
         if key == "split":
             content["stages"] = 1 + len(value) if isinstance(value, list) else 1
-        if key in ("schedule", "virtual_stages"):
+        if section == "parallel" and key in ("schedule", "virtual_stages"):
             content = {"stages": 2, "schedule": "interleaved", **content}
         try:
             recipe = Recipe.model_validate({**base, section: content})
