@@ -36,7 +36,7 @@ def test_each_seed_is_compared_with_the_dense_run_of_its_own():
 
 
 def test_a_run_has_a_folder_of_its_own_and_counts_once_it_has_ended(tmp_path):
-    folders = {time_to_accuracy.folder(method, seed) for method in ("dense", "half") for seed in (0, 1)}
+    folders = {time_to_accuracy.folder(method, seed) for method in ("dense", "auto") for seed in (0, 1)}
     assert len(folders) == 4
     assert time_to_accuracy.read(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 22, "seconds": 5.0}\n')

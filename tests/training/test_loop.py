@@ -342,7 +342,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     overrides = ("schedule.peak=0.1", *precision, *mixing_and_averages)
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
     source = open_source(recipe.data, 10, "train")
-    engine = factory.create(recipe, arithmetic.divide(recipe))
+    engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
     engine.weights._update.asks = False
     waits, by_step = _Waits(), {}
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
@@ -355,10 +355,10 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
         monkeypatch.setattr(torch.Tensor, method, noted)
     step = Trainer._step
 
-    def counted(trainer, micro_batches, number):
+    def counted(trainer, micro_batches, update):
         waits.seen.clear()
-        step(trainer, micro_batches, number)
-        by_step[number + 1] = list(waits.seen)
+        step(trainer, micro_batches, update)
+        by_step[update.end] = list(waits.seen)
 
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)

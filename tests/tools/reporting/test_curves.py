@@ -57,6 +57,7 @@ def test_what_is_missing_or_never_changes_is_left_out_with_a_word(read):
     assert "norms" not in {figure.key for figure in drawn.figures}
     assert drawn.left_out == [
         "norms (not in metrics.jsonl)",
+        "gradient noise scale (not in metrics.jsonl)",
         "loss scale (128 throughout)",
         "skipped updates (0 throughout)",
         "unreadable images (0 throughout)",
