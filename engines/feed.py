@@ -62,46 +62,46 @@ class Feed:
     def start(
         self,
         micro_batches: Iterator[MicroBatch],
-        count: int,
-        step: int,
+        steps: range,
+        each: int,
         first_number: int,
         rows: int,
         size: int,
-        each: Optional[int] = None,
     ) -> None:
         """Begin an update.
 
         Args:
             micro_batches: of this replica; used on the first stage only.
-            count, first_number: of them, and of the first within the step over all replicas.
+            steps: that the update takes.
+            each, first_number: micro batches of a step, and the number of the first within its step over all replicas.
             rows, size: rows of a micro batch, and pixels a side of its images.
-            each: micro batches of a step, where the update takes several steps, of which `step` is the first.
         """
-        self._each = each or count
-        self._micro_batches, self._step, self._first_number = micro_batches, step, first_number
+        self._micro_batches, self._steps, self._each, self._first_number = micro_batches, steps, each, first_number
         self._rows, self._size = rows, size
         self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
         self._own_numbers: Dict[int, int] = {}
         if self._topology.is_last and not self._topology.is_first:
             # All before the first are needed, so that the sender need not wait.
-            self._coming = [self._receive_labels() for _ in range(count)]
+            self._coming = [self._receive_labels() for _ in range(len(steps) * each)]
         self.images_seen = 0
         self.unreadable: List[str] = []
 
     def number_of(self, number: int) -> int:
         """Number within its step over all replicas of a micro batch that is counted in this replica."""
-        return self._own_numbers.get(number, self._first_number + number % self._each)
+        return self._own_numbers.get(number, self._expected(number))
 
     def step_of(self, number: int) -> int:
         """Step of a micro batch that is counted in this replica."""
-        return self._step + number // self._each
+        return self._steps[number // self._each]
+
+    def _expected(self, number: int) -> int:
+        return self._first_number + number % self._each
 
     def images(self, number: int) -> torch.Tensor:
         """Images of micro batch `number`, counted in this replica, on the device; in order."""
         batch = next(self._micro_batches, None)
         assert batch is not None, f"only {number} micro batches came"
-        expected = self._first_number + number % self._each
-        assert self._topology.world == 1 or batch.number == expected, (batch.number, number)
+        assert self._topology.world == 1 or batch.number == self._expected(number), (batch.number, number)
         self._own_numbers[number] = batch.number
         self.images_seen += batch.valid
         self.unreadable.extend(batch.unreadable)

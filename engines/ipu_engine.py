@@ -37,6 +37,7 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import ipu
 from recipe.config import Recipe
+from recipe.course import Update
 from recipe.division import Batch
 from recipe.errors import ConfigError
 
@@ -185,8 +186,14 @@ class IpuEngine(Engine):
         return EvaluationFeed(source, self._recipe, self._rows, place.replica // place.served, place.world)
 
     def train_step(
-        self, micro_batches: Iterator[StepImages], step: int, lr: float, measure: bool = False
+        self,
+        micro_batches: Iterator[StepImages],
+        step: int,
+        lr: float,
+        measure: bool = False,
+        update: Optional[Update] = None,
     ) -> StepResult:
+        assert update is None or update.steps == 1, update
         images = next(micro_batches)
         assert images.step == step, (images.step, step)
         for group, scale in zip(self._optimizer.param_groups, self._rate_scales):

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from engines.base import NoiseScale
-from models.normalization import BatchNormAct
 from parallel.exchange import Method
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -136,7 +135,7 @@ def create(recipe: Recipe, batch: Batch, method: Method, model: nn.Module) -> Tu
     if not wanted:
         return None, ""
     why = ""
-    if any(isinstance(module, BatchNormAct) for module in model.modules()):
+    if recipe.model.batch_statistics:
         why = "batch normalisation makes a gradient depend on the other images of its micro batch"
     elif large == batch.micro:
         why = "a gradient of one micro batch has nothing to be compared with"

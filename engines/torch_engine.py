@@ -162,7 +162,7 @@ class TorchEngine(Engine):
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         if self._meter is not None:
             self._meter.start(number, steps)
-        self._compute_gradients(micro_batches, step, steps)
+        self._compute_gradients(micro_batches, range(step, step + steps))
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
@@ -218,17 +218,17 @@ class TorchEngine(Engine):
             layers = {name: each for part in parts for name, each in part.items()}
         return self._meter.value(), layers
 
-    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], step: int, steps: int = 1) -> None:
+    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], steps: range) -> None:
         """All micro batches of this replica in some steps, forward and backward."""
         each, rows, size = self.batch.accumulation, self.batch.micro, 0
-        count = steps * each
+        count = len(steps) * each
         if self.topology.is_first:
             first = next(micro_batches, None)
             assert first is not None, f"0 of {count} micro batches came"
             size, rows = first.images.shape[-1], len(first.images)
             micro_batches = itertools.chain([first], micro_batches)
         size = self._same_size(size)
-        self._feed.start(micro_batches, count, step, self.topology.replica * each, rows, size, each)
+        self._feed.start(micro_batches, steps, each, self.topology.replica * each, rows, size)
         self._work.start(rows, self.device)
         self._schedule(size, count).train(self._work)
         self._feed.finish()

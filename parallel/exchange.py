@@ -157,8 +157,7 @@ class Method(ABC):
 
     sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
     replicas. complete: each replica gets the sum of all gradients, to the rounding of what is sent. exact: to float32
-    rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that
-    both have.
+    rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that both have.
     """
 
     sparse: ClassVar[bool] = False

@@ -29,6 +29,7 @@ from recipe.batch import planned
 from recipe.division import count
 from recipe.errors import DONE, ConfigError, UserError
 from recipe.files import writing
+from tools import pictures
 from tools.formats import duration
 from tools.planning import batches, machine
 from tools.planning.batches import Cost, Interval
@@ -117,11 +118,7 @@ def _lines(run: Sequence[Interval], whole: float, costs: Sequence[Cost]) -> List
 
 
 def _draw(run: Sequence[Interval], own: int, costs: Sequence[Cost], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"{path}: no kind of picture; name it like batch.png")
+    figure = pictures.figure(path, (10, 4.2), "batch.png")
     left, right = figure.subplots(1, 2)
     epochs, noise = [each.epoch for each in run], [each.noise for each in run]
     left.plot(epochs, noise, color="C0")

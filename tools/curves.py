@@ -14,8 +14,9 @@ if __name__ == "__main__":  # before the imports: see run
 from pathlib import Path
 from typing import List, Optional
 
-from recipe.errors import DONE, UserError
+from recipe.errors import DONE
 from recipe.files import writing
+from tools import pictures
 from training.command import Parser, one_line
 from training.metrics import read_events
 
@@ -29,11 +30,7 @@ _PANELS = (
 
 def draw(folders: List[Path], output: Path) -> None:
     """Loss, accuracy, learning rate and norms over epochs, a colour per run; training thin, evaluation bold."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    if output.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"{output}: no kind of picture; name it like curves.png")
+    figure = pictures.figure(output, (11, 6.5), "curves.png")
     axes = figure.subplots(2, 2)
     for number, folder in enumerate(folders):
         events, colour = read_events(folder), f"C{number}"

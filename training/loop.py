@@ -128,8 +128,7 @@ class Trainer:
         progression, step, done = self.progression, update.step, update.end
         last = done == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
-        several = {"update": update} if self.recipe.batch.schedule else {}
-        result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, **several)
+        result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, update=update)
         self._loss += result.loss * update.steps
         self._correct += result.correct
         progression.images += result.images

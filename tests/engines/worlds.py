@@ -166,9 +166,9 @@ def poison(engine):
     """One gradient of this rank is not finite in step 1."""
     compute = engine._compute_gradients
 
-    def poisoned(micro_batches, step, *rest):
-        compute(micro_batches, step, *rest)
-        if step == 1:
+    def poisoned(micro_batches, steps):
+        compute(micro_batches, steps)
+        if steps[0] == 1:
             engine.weights.gradients.flat[3] = float("nan")
 
     engine._compute_gradients = poisoned

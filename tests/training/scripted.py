@@ -49,7 +49,7 @@ class ScriptedEngine(Engine):
     def data_wait(self):
         return self._waited(len(self.steps))
 
-    def train_step(self, micro_batches, step, lr, measure=False):
+    def train_step(self, micro_batches, step, lr, measure=False, update=None):
         self._before(step)
         next(micro_batches)
         self.steps.append(step)

@@ -43,8 +43,8 @@ class Links(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An exchange by itself. measured: seconds, with the processors' work; None where it would take too long, and of
-    what the recipe has other keys for."""
+    """An exchange by itself. measured: seconds, with the processors' work; None where it would take too long, or needs
+    other keys than the recipe has."""
 
     candidate: Candidate  # seconds on the network as predicted
     measured: Optional[Spread]

@@ -50,7 +50,7 @@ def render(found: Findings, config: str) -> None:
         table = _table("exchange by itself", "measured", "fastest to slowest", "predicted, network")
         for each in found.methods:
             own = each.measured
-            cells = (duration(own.median), _range(own)) if own else ("not, too long", "")
+            cells = (duration(own.median), _range(own)) if own else ("not measured", "")
             table.add_row(each.label, *cells, duration(each.candidate.network))
         _print_table(console, table)
     _print_ranks(console, found)

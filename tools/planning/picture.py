@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.errors import UserError
+from tools import pictures
 from tools.planning.summary import Summary
 
 # Colours of the parts of a step in all pictures: Okabe and Ito's, distinct for the colour-blind as well.
@@ -21,12 +21,9 @@ COLOURS = {
 
 def draw(plan: Summary, path: Path) -> None:
     """Write the picture. Raises UserError where the name is that of no kind of picture, OSError as the disk does."""
-    from matplotlib.figure import Figure
+    figure = pictures.figure(path, (9, 7), "scaling.png")
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"{path}: no kind of picture; name it like scaling.png")
     rates, shares = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     replicas = [row.replicas for row in plan.rows]
     alone = plan.rows[0].images_per_second
