@@ -51,7 +51,7 @@ class Prefetcher:
         return batch
 
     def waited(self) -> float:
-        """Seconds that the device has stood still for want of images, without the first wait, which starts workers."""
+        """Seconds that the device was idle, waiting for images, without the first wait, which starts workers."""
         return self._waits.seconds()
 
     def close(self) -> None:

@@ -148,9 +148,9 @@ def _failure(rank: int, code: int, signals: Signals) -> Outcome:
     if code == -signal.SIGUSR1:  # sent before it had begun: there is nothing to save
         return Outcome(STOPPED, abrupt=True)
     host = socket.gethostname()
-    text = f"rank {rank} failed with exit code {code} (host {host}); all ranks are gone"
+    text = f"rank {rank} failed with exit code {code} (host {host}); all ranks stopped"
     if code < 0:
-        known = -code in set(signal.Signals)
-        name = signal.Signals(-code).name if known else "a real-time signal"
-        text = f"rank {rank} (host {host}) was ended by signal {-code} ({name}); all ranks are gone"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        ended = "killed" if code == -signal.SIGKILL else "ended"
+        text = f"rank {rank} (host {host}) was {ended} ({name}); all ranks stopped; rerun to resume"
     return Outcome(FAILED, text, last=signals.stopping, abrupt=True)

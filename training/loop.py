@@ -29,7 +29,7 @@ from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
-from training.stopping import StopSignals
+from training.stopping import StopSignals, name_of
 from training.weights import TRAINED
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
@@ -158,7 +158,7 @@ class Trainer:
             self._save(scheduled, evaluated=last or update.reaches(self._evaluate_every))
         self._clock.pause(time.monotonic() - start)
         if stop and not last:
-            self._raise(Stopped, f"{signal.Signals(stop).name}: saved at step {done}; the same command resumes")
+            self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, update: Update) -> None:
         """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
@@ -353,7 +353,7 @@ class Trainer:
         if self._signal is None:
             self._signal = number
             with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
-                self.monitor.progress.say(f"{signal.Signals(number).name}: finishing this step, then saving")
+                self.monitor.progress.say(f"{name_of(number)}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
 

@@ -17,6 +17,11 @@ def launched() -> bool:
     return os.environ.get("POD_LAUNCHER") == "1"
 
 
+def name_of(number: int) -> str:
+    """What a user knows a signal by: the launcher has named the one that it was given itself."""
+    return "stopping" if launched() and number == signal.SIGUSR1 else signal.Signals(number).name
+
+
 def listen_early() -> None:
     """Notes a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
     if launched():

@@ -170,7 +170,7 @@ def _signal(process: int, number: int) -> None:
 
 _PASSED_OVER = "damaged.*trying the one before"
 _FULL, _BROKEN = "No space left on device", "Input/output error"
-_ENDED = r"rank {rank} \(host .*\) was ended by signal 9"
+_ENDED = r"rank {rank} \(host .*\) was killed"
 KINDS: Dict[str, Kind] = {
     "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _striking(_kill, first=0)),
     "rank killed": Kind({REPLICAS: 4, BOTH: 4}, (1,), _signalling_rank(signal.SIGKILL, _ENDED)),

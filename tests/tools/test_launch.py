@@ -159,7 +159,7 @@ def test_wrong_input_and_a_stop_reach_the_caller_once_and_are_not_tried_again(la
 def test_a_failure_is_tried_again_as_often_as_asked(launch):
     own = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "x"}
     code, _, errors = launch("code9", *TWO, "--max-restarts", "2", **own)
-    fault = f"rank 1 failed with exit code 9 (host {socket.gethostname()}); all ranks are gone"
+    fault = f"rank 1 failed with exit code 9 (host {socket.gethostname()}); all ranks stopped"
     again = [f"restart {number} of 2: the run goes on from its last checkpoint" for number in (1, 2)]
     assert (code, errors) == (FAILED, [fault, again[0], fault, again[1], fault])
     assert [len(launch.starts(rank)) for rank in (0, 1)] == [3, 3]
@@ -183,7 +183,7 @@ def test_a_killed_rank_takes_all_with_it_within_ten_seconds(launch):
     os.kill(int((launch.folder / "pid-1").read_text()), signal.SIGKILL)
     code, _, errors = launch.end(launcher)
     assert time.monotonic() - start < 10
-    line = f"rank 1 (host {socket.gethostname()}) was ended by signal 9 (SIGKILL); all ranks are gone"
+    line = f"rank 1 (host {socket.gethostname()}) was killed (SIGKILL); all ranks stopped; rerun to resume"
     assert (code, errors) == (FAILED, [line])
 
 

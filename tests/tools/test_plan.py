@@ -83,7 +83,7 @@ def test_a_plan_needs_no_torch():
 @pytest.mark.parametrize(
     ("arguments", "words", "others"),
     [
-        ([QUICKSTART], ["others by --machine bow_pod, ", "no time: so large a batch"], ["poptorch"]),
+        ([QUICKSTART], ["others by --machine bow_pod, ", "no time where the batch is too large"], ["poptorch"]),
         ([QUICKSTART, "--machine", "dgx_a100"], [], ["others by"]),
         ([ROOT / "configs" / "gpu.yaml", "data.train_images=null"], ["no time: the number of images is known"], []),
         ([POD256, *FULL_POD], [], ["DOES NOT FIT"]),
@@ -106,7 +106,11 @@ def test_a_picture_is_drawn(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["--machine", "cray"], 2, "cray: no machine; name a file that python -m tools.doctor has written, or one of"),
+        (
+            ["--machine", "cray"],
+            2,
+            "cray: unknown machine; name a file written by python -m tools.doctor, or one of",
+        ),
         (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
         (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory; fix this"),
         (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),

@@ -90,7 +90,7 @@ def undisturbed(tmp_path_factory):
 
 
 def line_about(rank):
-    return f"rank {rank} (host {socket.gethostname()}) was ended by signal 9 (SIGKILL); all ranks are gone"
+    return f"rank {rank} (host {socket.gethostname()}) was killed (SIGKILL); all ranks stopped; rerun to resume"
 
 
 def test_a_killed_rank_ends_the_run_which_the_same_command_resumes(pod, undisturbed):
@@ -137,6 +137,6 @@ def test_a_fault_in_one_rank_is_reported_once_and_first(pod, tmp_path):
     assert (code, errors[0]) == (FAILED, "Traceback (most recent call last):")
     assert errors[-2:] == [
         "RuntimeError: the fault of one",
-        f"rank 1 failed with exit code 1 (host {socket.gethostname()}); all ranks are gone",
+        f"rank 1 failed with exit code 1 (host {socket.gethostname()}); all ranks stopped",
     ]
     assert not [line for line in errors[1:-1] if "Traceback" in line or "leaving" in line]

@@ -211,6 +211,15 @@ def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
     assert start.steps("checkpoint") == [n for n in (6,) if n <= step + 1]
 
 
+def test_a_rank_does_not_name_the_signal_that_its_launcher_sends(start, monkeypatch):
+    """The launcher has named the one that it was given."""
+    monkeypatch.setenv("POD_LAUNCHER", "1")
+    lines = []
+    with pytest.raises(Stopped, match=r"^stopping: saved at step 4; the same command resumes$"):
+        start(ScriptedEngine(before=raising(signal.SIGUSR1, 3)), say=lines.append)
+    assert "stopping: finishing this step, then saving" in lines
+
+
 def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next(start, monkeypatch):
     """Between the decision to save and the decision to stop there is a moment; what is said must be true then."""
     pause, calls = Clock.pause, []

@@ -86,7 +86,7 @@ def load(name: str) -> Machine:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise ConfigError(
-            f"{name}: no machine; name a file that python -m tools.doctor has written, or one of {', '.join(names())}"
+            f"{name}: unknown machine; name a file written by python -m tools.doctor, or one of {', '.join(names())}"
         ) from None
     try:
         return Machine.model_validate(parse_yaml(text, str(path)))

@@ -107,7 +107,7 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
 
 
 def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Workload]) -> Optional[float]:
-    """Hours of training; None where the number of images is not known, or so large a batch cannot be trained with."""
+    """Hours of training; None where the number of images is not known, or the batch is too large for them."""
     images = recipe.data.images("train")
     if images is None:
         return None

@@ -141,7 +141,7 @@ def _scaling(plan: Summary) -> Iterator[str]:
     if plan.own_hours is None:
         yield "           no time: the number of images is known once data.root is read (or data.train_images given)"
     elif None in plan.hours:
-        yield "           no time: so large a batch cannot be trained with for so long, on so many images"
+        yield "           no time where the batch is too large for this many images and epochs"
 
 
 def _table(rows: Sequence[Tuple[str, ...]]) -> Iterator[str]:

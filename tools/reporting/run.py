@@ -12,6 +12,7 @@ from typing import List, NamedTuple, Optional
 
 from recipe import batch, loading
 from recipe.config import Recipe
+from recipe.division import count
 from recipe.errors import ConfigError, UserError
 from tools.reporting import metrics
 from tools.reporting.metrics import Metrics
@@ -206,4 +207,5 @@ def device(run: Run) -> Optional[str]:
     if isinstance(devices, list) and devices and wanted != "cpu":
         counts = collections.Counter(map(str, devices))
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
-    return f"CPU: cores {environment.get('cpus')}, threads a process {environment.get('threads')}"
+    cores, threads = (environment.get(key) for key in ("cpus", "threads"))
+    return f"CPU: {count(cores, 'core')}, {count(threads, 'thread')} per process"
