@@ -1,0 +1,108 @@
+"""Does the noise scale of a small batch predict how many updates larger ones take?
+
+An EfficientNet-B0 G16 of width 0.2 and depth 0.1 on glyphs of 16 px, SGD with momentum and a constant rate after a
+short warm-up, batches of 48 to 768. Each batch has the same rates to choose from; the best is that which takes the
+fewest updates to the target, in the mean over seeds. The prediction is made from runs at the smallest batch alone:
+their noise scale from the first update to the target (`tools.batch`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+from benchmarks.evidence.runs import Run, curve
+from recipe.batch import steps_per_epoch
+from tools.planning import batches
+from training.metrics import read_events
+
+# Batch -> updates of a run: more than the best rate takes to the target.
+UPDATES = {48: 2400, 96: 1600, 192: 1100, 384: 800, 768: 600}
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+SEEDS = (0, 1)
+TARGET = 0.8  # of top-1
+SMALLEST = min(UPDATES)
+_EVALUATIONS = 48
+_RECIPE = (
+    "optimizer.name=sgd", "optimizer.weight_decay=2.5e-6", "schedule.name=constant", "model.classes=20",
+    "data.glyph_difficulty=0.4", "data.train_images=46080", "data.validation_images=2000",
+)  # fmt: skip
+
+
+class Found(NamedTuple):
+    """A batch: its best rate, and the updates to the target as trained and as predicted."""
+
+    batch: int
+    rate: float
+    trained: float
+    predicted: float
+
+
+def run_of(batch: int, rate: float, seed: int) -> Run:
+    """A run whose updates have two micro batches, so that it has a noise scale."""
+    steps = UPDATES[batch]
+    epochs = steps * batch / 46080 / _EVALUATIONS
+    own = (
+        f"batch.global={batch}", f"batch.micro={batch // 2}", f"run.steps={steps}", f"schedule.peak={rate:g}",
+        "schedule.warmup_steps=50", f"evaluation.every_epochs={epochs:g}", f"log.every_steps={steps // _EVALUATIONS}",
+    )  # fmt: skip
+    return Run((*_RECIPE, *own), seed)
+
+
+def wanted() -> List[Run]:
+    """All runs, the smallest batches last: theirs take longest."""
+    return [run_of(batch, rate, seed) for batch in sorted(UPDATES, reverse=True) for rate in RATES for seed in SEEDS]
+
+
+def to_target(run: Run) -> Optional[float]:
+    """Updates until top-1 is at the target, on the line between two evaluations; None if it never is."""
+    recipe = run.recipe()
+    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
+    before = (0.0, 1 / recipe.model.classes)
+    for epoch, top1 in zip(*curve(run, "eval", "top1")):
+        if top1 >= TARGET:
+            share = (TARGET - before[1]) / (top1 - before[1])
+            return each * (before[0] + share * (epoch - before[0]))
+        before = (epoch, top1)
+    return None
+
+
+def found() -> List[Found]:
+    """A row for each batch; all runs are finished. Raises ValueError if a batch never reaches the target."""
+    best = {batch: _best(batch) for batch in UPDATES}
+    rate, _ = best[SMALLEST]
+    small = [run_of(SMALLEST, rate, seed) for seed in SEEDS]
+    rows = []
+    for batch, (chosen, updates) in best.items():
+        predicted = statistics.mean(batches.updates(_until_target(run), batch) for run in small)
+        rows.append(Found(batch, chosen, updates, predicted))
+    return rows
+
+
+def errors(rows: Sequence[Found]) -> List[float]:
+    """Relative errors of the predictions for the larger batches."""
+    return [abs(row.predicted / row.trained - 1) for row in rows if row.batch != SMALLEST]
+
+
+def _best(batch: int) -> tuple:
+    """Rate, and mean updates to the target, of the rate whose runs all come there and take the fewest."""
+    means: Dict[float, float] = {}
+    for rate in RATES:
+        updates = [to_target(run_of(batch, rate, seed)) for seed in SEEDS]
+        if None not in updates:
+            means[rate] = statistics.mean(updates)
+    if not means:
+        raise ValueError(f"no rate reaches {TARGET:.0%} with a batch of {batch}")
+    return min(means.items(), key=lambda item: item[1])
+
+
+def _until_target(run: Run) -> List[batches.Interval]:
+    """Of the run's log, as many updates as it takes to the target."""
+    whole = batches.intervals(read_events(run.folder)["train"], SMALLEST)
+    left, kept = to_target(run), []
+    for each in whole:
+        if left <= 0:
+            break
+        kept.append(each._replace(updates=min(left, each.updates)))
+        left -= each.updates
+    return kept
