@@ -156,6 +156,18 @@ class Lamb(Optimizer):
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
 
 
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
+
+    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
+
+    name: Literal["adamw"] = "adamw"
+    weight_decay: float = Field(0.05, ge=0, description="weight decay, times the rate; skipped parameters have none")
+    eps: float = Field(1e-8, gt=0, description="added to the divisor of the step")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
+
+
 class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 

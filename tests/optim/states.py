@@ -30,10 +30,11 @@ CONTROLS = {
     "lamb": {"name": "lamb", "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
     "lamb without momentum": {"name": "lamb", "weight_decay": 0.05, "beta1": 0.0, "beta2": 0.95, "eps": 1e-5},
     "lamb without decay": {"name": "lamb", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
+    "adamw": {"name": "adamw", "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
 }
 LARS = {"name": "lars", "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.1, "skip_lr_scale": 0.5}
 SECTIONS = {"lars": LARS, "lars, momentum": {**LARS, "trust": "momentum"}, **CONTROLS}
-_MOMENTS = {"lamb": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
+_MOMENTS = {"lamb": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
 IN_FLOAT32 = ("exp_avg", "exp_avg_sq", "square_avg")
 
 

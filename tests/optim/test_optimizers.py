@@ -1,4 +1,4 @@
-"""SGD, RMSprop, LAMB and LARS from a recipe: against the libraries' own and loops in float64; which parameters skip."""
+"""The optimizers of recipes: against the libraries' own and loops in float64; which parameters are skipped."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from optim import factory
+from optim.adamw import AdamW
 from optim.lamb import Lamb
 from optim.lars import LARS
 from optim.rmsprop import RMSprop
@@ -16,7 +17,7 @@ from tests.optim import states
 from tests.optim.states import CONTROLS, SHAPES, SKIPPED, lars_step, random_values, rate, take_step, weight_state
 
 STEPS = 24
-KINDS = {"sgd": SGD, "rmsprop": RMSprop, "lamb": Lamb, "lars": LARS}
+KINDS = {"sgd": SGD, "rmsprop": RMSprop, "lamb": Lamb, "adamw": AdamW, "lars": LARS}
 every_control = pytest.mark.parametrize("section", CONTROLS.values(), ids=CONTROLS)
 
 
@@ -32,10 +33,12 @@ def library_optimizer(section, parameters, foreach):
         options = {"alpha": section["alpha"], "eps": section["eps"], "momentum": momentum}
         optimizer = timm.optim.RMSpropTF(groups, 0.0, weight_decay=decay, **options)
     else:
-        groups[0]["always_adapt"] = True
-        betas = (section["beta1"], section["beta2"])
-        options = {"betas": betas, "eps": section["eps"], "weight_decay": decay}
-        optimizer = timm.optim.Lamb(groups, 0.0, max_grad_norm=None, **options)
+        options = {"betas": (section["beta1"], section["beta2"]), "eps": section["eps"], "weight_decay": decay}
+        if section["name"] == "lamb":
+            groups[0]["always_adapt"] = True
+            optimizer = timm.optim.Lamb(groups, 0.0, max_grad_norm=None, **options)
+        else:
+            optimizer = torch.optim.AdamW(groups, 0.0, **options)
     for group in optimizer.param_groups:
         group["foreach"] = foreach
     return optimizer
@@ -88,7 +91,15 @@ def lamb_step(w, g, lr, t, m, section, decay, adapt):
     return w - lr * (np.linalg.norm(w) / np.linalg.norm(u) if adapt else 1) * u
 
 
-FORMULAS = {"sgd": sgd_step, "rmsprop": rmsprop_step, "lamb": lamb_step}
+def adamw_step(w, g, lr, t, m, section, decay, adapt):
+    b1, b2 = section["beta1"], section["beta2"]
+    m["first"] = b1 * m.get("first", 0) + (1 - b1) * g
+    m["second"] = b2 * m.get("second", 0) + (1 - b2) * g**2
+    u = m["first"] / (1 - b1**t) / (np.sqrt(m["second"] / (1 - b2**t)) + section["eps"])
+    return (1 - lr * decay) * w - lr * u
+
+
+FORMULAS = {"sgd": sgd_step, "rmsprop": rmsprop_step, "lamb": lamb_step, "adamw": adamw_step}
 
 
 @every_control

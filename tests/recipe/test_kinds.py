@@ -77,7 +77,7 @@ def test_saying_the_same_name_again_drops_nothing(tmp_path, named):
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
-        ("optimizer.name=adam", "must be 'lars', 'sgd', 'rmsprop' or 'lamb'"),
+        ("optimizer.name=adam", "must be 'lars', 'sgd', 'rmsprop', 'lamb' or 'adamw'"),
         ("schedule.reference_batch=768", "reference_batch says nothing without a batch_rule"),
         ("schedule.batch_rule=sqrt", "batch_rule sqrt needs peak and reference_batch"),
         ("model.proxy_norm=true model.norm=batch", "proxy_norm goes with norm group or layer, not with batch"),
