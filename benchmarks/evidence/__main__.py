@@ -29,6 +29,7 @@ from benchmarks.evidence.exchange_learning import ExchangeLearning
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.half_weights import HalfWeights
 from benchmarks.evidence.ladder import Ladder
+from benchmarks.evidence.ladder2 import Ladder2
 from benchmarks.evidence.lars_forms import LarsForms
 from benchmarks.evidence.micro import MicroBatches
 from benchmarks.evidence.norms import Norms
@@ -40,7 +41,7 @@ from recipe.errors import FAILED, STOPPED
 EXPERIMENTS: Dict[str, Experiment] = {
     each.name: each
     for each in (
-        Ladder(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
+        Ladder(), Ladder2(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
         ExchangeLearning(), Staleness(),
     )
 }  # fmt: skip

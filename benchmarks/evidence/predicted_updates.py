@@ -1,9 +1,10 @@
 """Does the noise scale of a small batch predict how many updates larger ones take?
 
 An EfficientNet-B0 G16 of width 0.2 and depth 0.1 on glyphs of 16 px, SGD with momentum and a constant rate after a
-short warm-up, batches of 48 to 768. Each batch has the same rates to choose from; the best is that which takes the
-fewest updates to the target, in the mean over seeds. The prediction is made from runs at the smallest batch alone:
-their noise scale from the first update to the target (`tools.batch`).
+short warm-up, batches of 8 to 128 around the noise scale. Each batch has five rates to choose from, which grow with the
+root of the batch; the best is that which takes the fewest updates to the target, in the mean over seeds. The target is
+reached where the mean of five evaluations is above it, because at a constant rate single ones scatter. The prediction
+is made from runs at the smallest batch alone: their noise scale from the first update to the target (`tools.batch`).
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from tools.planning import batches
 from training.metrics import read_events
 
 # Batch -> updates of a run: more than the best rate takes to the target.
-UPDATES = {48: 2400, 96: 1600, 192: 1100, 384: 800, 768: 600}
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+UPDATES = {8: 3600, 16: 2400, 32: 1600, 64: 1200, 128: 1000}
+RATES = (0.0125, 0.025, 0.05, 0.1, 0.2)  # of the smallest batch
 SEEDS = (0, 1)
-TARGET = 0.8  # of top-1
+TARGET = 0.6  # of top-1
 SMALLEST = min(UPDATES)
-_EVALUATIONS = 48
+_EVALUATIONS, _WINDOW = 50, 5
+_IMAGES = 15360
 _RECIPE = (
-    "optimizer.name=sgd", "optimizer.weight_decay=2.5e-6", "schedule.name=constant", "model.classes=20",
-    "data.glyph_difficulty=0.4", "data.train_images=46080", "data.validation_images=2000",
+    "optimizer.name=sgd", "optimizer.weight_decay=2.5e-6", "schedule.name=constant", "model.classes=10",
+    "data.glyph_difficulty=0.3", f"data.train_images={_IMAGES}", "data.validation_images=1000",
 )  # fmt: skip
 
 
 class Found(NamedTuple):
-    """A batch: its best rate, and the updates to the target as trained and as predicted."""
+    """A batch: its best rate (of RATES), and the updates to the target as trained and as predicted."""
 
     batch: int
     rate: float
@@ -39,11 +41,12 @@ class Found(NamedTuple):
 
 
 def run_of(batch: int, rate: float, seed: int) -> Run:
-    """A run whose updates have two micro batches, so that it has a noise scale."""
+    """A run whose updates have two micro batches, so that it has a noise scale. Args: rate: of RATES."""
     steps = UPDATES[batch]
-    epochs = steps * batch / 46080 / _EVALUATIONS
+    epochs = steps * batch / _IMAGES / _EVALUATIONS
     own = (
-        f"batch.global={batch}", f"batch.micro={batch // 2}", f"run.steps={steps}", f"schedule.peak={rate:g}",
+        f"batch.global={batch}", f"batch.micro={batch // 2}", f"run.steps={steps}",
+        f"schedule.peak={rate * (batch / SMALLEST) ** 0.5:.4g}",
         "schedule.warmup_steps=50", f"evaluation.every_epochs={epochs:g}", f"log.every_steps={steps // _EVALUATIONS}",
     )  # fmt: skip
     return Run((*_RECIPE, *own), seed)
@@ -55,11 +58,13 @@ def wanted() -> List[Run]:
 
 
 def to_target(run: Run) -> Optional[float]:
-    """Updates until top-1 is at the target, on the line between two evaluations; None if it never is."""
+    """Updates until the moving mean of top-1 is at the target, on the line between two; None if it never is."""
     recipe = run.recipe()
     each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
     before = (0.0, 1 / recipe.model.classes)
-    for epoch, top1 in zip(*curve(run, "eval", "top1")):
+    points = list(zip(*curve(run, "eval", "top1")))
+    for place in range(len(points) - _WINDOW + 1):
+        epoch, top1 = (statistics.mean(values) for values in zip(*points[place : place + _WINDOW]))
         if top1 >= TARGET:
             share = (TARGET - before[1]) / (top1 - before[1])
             return each * (before[0] + share * (epoch - before[0]))

@@ -1,0 +1,322 @@
+"""The second ladder: batches of 96 to 1536 with at least 600 updates, six optimizers, and equal tuning for all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+from benchmarks import claims
+from benchmarks.evidence import page
+from benchmarks.evidence.experiment import Experiment, Series
+from benchmarks.evidence.runs import Run, curve, outcome
+from recipe.batch import steps_per_epoch
+from recipe.course import Course
+from tools.planning import batches
+from training.metrics import read_events
+
+BATCHES = (96, 192, 384, 768, 1536)
+TUNED = (96, 384, 1536)  # between them a rate is interpolated
+SMALLEST, LARGEST = BATCHES[0], BATCHES[-1]
+IMAGES, EPOCHS, TRIAL_EPOCHS = 61440, 15, 5
+TRIAL_SEEDS, SEEDS = (0, 1), (2, 3, 4)
+TARGET = 0.8  # of top-1, of which it is told after how many updates it is reached
+STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
+EPOCHS_EQUAL, UPDATES_EQUAL, GROWING, LOCAL = "equal epochs", "equal updates", "growing batch", "local steps"
+NESTEROV, LARS, LARS_MOMENTUM = "SGD, Nesterov", "LARS gradient", "LARS momentum"
+REPLICAS, LOCAL_STEPS = 4, 4  # of SMALLEST images each: between two means as many images as in an update of LARGEST
+_SHARES = ((0, 1), (0.4, 2), (0.6, 4), (0.8, 8))  # of the growing batch: share of the images, times the smallest
+_BASE = (
+    f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5", "model.classes=50",
+    "log.noise_scale=false", "log.every_steps=20",
+)  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """An optimizer: its overrides, and the peak rate around which those of every batch are tried."""
+
+    overrides: Tuple[str, ...]
+    guess: float
+
+
+RULES: Dict[str, Rule] = {
+    LARS: Rule(("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),
+    LARS_MOMENTUM: Rule(("optimizer.trust=momentum", "optimizer.momentum=0.885"), 4.0),
+    "LAMB": Rule(("optimizer.name=lamb", "optimizer.weight_decay=0.01"), 0.01),
+    NESTEROV: Rule(("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), 0.1),
+    "RMSprop": Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), 0.008),
+    "AdamW": Rule(("optimizer.name=adamw", "optimizer.weight_decay=0.05"), 0.004),
+}
+
+
+class Trials:
+    """Four peak rates for an optimizer at a batch: a third of the guess, the guess, three times it; then one beside the
+    best of these, by the root of three towards its better neighbour, or by three beyond the end if it is the last.
+
+    A rate is judged by the mean validation loss of two seeds; a run that diverges counts as guessing.
+    """
+
+    def __init__(self, optimizer: str, batch: int):
+        self._rule, self._batch = RULES[optimizer], batch
+
+    def runs(self) -> List[Run]:
+        """Those known to be needed by now."""
+        return [run for rate in self.rates() for run in self._runs(rate)]
+
+    def rates(self) -> List[float]:
+        """As far as they are known by now."""
+        first = [_rounded(self._rule.guess * factor) for factor in (1 / 3, 1, 3)]
+        losses = [self.loss(rate) for rate in first]
+        if None in losses:
+            return first
+        best = min(range(3), key=losses.__getitem__)
+        if best == 1:
+            factor = 3**-0.5 if losses[0] < losses[2] else 3**0.5
+        else:
+            factor = 1 / 3 if best == 0 else 3
+        return [*first, _rounded(first[best] * factor)]
+
+    def loss(self, rate: float) -> Optional[float]:
+        """None until both runs are done."""
+        found = [outcome(run) for run in self._runs(rate)]
+        guessing = math.log(50)
+        return None if None in found else statistics.mean(min(each.loss, guessing) for each in found)
+
+    def best(self) -> Optional[float]:
+        """The rate with the lowest loss, once all four are tried."""
+        losses = {rate: self.loss(rate) for rate in self.rates()}
+        done = len(losses) == 4 and None not in losses.values()
+        return min(losses, key=losses.__getitem__) if done else None
+
+    def _runs(self, rate: float) -> List[Run]:
+        made = (*_BASE, *self._rule.overrides, *_batch(self._batch), f"schedule.peak={rate:g}")
+        warmup = f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}"
+        kept = [text for text in made if not text.startswith("schedule.warmup_epochs")]
+        return [Run((*kept, warmup, f"run.epochs={TRIAL_EPOCHS}"), seed) for seed in TRIAL_SEEDS]
+
+
+class Ladder2(Experiment):
+    """Each optimizer at each batch: at equal epochs, and at equal updates."""
+
+    name = "ladder2"
+    question = "From a batch of 96 to 1536 with enough updates and equal tuning: what does a large batch cost?"
+    takes = "eight hours, less for cached runs"
+    columns = (("top1", "top-1 (%)", 1, 1), ("loss", "validation loss", 3, 1))
+
+    def trials(self) -> Iterable[Run]:
+        return [run for at in itertools.product(RULES, TUNED) for run in Trials(*at).runs()]
+
+    def peak(self, optimizer: str, batch: int) -> Optional[float]:
+        """The best of the trials; at a batch without trials the geometric mean of its neighbours'."""
+        near = [batch] if batch in TUNED else [batch // 2, batch * 2]
+        rates = [Trials(optimizer, each).best() for each in near]
+        return None if None in rates else _rounded(statistics.geometric_mean(rates))
+
+    def series(self) -> List[Series]:
+        found = [
+            self._tuned(optimizer, batch, kind)
+            for kind, optimizer, batch in itertools.product((EPOCHS_EQUAL, UPDATES_EQUAL), RULES, BATCHES)
+            if (kind, batch) != (UPDATES_EQUAL, LARGEST)  # the same runs
+        ]
+        found += [self._tuned(*at) for at in itertools.product((NESTEROV, LARS), (SMALLEST,), (GROWING, LOCAL))]
+        return [each for each in found if each is not None]
+
+    def _tuned(self, optimizer: str, batch: int, kind: str) -> Optional[Series]:
+        peak = self.peak(optimizer, batch)
+        if peak is None:
+            return None
+        labels = {"kind": kind, "optimizer": optimizer, "batch": batch, "peak": peak}
+        own = (*RULES[optimizer].overrides, f"schedule.peak={peak:g}")
+        if kind == UPDATES_EQUAL:
+            share = batch / LARGEST
+            base = [text for text in _BASE if not text.startswith(("schedule.warmup_epochs", "evaluation"))]
+            short = (f"run.epochs={EPOCHS * share:g}", f"schedule.warmup_epochs={1.5 * share:g}")
+            return Series(labels, (*base, *own, *_batch(batch), *short, f"evaluation.every_epochs={share:g}"), SEEDS)
+        whole = (*_BASE, *own, f"run.epochs={EPOCHS}")
+        if kind == LOCAL:
+            local = ("exchange.method=local", f"exchange.local_steps={LOCAL_STEPS}", f"batch.micro={batch}")
+            return Series(labels, (*whole, *local, f"batch.global={REPLICAS * batch}"), SEEDS, replicas=REPLICAS)
+        if kind == GROWING:
+            images = IMAGES * EPOCHS
+            pairs = ", ".join(f"[{round(share * images)}, {times * batch}]" for share, times in _SHARES)
+            return Series(labels, (*whole, *_batch(batch), f"batch.schedule=[{pairs}]"), SEEDS)
+        return Series(labels, (*whole, *_batch(batch)), SEEDS)
+
+    @staticmethod
+    def metered(peak: float) -> Run:
+        """SGD at the smallest batch, in two micro batches so that it has a noise scale."""
+        base = [text for text in _BASE if not text.startswith("log.noise_scale")]
+        own = (*RULES[NESTEROV].overrides, f"schedule.peak={peak:g}", f"run.epochs={EPOCHS}")
+        return Run((*base, *own, f"batch.global={SMALLEST}", f"batch.micro={SMALLEST // 2}"), SEEDS[0])
+
+    def wanted(self) -> List[Run]:
+        peak = self.peak(NESTEROV, SMALLEST)
+        return [*super().wanted(), *([] if peak is None else [self.metered(peak)])]
+
+    def rows_of(self, series: Sequence[Series]) -> List[dict]:
+        """With updates, the points lost against the smallest batch of the same optimizer with the 95 % interval, and
+        the updates to the target of the middle seed."""
+        rows = super().rows_of(series)
+        at = {(row["kind"], row["optimizer"], row["batch"]): row for row in rows}
+        for row, each in zip(rows, series):
+            first = at.get((EPOCHS_EQUAL, row["optimizer"], SMALLEST))
+            row["updates"] = updates_of(each.runs[0])
+            row["lost"] = row["interval"] = None
+            if first is not None and row is not first and len(each.seeds) == len(SEEDS):
+                row["lost"] = round(first["top1_mean"] - row["top1_mean"], 3)
+                variance = (first["top1_sd"] ** 2 + row["top1_sd"] ** 2) / len(SEEDS)
+                row["interval"] = round(STUDENT * variance**0.5, 3)
+            reached = sorted(to_target(run) for run in each.runs)[len(each.seeds) // 2]
+            row["to_target"] = None if reached == math.inf else round(reached)
+        return rows
+
+    @property
+    def about(self) -> str:
+        return f"""An EfficientNet-B0 G16 of width 0.2 and depth 0.1 at 16 px; {IMAGES:,} training and 4,096 \
+validation images of 50 kinds of glyphs at difficulty 0.6. "{EPOCHS_EQUAL}": {EPOCHS} epochs, \
+{IMAGES * EPOCHS // SMALLEST:,} updates at {SMALLEST} and {IMAGES * EPOCHS // LARGEST} at {LARGEST}. \
+"{UPDATES_EQUAL}": {IMAGES * EPOCHS // LARGEST} updates at every batch, at the same rates. \
+A tenth of a run is warm-up, then the rate decays with power 2; float32.
+
+The rule of tuning, written before the runs: for every optimizer, at {TUNED[0]}, {TUNED[1]} and {TUNED[2]}, four peak \
+rates, each with seeds {TRIAL_SEEDS[0]} and {TRIAL_SEEDS[1]} over {TRIAL_EPOCHS} epochs: a third of a guess, the \
+guess and three times it, then one beside the best (by √3 towards its better neighbour, or by 3 beyond the end). The \
+lowest mean validation loss wins; a run that diverges counts as guessing. At the batches between, the rate is the \
+geometric mean of its neighbours'. All other keys are those of the recipes. Then seeds \
+{", ".join(map(str, SEEDS))} at full length: mean ± standard deviation; "lost" is against the smallest batch at equal \
+epochs, with a 95 % interval (Student's t). "Updates to target": until {TARGET:.0%} top-1, of the middle seed.
+
+"{GROWING}": `batch.schedule` with {SMALLEST} images at first, twice, four and eight times as many from 40, 60 and \
+80 % of the images on. "{LOCAL}": {REPLICAS} replicas with batches of {SMALLEST} and means of their weights after \
+{LOCAL_STEPS} steps, so that as many images lie between two exchanges as in an update of {LARGEST}."""
+
+    published = (
+        "Nado et al. (2102.06356): Nesterov momentum and Adam match LARS and LAMB where all are tuned equally; "
+        "ResNet-50 in 2,512 steps at 32,768. Graphcore (2022): B4 G16 with LARS loses nothing from 768 to 6144."
+    )
+
+    def table(self, rows: Sequence[dict]) -> str:
+        lines = [
+            (
+                row["kind"], row["optimizer"], row["batch"], f"{row['peak']:g}", f"{row['updates']:,}",
+                f"{row['top1_mean']:.1f} ± {row['top1_sd'] or 0:.1f}",
+                "" if row["lost"] is None else f"{row['lost']:.1f} ± {row['interval']:.1f}",
+                "" if row["to_target"] is None else f"{row['to_target']:,}",
+            )
+            for row in rows
+        ]  # fmt: skip
+        head = ("runs", "optimizer", "batch", "peak", "updates", "top-1 (%)", "lost (points)", "updates to target")
+        return claims.markdown(head, lines)
+
+    def more(self, rows: Sequence[dict]) -> str:
+        tried = []
+        for optimizer, batch in itertools.product(RULES, TUNED):
+            trials = Trials(optimizer, batch)
+            best, losses = trials.best(), {rate: trials.loss(rate) for rate in sorted(trials.rates())}
+            texts = [
+                f"**{rate:g}: {loss:.3f}**" if rate == best else f"{rate:g}: {loss:.3f}"
+                for rate, loss in losses.items()
+            ]
+            tried.append((optimizer, batch, ", ".join(texts)))
+        predicted = [
+            (row["batch"], "" if row["to_target"] is None else f"{row['to_target']:,}", f"{expected:,.0f}")
+            for row, expected in self._predicted(rows)
+        ]
+        return "\n\n".join(
+            (
+                "Tuning: peak rate and mean validation loss of two seeds.",
+                claims.markdown(("optimizer", "batch", "peak: loss"), tried),
+                f"Updates of {NESTEROV} to the target, and those that the noise scale of one run at {SMALLEST} "
+                "predicts (`tools.batch`), which takes rates to be constant:",
+                claims.markdown(("batch", "trained", "predicted"), predicted),
+            )
+        )
+
+    def _predicted(self, rows: Sequence[dict]) -> List[Tuple[dict, float]]:
+        run = self.metered(self.peak(NESTEROV, SMALLEST))
+        left, kept = to_target(run), []
+        for each in batches.intervals(read_events(run.folder)["train"], SMALLEST):
+            kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
+            left -= each.updates
+        own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]
+        return [(row, batches.updates(kept, row["batch"])) for row in own]
+
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        panels = {
+            kind: {
+                name: [
+                    (row["batch"], row["top1_mean"], row["top1_sd"])
+                    for row in rows
+                    if (row["kind"], row["optimizer"]) == (kind, name)
+                ]
+                for name in RULES
+            }
+            for kind in (EPOCHS_EQUAL, UPDATES_EQUAL)
+        }
+        page.draw(panels, path, x="global batch", y="validation top-1 (%)", log_x=True)
+
+    def verdict(self, rows: Sequence[dict]) -> str:
+        """The largest batch within a point of the smallest, by optimizer, and what the growing batch loses."""
+        largest = ", ".join(f"{name} {kept(rows, name)}" for name in RULES)
+        at = {(row["kind"], row["optimizer"], row["batch"]): row for row in rows}
+        best = max(RULES, key=lambda name: at[EPOCHS_EQUAL, name, LARGEST]["top1_mean"])
+        beside = ", ".join(
+            f"{kind} of {name} {at[kind, name, SMALLEST]['lost']:.1f}"
+            for kind, name in itertools.product((GROWING, LOCAL), (NESTEROV, LARS))
+        )
+        return (
+            f"Largest batch within a point of {SMALLEST} at equal epochs: {largest}. Best at {LARGEST}: {best}. "
+            f"Points lost beside them: {beside}."
+        )
+
+    def claims(self) -> List[dict]:
+        """The growing batch, by the optimizer with which it loses least: points lost, and its share of updates."""
+        rows = {(row["kind"], row["optimizer"], row["batch"]): row for row in self.rows()}
+        growing = min((rows[GROWING, name, SMALLEST] for name in (NESTEROV, LARS)), key=lambda row: row["lost"])
+        whole = rows[EPOCHS_EQUAL, growing["optimizer"], SMALLEST]
+        interval = [growing["lost"] - growing["interval"], growing["lost"] + growing["interval"]]
+        lost = claims.claim("top1_loss_growing_batch", [growing["lost"]], "points", "<= 1")
+        share = growing["updates"] / whole["updates"]
+        return [{**lost, "spread": interval}, claims.claim("updates_of_growing_batch", [share], "of updates", "<= 0.6")]
+
+
+def kept(rows: Sequence[dict], optimizer: str) -> int:
+    """The largest batch up to which no batch loses more than a point at equal epochs."""
+    found = SMALLEST
+    for row in rows:
+        if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, optimizer) and row["batch"] != SMALLEST:
+            if row["lost"] > 1:
+                break
+            found = row["batch"]
+    return found
+
+
+def updates_of(run: Run) -> int:
+    """Updates of a run, whose batch may grow."""
+    recipe = run.recipe()
+    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
+    total = round(recipe.run.epochs * each)
+    return sum(1 for _ in Course(recipe, each, total).updates())
+
+
+def to_target(run: Run) -> float:
+    """Updates until top-1 is at the target, on the line between two evaluations; infinite if it never is."""
+    recipe = run.recipe()
+    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
+    before = (0.0, 1 / recipe.model.classes)
+    for epoch, top1 in zip(*curve(run, "eval", "top1")):
+        if top1 >= TARGET:
+            share = (TARGET - before[1]) / (top1 - before[1])
+            return each * (before[0] + share * (epoch - before[0]))
+        before = (epoch, top1)
+    return math.inf
+
+
+def _batch(batch: int) -> Tuple[str, ...]:
+    return f"batch.global={batch}", f"batch.micro={min(batch, 768)}"
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
