@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recipe.errors import DONE, DataError, printable
 from recipe.files import writing
-from training.command import Parser, one_line
+from training.command import Parser, add_choice_of_weights, one_line
 
 _WORST = 10  # classes that the terminal shows; the file has all
 
@@ -30,8 +30,7 @@ def main(arguments=None) -> int:
     kinds = "run folder, checkpoint, weights, .onnx, .pt2"
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
-    averages, which = ("step_average", "epoch_average"), "which weights of a run (default: %(default)s)"
-    parser.add_argument("--weights", default="trained", choices=("trained", *averages), help=which)
+    add_choice_of_weights(parser)
     parser.add_argument("--images", nargs="+", metavar="FILE", help="classify these instead of scoring")
     parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: in the run)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
@@ -47,12 +46,12 @@ def _opened(options):
     # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
     from training import exported, scoring, weights
 
-    if exported.is_exported(options.checkpoint):
+    if exported.is_exported(options.checkpoint) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
         recipe = weights.recipe_of(model, options.config, options.overrides)
         model.check(recipe)
         return model, recipe, model
-    stored = weights.read(options.checkpoint, options.weights)
+    stored = weights.read(options.checkpoint, options.weights, options.best)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
     return stored, recipe, scoring.engine_with(stored, recipe)
 

@@ -84,6 +84,19 @@ def test_it_finds_the_scores_that_training_told(run, command, weights):
     assert losses[0] == pytest.approx(scores["loss"], 1e-6) and losses[1] != losses[0]
 
 
+def test_the_best_of_a_run_is_the_highest_score_of_all_its_weights(run, command):
+    folder, _ = run
+    evaluations = [event for event in events(folder) if event["event"] == "eval"]
+    averages = ("step_average", "epoch_average")
+    scores = [each["top1"] for each in evaluations] + [
+        each[name]["top1"] for each in evaluations for name in averages if name in each
+    ]
+    code, lines, errors = command("--checkpoint", folder, "--best")
+    assert (code, errors) == (DONE, []) and f"weights: top1 {max(scores):.2%}" in lines[0]
+    code, _, errors = command("--checkpoint", folder / "checkpoints" / "step-00000008.pt", "--best")
+    assert code == WRONG_INPUT and "name one" in errors[0]
+
+
 def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command, tmp_path):
     folder, end = run
     _, lines, _ = command("--checkpoint", folder)

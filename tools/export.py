@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Callable, Sequence
 from recipe.errors import DONE, FAILED, ConfigError, DataError
 from recipe.files import write
 from tools import output
-from training.command import Parser, fail, one_line
+from training.command import Parser, add_choice_of_weights, fail, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -70,12 +70,7 @@ def _parser() -> Parser:
         help="safetensors: weights under timm's names; onnx, torch: programs from pixels to logits",
     )
     parser.add_argument("--output", metavar="FILE", help="default: export/NAME.SUFFIX in the run folder, or here")
-    parser.add_argument(
-        "--weights",
-        default="trained",
-        choices=("trained", "step_average", "epoch_average"),
-        help="which weights of a run (default: %(default)s)",
-    )
+    add_choice_of_weights(parser)
     parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
@@ -108,7 +103,7 @@ def _export(options: argparse.Namespace) -> dict:
 
     from training import weights
 
-    stored = weights.read(options.checkpoint, options.weights)
+    stored = weights.read(options.checkpoint, options.weights, options.best)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
     if path is None:
         average = "" if stored.which == weights.TRAINED else f"-{stored.which}"

@@ -115,6 +115,19 @@ class CheckpointFolder:
             )
         return None
 
+    def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
+        """The content of the whole checkpoint with the highest top-1, the newest of several; None if none was scored.
+
+        Args: warn: called for each better one that is damaged.
+        """
+        scored = [manifest for manifest in self.manifests() if manifest.top1 is not None]
+        for manifest in sorted(scored, key=_score, reverse=True):
+            try:
+                return load(self.path(manifest.step), manifest)
+            except CheckpointError as error:
+                warn(f"{error}; trying the next best")
+        return None
+
     def manifests(self) -> List[Manifest]:
         """Of all checkpoints whose manifest is whole, the oldest first."""
         found = []
@@ -171,7 +184,7 @@ class CheckpointFolder:
         kept = {manifest.step for manifest in manifests[-self._keep_last :]}
         scored = [manifest for manifest in manifests if manifest.top1 is not None]
         if self._keep_best and scored:
-            kept.add(max(scored, key=lambda manifest: (manifest.top1, manifest.step)).step)
+            kept.add(max(scored, key=_score).step)
         for manifest in manifests:
             if manifest.step not in kept:
                 self._manifest_path(manifest.step).unlink()
@@ -190,6 +203,10 @@ class CheckpointFolder:
         """Whether the manifest of a step lists a file of that replica. Raises CheckpointError."""
         manifest = self._manifest(step)
         return manifest is not None and replica < len(manifest.replicas)
+
+
+def _score(manifest: Manifest) -> Tuple[Optional[float], int]:
+    return manifest.top1, manifest.step
 
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:

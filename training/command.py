@@ -31,6 +31,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 
 
+def add_choice_of_weights(parser):
+    """Adds --weights and --best, by which commands choose among a run's weights."""
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "step_average", "epoch_average"),
+        help="which weights of a run (default: trained; with --best those that scored best)",
+    )
+    parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the best top-1")
+
+
 def naming(config, function, recipe):
     """Returns function(recipe); puts the recipe's file before its ConfigError."""
     try:

@@ -74,8 +74,8 @@ def is_exported(path: str) -> bool:
     return Path(path).suffix in (ONNX, PROGRAM)
 
 
-def read(path: str, which: str = TRAINED) -> ExportedModel:
-    """The program in a file. Args: which: `trained` for any weights, else the average that it must have.
+def read(path: str, which: Optional[str] = None) -> ExportedModel:
+    """The program in a file. Args: which: None or `trained` for any weights, else the average that it must have.
 
     Raises CheckpointError where there is none that tools.export wrote, its weights are others, or the package that runs
     it is missing.
@@ -92,7 +92,7 @@ def read(path: str, which: str = TRAINED) -> ExportedModel:
     except Exception as error:  # nearly everything is raised about files that are not ours
         raise CheckpointError(f"{path}: no program that tools.export wrote: {first_line(error)}") from None
     model = ExportedModel(place, program)
-    if which not in (TRAINED, model.which):
+    if which not in (None, TRAINED, model.which):
         raise CheckpointError(
             f"{path}: has no {which}: it was exported with --weights {model.which}; ask for {TRAINED}"
         )

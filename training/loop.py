@@ -30,7 +30,7 @@ from training.checkpoint import CheckpointFolder
 from training.evaluation import Scores, evaluate
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.stopping import StopSignals, name_of
-from training.weights import TRAINED
+from training.weights import TRAINED, top1_by_weights
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _NORMS = ("gradient", "weight", "update")
@@ -306,7 +306,7 @@ class Trainer:
             for _ in replica_states:
                 pass  # what this rank has goes to the main one
             return
-        top1 = progression.scores["top1"] if evaluated else None
+        top1 = max(top1_by_weights(progression.scores).values()) if evaluated else None
         self.monitor.metrics.check()
         self.checkpoints.save(progression.step, content, top1, replica_states)
         if scheduled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import torch
 
@@ -43,16 +43,22 @@ class StoredWeights(NamedTuple):
     which: str = TRAINED
 
 
-def read(path: str, which: str = TRAINED) -> StoredWeights:
+def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
     """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, or a torch file.
 
-    Args: which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one.
+    Args:
+        which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None: trained,
+            or with `best` those that scored best.
+        best: of a run folder, the checkpoint with the highest top-1.
 
     Raises CheckpointError where there are no such weights.
     """
     place = Path(path)
     if place.is_dir():
-        return _of_run(place, which)
+        return _of_run(place, which, best)
+    if best:
+        raise CheckpointError(f"{path}: the best checkpoint is chosen in a run folder; name one")
+    which = which or TRAINED
     if not place.exists():
         raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
     content = None if place.suffix == ".safetensors" else unpickled(place)
@@ -129,12 +135,29 @@ def fitted(
     return found, fresh
 
 
-def _of_run(folder: Path, which: str) -> StoredWeights:
+def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
-    content = checkpoints.load_newest(warn=lambda line: print(line, flush=True))
+    load = checkpoints.load_best if best else checkpoints.load_newest
+    content = load(warn=lambda line: print(line, flush=True))
     if content is None:
-        raise CheckpointError(f"{folder}: no checkpoint in this folder; name a run folder that holds one")
-    return _of_checkpoint(checkpoints.path(content["progression"]["step"]), content, which)
+        what = "scored checkpoint" if best else "checkpoint"
+        raise CheckpointError(f"{folder}: no {what} in this folder; name a run folder that holds one")
+    path = checkpoints.path(content["progression"]["step"])
+    return _of_checkpoint(path, content, which or (_best_weights(path, content) if best else TRAINED))
+
+
+def _best_weights(path: Path, content: dict) -> str:
+    try:
+        top1 = top1_by_weights(content["progression"]["scores"])
+        return max(top1, key=lambda name: (top1[name], name == TRAINED))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged: its scores cannot be read ({error})") from None
+
+
+def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
+    """Top-1 of the trained weights and of the averages in an evaluation's scores."""
+    averages = {name: each["top1"] for name, each in scores.items() if isinstance(each, dict)}
+    return {TRAINED: scores["top1"], **averages}
 
 
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:

@@ -26,6 +26,10 @@ def tensors(shapes=None, value=1.0):
     return {name: torch.full(shape, value) for name, shape in (shapes or MODEL).items()}
 
 
+# By step; the second step has an epoch average, too.
+TOP1 = {1: {"trained": 0.6, "step_average": 0.9}, 2: {"trained": 0.7, "step_average": 0.5, "epoch_average": 0.8}}
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2; weights are the step, averages ten and twenty times that."""
@@ -45,8 +49,11 @@ def run(tmp_path):
                 for name, (v, n) in kinds.items()
             },
         }
-        content = {"recipe": "run: {steps: 2}", "engine": engine, "progression": {"step": step}, "classes": ["a", "b"]}
-        checkpoints.save(step, content, top1=None)
+        top1 = TOP1[step]
+        averages = {name: {"top1": score} for name, score in top1.items() if name != "trained"}
+        progression = {"step": step, "scores": {"top1": top1["trained"], **averages}}
+        content = {"recipe": "run: {steps: 2}", "engine": engine, "progression": progression, "classes": ["a", "b"]}
+        checkpoints.save(step, content, top1=max(top1.values()))
     (folder / "config.yaml").write_text("run: {steps: 2}")
     return folder
 
@@ -60,6 +67,29 @@ def test_a_run_folder_gives_its_newest_checkpoint(run):
     assert run_folder_of(run / "evaluation" / "any.onnx") is None
     (run / "config.yaml").unlink()
     assert run_folder_of(stored.path) is None
+
+
+def test_the_best_checkpoint_gives_the_weights_that_scored_best(run):
+    """An average of step 1 is the best; of the trained weights by themselves step 1's are asked for as well."""
+    best = read(str(run), best=True)
+    assert (best.path.name, best.which) == ("step-00000001.pt", "step_average")
+    assert best.tensors["stem.conv_stem.weight"][0, 0] == 10.0
+    assert read(str(run), "trained", best=True).tensors["stem.conv_stem.weight"][0, 0] == 1.0
+    with pytest.raises(CheckpointError, match="the best checkpoint is chosen in a run folder"):
+        read(str(best.path), best=True)
+
+
+def test_where_the_best_is_damaged_the_next_best_is_taken(run, capsys):
+    path = run / "checkpoints" / "step-00000001.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read(str(run), best=True).path.name == "step-00000002.pt"
+    assert "step-00000001.pt: damaged" in capsys.readouterr().out
+
+
+def test_a_run_without_scores_has_no_best(tmp_path):
+    CheckpointFolder(tmp_path / "checkpoints", 2, True).save(1, {"progression": {"step": 1}}, top1=None)
+    with pytest.raises(CheckpointError, match="no scored checkpoint in this folder"):
+        read(str(tmp_path), best=True)
 
 
 def test_a_checkpoint_gives_itself_and_the_averages_that_it_has(run):
