@@ -17,18 +17,23 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import functools
 import json
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 from recipe import batch, loading
+from recipe.config import Recipe
 from recipe.errors import DONE
 from recipe.files import writing
 from tools.planning import machine, summary, text
+from tools.planning.machine import Machine
+from tools.planning.summary import Summary
 from training.command import Parser, naming, one_line
 
-# Device of a recipe -> the machine it is planned for unless another is named; auto is taken for a CPU.
-_MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores", "auto": "two_cores"}
+# Device of a recipe -> the machine it is planned for unless another is named.
+_MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores"}
+_MOST_HOURS = 30 * 24  # of training on a CPU, above which `auto` is taken for a GPU
 
 
 @one_line()
@@ -47,9 +52,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides))
     print(naming(options.config, batch.describe, recipe))
-    place = machine.load(options.machine or _MACHINES[recipe.run.device])
-    plan = naming(options.config, lambda recipe: summary.make(recipe, place), recipe)
-    print("\n".join(text.lines(plan)))
+    place = machine.load(options.machine) if options.machine else None
+    plan, note = naming(options.config, functools.partial(_planned, named=place), recipe)
+    print("\n".join(text.lines(plan, note)))
     if options.picture:
         from tools.planning import picture  # loads matplotlib
 
@@ -59,3 +64,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if options.json:
         print(json.dumps(text.as_data(plan), allow_nan=False))
     return DONE
+
+
+def _planned(recipe: Recipe, named: Optional[Machine]) -> Tuple[Summary, str]:
+    """The plan, and a note on a machine that had to be guessed."""
+    if named or recipe.run.device != "auto":
+        return summary.make(recipe, named or machine.load(_MACHINES[recipe.run.device])), ""
+    others = f"others by --machine {', '.join(machine.names())}, or a file that tools.doctor has written"
+    plan = summary.make(recipe, machine.load(_MACHINES["cpu"]))
+    if plan.own_hours is None or plan.own_hours <= _MOST_HOURS:
+        return plan, others
+    why = f"assumed, as two cores would train for {plan.own_hours / 24:,.0f} days"
+    return summary.make(recipe, machine.load(_MACHINES["cuda"])), f"{why}; {others}"

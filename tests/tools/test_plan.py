@@ -85,6 +85,12 @@ def test_a_plan_needs_no_torch():
     [
         ([QUICKSTART], ["others by --machine bow_pod, ", "no time where the batch is too large"], ["poptorch"]),
         ([QUICKSTART, "--machine", "dgx_a100"], [], ["others by"]),
+        (
+            [ROOT / "configs" / "gpu.yaml"],
+            ["A100", "assumed, as two cores would train for 1", "others by --machine"],
+            ["images/s, 17,"],
+        ),
+        ([ROOT / "configs" / "gpu.yaml", "run.device=cpu"], ["two cores"], ["assumed", "others by"]),
         ([ROOT / "configs" / "gpu.yaml", "data.train_images=null"], ["no time: the number of images is known"], []),
         ([POD256, *FULL_POD], [], ["DOES NOT FIT"]),
         ([POD256, *FULL_POD, "model.width=5"], ["DOES NOT FIT"], []),

@@ -8,17 +8,16 @@ from typing import Iterator, List, Sequence, Tuple
 from recipe import ipu_plan
 from recipe.division import count
 from tools.formats import duration, number, scaled
-from tools.planning.machine import names
 from tools.planning.memory import Widest
 from tools.planning.summary import Summary
 
 
-def lines(plan: Summary) -> Iterator[str]:
-    """The plan below the lines that `--dry-run` prints."""
+def lines(plan: Summary, note: str = "") -> Iterator[str]:
+    """The plan below the lines that `--dry-run` prints. Args: note: on the machine."""
     machine, work = plan.machine, plan.workload
     yield f"machine    {machine.name}; its rate is from {machine.calibrated_on}"
-    if plan.recipe.run.device == "auto" and machine.device == "cpu":
-        yield f"           others by --machine {', '.join(names())}, or a file that tools.doctor has written"
+    if note:
+        yield f"           {note}"
     yield (
         f"model      {work.parameters:,} parameters, {scaled(work.multiply_adds, '')} multiply-adds an image forward; "
         f"stages: {work.cut}"
