@@ -120,7 +120,10 @@ def check_owner(recipe: Recipe) -> None:
         recipe = recipe.model_copy(update={"exchange": begun.exchange})
     difference = begun and first_difference(begun, recipe)
     if difference:
-        raise CheckpointError(f"{path} belongs to another recipe: {difference}; {remedy}")
+        raise CheckpointError(
+            f"{path} belongs to another recipe: {difference}; give the key its old value to resume, or {remedy} (add "
+            f"model.init_from={path} to start from its weights, as for a longer training)"
+        )
 
 
 def note_session(folder: Path, **facts: int) -> None:
