@@ -30,7 +30,7 @@ class Lengths:
         epochs = self.total / self.steps_per_epoch
         return (
             f"{self.total} steps = {epochs:.6g} epochs x {self.steps_per_epoch} steps, {self.warmup} of warm-up; "
-            f"{self.dropped} images left over in each epoch"
+            f"{count(self.dropped, 'image')} left over in each epoch"
         )
 
 

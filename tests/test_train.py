@@ -17,10 +17,14 @@ __all__ = ["before_step", "command", "stopped"]  # fixtures
 def test_a_run_ends_with_0_says_what_it_did_and_is_not_done_twice(command):
     code, out, errors = command()
     assert (code, errors) == (DONE, [])
-    assert out[0] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
-    assert out[1].startswith("4 steps = ")
+    assert out[0] == f"run quickstart in {command.folder}, on cpu"
+    assert out[1].endswith(": 230,046 parameters, 8 px")
+    assert out[2] == "1,437 training and 360 validation images of 10 classes (digits)"
+    assert out[3] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
+    assert out[4].startswith("4 steps = ")
     # On a busy machine a line about waiting for images may follow.
-    assert [line for line in out[-2:] if not line.startswith("input-bound: ")][-1].startswith("done: top1 ")
+    assert [line for line in out[-3:-1] if not line.startswith("input-bound: ")][-1].startswith("done: top1 ")
+    assert out[-1].startswith(f"next: python evaluate.py --checkpoint {command.folder} --best | ")
     assert {path.name for path in command.folder.iterdir()} >= {
         "config.yaml",
         "environment.json",

@@ -71,7 +71,7 @@ def test_folders_of_images_are_trained_on(command, folder_data):
     _, overrides = folder_data
     code, out, errors = command(*overrides)
     assert (code, errors) == (DONE, [])
-    assert "1 images left over in each epoch" in out[1]
+    assert "1 image left over in each epoch" in out[4]
     assert events(command.folder, "eval")[-1]["images"] == 5
 
 

@@ -66,10 +66,10 @@ def before_step(monkeypatch):
     original = TorchEngine.train_step
 
     def at(step, action, *arguments):
-        def disturbed(engine, micro_batches, number, lr, measure=False):
+        def disturbed(engine, micro_batches, number, *rest, **keywords):
             if number + 1 == step:
                 action(*arguments)
-            return original(engine, micro_batches, number, lr, measure)
+            return original(engine, micro_batches, number, *rest, **keywords)
 
         monkeypatch.setattr(TorchEngine, "train_step", disturbed)
 

@@ -12,6 +12,8 @@ from recipe.errors import DONE
 from training.loggers import Logger
 from training.metrics import Metrics, NoMetrics
 
+_TEXT_WIDTH = 100  # of a log line beside the bar
+
 
 class Monitor:
     """Sends each event of a run to the metrics file, to the loggers, and to the terminal."""
@@ -61,19 +63,25 @@ class Progress:
 
 
 class BarProgress(Progress):
-    """A progress bar at the foot of the terminal, lines above it."""
+    """A progress bar at the foot of the terminal; lines above it, among them one of the log in each epoch."""
 
-    def __init__(self, total: int, step: int):
+    def __init__(self, total: int, step: int, steps_per_epoch: int):
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (BarColumn(bar_width=5), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns)
+        console = Console()
+        bar = BarColumn(bar_width=max(5, min(40, console.width - _TEXT_WIDTH)))
+        self._bar = Progress(bar, MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
+        self._epoch, self._per_epoch = step // steps_per_epoch, steps_per_epoch
         self._bar.start()
         self._task = self._bar.add_task("", total=total, completed=step)
         super().__init__(total, lambda line: self._bar.console.print(line, highlight=False, markup=False))
 
     def advance(self, step: int, text: str) -> None:
         self._bar.update(self._task, completed=step, description=text)
+        if step // self._per_epoch > self._epoch:
+            self._epoch = step // self._per_epoch
+            super().advance(step, text)
 
     def tick(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
@@ -133,10 +141,10 @@ def workers_needed(workers: int, share: float) -> int:
     return math.ceil((workers / rest if workers else share / rest) - 1e-9)  # 4.000000000001 are four
 
 
-def create_progress(total: int, step: int) -> Progress:
+def create_progress(total: int, step: int, steps_per_epoch: int) -> Progress:
     """A bar on a terminal, else plain lines."""
     if sys.stdout.isatty():
-        return BarProgress(total, step)
+        return BarProgress(total, step, steps_per_epoch)
     return Progress(total, lambda line: print(line, flush=True))
 
 

@@ -13,9 +13,11 @@ from data.base import Source
 from data.sources import open_source
 from engines import factory
 from engines.base import Engine
+from engines.devices import device_of, name_of
 from models import shapes
 from parallel import topology
 from parallel.agreement import Agreement
+from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
@@ -82,15 +84,39 @@ def run(recipe: Recipe) -> None:
             )
             processes.part()
             return
+        for line in _introduction(recipe, images, place):
+            say(line)
         say(batch.describe())
         say(lengths.describe())
         engine = choices.create_engine(recipe, asked, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
         _train(recipe, lengths, engine, images, folder)
+        say(_next_commands(arithmetic.output_folder(recipe)))
     finally:
         if folder is not None:
             folder.close()
+
+
+def _introduction(recipe: Recipe, images: _Images, place: Topology) -> List[str]:
+    """What is trained, on what, and where to: a line each."""
+    model, data = recipe.model, recipe.data
+    parameters = sum(shape.parameters for shape in shapes.blocks(model, model.image_size).values())
+    device = "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
+    return [
+        f"run {recipe.run.name} in {arithmetic.output_folder(recipe)}, on {device}",
+        f"{model.describe()}: {parameters:,} parameters, {model.image_size} px",
+        f"{images.training_images:,} training and {images.validation_images:,} validation images of "
+        f"{count(model.classes, 'class', 'classes')} ({data.source})",
+    ]
+
+
+def _next_commands(folder: str) -> str:
+    """What users do with a finished run."""
+    return (
+        f"next: python evaluate.py --checkpoint {folder} --best | python -m tools.report {folder} | "
+        f"python -m tools.export --checkpoint {folder}"
+    )
 
 
 def _nothing(*_: object) -> None:
@@ -191,7 +217,7 @@ def _monitor(recipe: Recipe, folder: Optional[RunFolder], lengths: Lengths, prog
         print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
     states = loggers.service_states(recipe.log, folder.path)
     metrics = Metrics(path, keep_bytes=progression.metrics_bytes, check_folder=folder.check)
-    progress = create_progress(lengths.total, step)
+    progress = create_progress(lengths.total, step, lengths.steps_per_epoch)
     return Monitor(metrics, progress, loggers.start(recipe, step, states, progress.say))
 
 

@@ -139,17 +139,19 @@ def test_progress_is_plain_lines_of_log_steps_or_a_bar_on_terminals(said, monkey
     plain.say("")
     plain.close()
     assert said == ["step 2/8  loss 0.5", "evaluation"]
-    assert type(create_progress(8, 0)) is Progress
+    assert type(create_progress(8, 0, 4)) is Progress
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bar = create_progress(8, 5)
+    bar = create_progress(8, 5, 4)
     assert type(bar) is BarProgress
     bar.tick(6)
     bar.say("left out: [bold]/data/[a].jpg[/bold]")
     bar.advance(7, "loss 0.5")
+    bar.advance(8, "loss 0.25")
     bar.close()
     out = capsys.readouterr().out
     assert "left out: [bold]/data/[a].jpg[/bold]" in out
-    assert "7/8" in out and "loss 0.5" in out
+    assert "8/8" in out and "loss 0.25" in out
+    assert "step 8/8  loss 0.25" in out and "step 7/8" not in out, "a line stays in each epoch"
 
 
 @pytest.fixture

@@ -76,7 +76,9 @@ def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, override, s
     folder = opened()
     begin(folder)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
-    with pytest.raises(CheckpointError, match=rf"run belongs to another recipe: {said}; .*run.output=FOLDER .*model.init_from=\S*run "):
+    with pytest.raises(
+        CheckpointError, match=rf"run belongs to another recipe: {said}; .*run.output=FOLDER .*model.init_from=\S*run "
+    ):
         opened(override)
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
     folder.metrics.unlink()

@@ -108,9 +108,11 @@ def test_four_ranks_leave_and_print_what_one_process_does_and_that_a_run_is_fini
     assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
     (start,) = json.loads((four / "environment.json").read_text())["starts"]
     assert (start["step"], start["replicas"], start["stages"]) == (0, 2, 2)
-    assert lines[0] == "24 = 6 micro x 2 accumulation x 2 replicas (2 stages each: 4 devices)"
-    assert lines_of_one[2] == "one process computes all 2 stages itself, on one device"
-    assert without_pace(lines)[1:] == without_pace([lines_of_one[1], *lines_of_one[3:]])
+    assert lines[0] == f"run quickstart in {four}, on cpu"
+    assert lines[3] == "24 = 6 micro x 2 accumulation x 2 replicas (2 stages each: 4 devices)"
+    assert lines_of_one[5] == "one process computes all 2 stages itself, on one device"
+    expected = without_pace([*lines_of_one[1:3], lines_of_one[4], *lines_of_one[6:]])
+    assert without_pace([*lines[1:3], *lines[4:]]) == [line.replace(str(one), str(four)) for line in expected]
     before = {path: path.read_bytes() for path in four.rglob("*") if path.is_file()}
     (line,) = train_to_the_end(2, *SMALL, *TWO_STAGES, f"run.output={four}")
     assert line.startswith(f"{four}: this run is finished: top1 ")
