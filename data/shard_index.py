@@ -17,8 +17,8 @@ import safetensors.numpy
 from data.local import Folder, MissingFile
 from recipe.bounded import parse_json
 from recipe.errors import DataError, printable
+from recipe.images import MANIFEST
 
-MANIFEST = "shards.json"
 FORMAT = 1
 MOST_OF_INDEX = 2**28  # bytes: some five million images in a shard
 _MOST_OF_MANIFEST = 2**25  # bytes: some 200,000 shards

@@ -4,7 +4,7 @@ from typing import Any, List, Literal, Optional, Union
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from recipe.section import Section
+from recipe.section import Section, number_or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
 
@@ -12,12 +12,6 @@ _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
 def _or_auto(*choices: dict) -> dict:
     """JSON Schema of a key that is one of some values, or auto (or null)."""
     return {"anyOf": [{"const": "auto"}, *choices, {"type": "null"}]}
-
-
-def _or_launchers(schema: dict) -> None:
-    """JSON Schema of a number that a file may leave to the launcher as auto; a loaded recipe has the number."""
-    number = {key: schema.pop(key) for key in ("type", "minimum")}
-    schema["anyOf"] = [{"const": "auto"}, number]
 
 
 class Parallel(Section):
@@ -28,7 +22,7 @@ class Parallel(Section):
         ge=1,
         description="pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun "
         "gives a replica, elsewhere 1, and cuts anew where split is a list for another number",
-        json_schema_extra=_or_launchers,
+        json_schema_extra=number_or_auto,
     )
     split: Union[Literal["counted"], List[str], None] = Field(
         None,

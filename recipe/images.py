@@ -1,13 +1,18 @@
 """The section `data`: where images come from, without opening any of them."""
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar, List, Literal, Optional, Tuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from recipe import credentials
+from recipe.bounded import read_json
+from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
+
+MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
 
 
 class Data(Kind):
@@ -118,6 +123,10 @@ class Data(Kind):
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
 
+    def count_classes(self) -> int:
+        """Of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be counted."""
+        raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
+
 
 class Files(Data):
     """Keys of the sources that read files."""
@@ -147,11 +156,27 @@ class Files(Data):
     def place(self) -> str:
         return str(self.root)
 
+    def count_classes(self) -> int:
+        try:
+            found = self._classes_in(split_folder(self, "train"))
+        except (DataError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model.classes auto: {error}") from None
+        if found < 2:
+            raise ConfigError(f"model.classes auto: {self.root}: {count(found, 'class', 'classes')}; a model needs two")
+        return found
+
+    def _classes_in(self, folder: str) -> int:
+        """Of the training folder; what is raised says why they cannot be counted."""
+        raise NotImplementedError
+
 
 class Folder(Files):
     """Class folders of images."""
 
     source: Literal["folder"] = "folder"
+
+    def _classes_in(self, folder: str) -> int:
+        return sum(entry.is_dir() for entry in os.scandir(folder))
 
 
 class Shards(Files):
@@ -166,6 +191,11 @@ class Shards(Files):
         description="images among which those of shards are shuffled: more mix better, fewer read in a row",
     )
 
+    def _classes_in(self, folder: str) -> int:
+        if "://" in folder:
+            raise DataError(f"{folder}: is not read before a run; give a number")
+        return len(read_json(Path(folder, MANIFEST))["classes"])
+
 
 class Digits(Data):
     """The 1,797 digits that come along."""
@@ -174,6 +204,9 @@ class Digits(Data):
 
     def images(self, split: str) -> Optional[int]:
         return 1437 if split == "train" else 360
+
+    def count_classes(self) -> int:
+        return 10
 
     def check_classes(self, classes: int) -> None:
         if classes != 10:

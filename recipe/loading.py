@@ -24,6 +24,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
 _MOST_VALUES = 10_000  # with what aliases repeat; a recipe has some hundreds
 _LONG = 1000  # characters of a text that count as one value more
+_ANY_CLASSES = 2  # in the place of `auto`, until the images are known
 _DEEPEST = 32  # levels of lists and mappings; Python's own limit changes with what a process has imported
 
 
@@ -121,6 +122,10 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
         _merge(merged, layer, place, origin)
     _settle_stages(merged["parallel"])
     try:
+        if merged["model"].get("classes") == "auto":
+            # The sections must be known before the images can be looked at.
+            merged["model"]["classes"] = _ANY_CLASSES
+            merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_first_line(error, origin, default)) from None

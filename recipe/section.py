@@ -28,3 +28,9 @@ def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Non
         raise ValueError(f"{' and '.join(given)} are both given; keep one")
     if required and not given:
         raise ValueError(f"one of {', '.join(names)} is needed")
+
+
+def number_or_auto(schema: dict) -> None:
+    """JSON Schema of a number that a file may leave open as auto; a loaded recipe has the number."""
+    number = {key: schema.pop(key) for key in ("type", "minimum")}
+    schema["anyOf"] = [{"const": "auto"}, number]
