@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any, Dict, Tuple
 
 import torch
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
@@ -55,10 +57,30 @@ def timm_name(name: str) -> str:
     return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
 
 
+def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
+    """Width, depth, groups, expansion and norm of an EfficientNet of B0 to B7: see `Family.keys_of`."""
+    known = {timm_name(name): shape for name, shape in shapes.items()}
+    wide, grouped = known.get("blocks.1.0.conv_pw.weight"), known.get("blocks.1.0.conv_dw.weight")
+    if wide is None or grouped is None:
+        return {}
+    batch = any(name.endswith("running_mean") for name in known)
+    found = {"group_size": grouped[1], "expansion": wide[0] // wide[1], **({"norm": "batch"} if batch else {})}
+    blocks = {tuple(name.split(".")[1:3]) for name in known if name.startswith("blocks.")}
+    repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
+    stem, head = (known.get(f"{name}.weight", (0,))[0] for name in ("conv_stem", "conv_head"))
+    for scale in network.SCALES.values():
+        rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
+        depths = [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
+        if (depths, rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (repeats, stem, head):
+            return {"width": scale["width"], "depth": scale["depth"], **found}
+    return found
+
+
 @FAMILIES.implements(network.EfficientNet)
 class _EfficientNetFamily(Family):
     build = staticmethod(build)
     timm_name = staticmethod(timm_name)
+    keys_of = staticmethod(keys_of)
 
 
 def _calm_classifier(classifier: nn.Linear) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Iterable, Sequence, Tuple, Type
+from typing import Any, Dict, Iterable, Sequence, Tuple, Type
 
 import torch
 from torch import nn
@@ -65,6 +65,11 @@ class Family(abc.ABC):
     def timm_name(name: str) -> str:
         """Name of a parameter or buffer in timm's files, where timm has such a model."""
         return name
+
+    @staticmethod
+    def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
+        """Keys of the section that weights of these names and shapes show; none that they do not."""
+        return {}
 
 
 FAMILIES: Registry[Type[Family]] = Registry("a model family")

@@ -12,6 +12,7 @@ from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
 
+_UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
 
 
@@ -157,6 +158,8 @@ class Files(Data):
         return str(self.root)
 
     def count_classes(self) -> int:
+        if self.root is None:
+            return _UNKNOWN_CLASSES
         try:
             found = self._classes_in(split_folder(self, "train"))
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:

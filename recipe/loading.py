@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import yaml
 from pydantic import ValidationError
 
+from recipe import timm_weights
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.ipu_rules import stages_of_launcher
@@ -117,9 +118,9 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
     merged: dict = {section: {} for section in Recipe.model_fields}
     origin: dict = {}
     # Names first: they decide which keys there are, and a new one unsets the keys of the old.
-    overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
+    overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith((".name", ".init_from")))
     for place, layer in [*layers, *(_override(text) for text in overrides)]:
-        _merge(merged, layer, place, origin)
+        _merge(merged, _with_implied(layer, place), place, origin)
     _settle_stages(merged["parallel"])
     try:
         if merged["model"].get("classes") == "auto":
@@ -129,6 +130,16 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_first_line(error, origin, default)) from None
+
+
+def _with_implied(layer: dict, place: str) -> dict:
+    """The layer with the keys that weights of timm imply, where it does not give them itself."""
+    model = layer.get("model")
+    try:
+        weights = timm_weights.parse(model.get("init_from")) if isinstance(model, dict) else None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return {**layer, "model": {**timm_weights.keys(weights.name), **model}} if weights else layer
 
 
 def _settle_stages(parallel: dict) -> None:

@@ -44,8 +44,9 @@ class Model(Kind):
     )
     init_from: Optional[str] = Field(
         None,
-        description="weights to start from: run folder, checkpoint, .safetensors, or a timm or torch file; the "
-        "classifier starts anew if the classes differ",
+        description="weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME "
+        "(downloaded) or timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes "
+        "differ",
     )
     init_weights: Literal["trained", "step_average", "epoch_average"] = Field(
         "trained", description="which weights of a run folder or checkpoint to start from"

@@ -19,7 +19,7 @@ from parallel import topology
 from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe import batch as arithmetic
-from recipe import loading
+from recipe import loading, timm_weights
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.division import count
@@ -234,6 +234,10 @@ def _start_from(engine: Engine, model: Model, say: Callable[[str], None]) -> Non
     engine.load_weights(tensors)
     new = f"; new: {', '.join(fresh)}" if fresh else ""
     say(f"starting from {stored.path}{new}")
+    of_timm = timm_weights.parse(model.init_from)
+    if of_timm is not None:
+        keys = ", ".join(f"{key} {getattr(model, key)}" for key in timm_weights.keys(of_timm.name))
+        say(f"model of timm's {of_timm.name}: {keys}")
 
 
 def _changes(progression: Progression, images: _Images, engine: Engine, folder: Optional[RunFolder]) -> List[str]:

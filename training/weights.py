@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Seq
 import torch
 
 from data.sources import open_source
-from models.families import timm_name
-from recipe import loading
+from models.families import FAMILIES, timm_name
+from recipe import loading, timm_weights
 from recipe.bounded import parse_json
 from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError, printable
@@ -44,7 +44,8 @@ class StoredWeights(NamedTuple):
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
-    """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, or a torch file.
+    """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, a torch file, or
+    what recipe/timm_weights.py describes.
 
     Args:
         which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None: trained,
@@ -53,6 +54,10 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
 
     Raises CheckpointError where there are no such weights.
     """
+    wanted = timm_weights.parse(path)
+    if wanted is not None and wanted.file is None:
+        return _downloaded(wanted.name)
+    path = wanted.file if wanted is not None else path
     place = Path(path)
     if place.is_dir():
         return _of_run(place, which, best)
@@ -114,9 +119,8 @@ def fitted(
         if ours is None:
             if name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
                 continue
-            raise CheckpointError(
-                f"{stored.path}: {name} has no place in the model of the recipe; give the one it was trained by"
-            )
+            remedy = _keys_to_set(section, stored) or "give the one it was trained by"
+            raise CheckpointError(f"{stored.path}: {name} has no place in the model of the recipe; {remedy}")
         found[ours] = tensor
     fresh = []
     for name, shape in shapes.items():
@@ -128,11 +132,19 @@ def fitted(
             fresh.append(name)
             continue
         problem = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-        remedy = "give the recipe that these weights were trained by"
+        remedy = _keys_to_set(section, stored) or "give the recipe that these weights were trained by"
         if tensor is not None and is_classifier:
             remedy = f"set model.classes={len(tensor)}"
         raise CheckpointError(f"{stored.path}: {name} {problem}; {remedy}")
     return found, fresh
+
+
+def _keys_to_set(section: Model, stored: StoredWeights) -> str:
+    """`set KEY=VALUE ...` for the keys in which a model differs from the stored one; empty where none is seen."""
+    own = section.model_dump()
+    keys = FAMILIES.of(section).keys_of({name: tuple(tensor.shape) for name, tensor in stored.tensors.items()})
+    differing = [f"model.{key}={value}" for key, value in keys.items() if own.get(key) != value]
+    return f"set {' '.join(differing)}" if differing else ""
 
 
 def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
@@ -158,6 +170,20 @@ def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
     """Top-1 of the trained weights and of the averages in an evaluation's scores."""
     averages = {name: each["top1"] for name, each in scores.items() if isinstance(each, dict)}
     return {TRAINED: scores["top1"], **averages}
+
+
+def _downloaded(name: str) -> StoredWeights:
+    """timm's weights of that name, from its cache or its hub."""
+    import timm
+
+    try:
+        model = timm.create_model(name, pretrained=True)
+    except Exception as error:  # whatever the hub's library raises: no such weights, no network, no room
+        why = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"timm:{name}: cannot be downloaded ({why}); give a file by model.init_from=timm:{name}:FILE"
+        ) from None
+    return StoredWeights(Path(f"timm:{name}"), model.state_dict(), None, None)
 
 
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:

@@ -29,10 +29,13 @@ def test_auto_counts_the_classes_that_shards_name(tmp_path):
     assert loading.load(QUICKSTART, ["data.source=shards", *given]).model.classes == 4
 
 
+def test_a_plan_without_images_takes_a_thousand():
+    assert loading.load(QUICKSTART, ["data.source=folder", "model.classes=auto"]).model.classes == 1000
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["data.source=folder"], r"data.root is not set; name the folder of the images"),
         (["data.source=folder", "data.root=/nowhere"], r"/nowhere: no such folder"),
         (["data.source=shards", "data.root=s3://bucket/images"], r"is not read before a run; give a number"),
         (["data.source=glyphs"], r"data.source=glyphs has as many as you like; give a number"),

@@ -20,7 +20,17 @@ def named(name):
 
 def test_the_promised_recipes_are_there():
     ladder = ("768", "1536", "3072", "6144", "768_rmsprop", "1536_rmsprop", "6144_rmsprop")
-    promised = {*PODS, "pod", "pod16_4stages", "gpu", "quickstart", "evidence", "half_resolution", "finetune"}
+    promised = {
+        *PODS,
+        "pod",
+        "pod16_4stages",
+        "gpu",
+        "quickstart",
+        "evidence",
+        "half_resolution",
+        "finetune",
+        "finetune_timm",
+    }
     assert promised | {f"ablation/bs{each}" for each in ladder} | {"b4_g16"} == set(IDS)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from data.batches import MicroBatch
 from engines import factory
-from models.efficientnet import timm_name
+from models.efficientnet import build, timm_name
 from recipe import loading
 from recipe.batch import divide
 from recipe.config import Model
@@ -241,3 +241,23 @@ def test_a_timm_checkpoint_gives_timms_logits(tmp_path):
     actual = engine.predict_step(MicroBatch(images, labels, labels, 4, 0, 0, ()))
     assert not fresh
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_weights_of_another_model_name_the_keys_to_set(tmp_path, tiny):
+    torch.save(timm.create_model("tf_efficientnet_b0", num_classes=10).state_dict(), tmp_path / "b0.pth")
+    model = build(tiny().model, 0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as refused:
+        fitted(read(str(tmp_path / "b0.pth")), shapes, tiny().model, True)
+    line = str(refused.value)
+    for key in ("width=1.0", "depth=1.0", "group_size=1", "expansion=6", "norm=batch"):
+        assert f"model.{key}" in line
+
+
+def test_what_cannot_be_downloaded_asks_for_a_file(monkeypatch):
+    def refused(name, pretrained):
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(timm, "create_model", refused)
+    with pytest.raises(CheckpointError, match=r"no route to host.*model.init_from=timm:tf_efficientnet_b0:FILE"):
+        read("timm:tf_efficientnet_b0")

@@ -1,0 +1,57 @@
+"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the name sets.
+
+Padding and epsilon are not in a file of weights, so the name is needed even where the file is at hand.
+"""
+
+import re
+from typing import Any, Dict, NamedTuple, Optional
+
+from recipe.errors import ConfigError
+
+_PREFIX = "timm:"
+# timm's names are efficientnet_b0, tf_efficientnet_b4_ns, tf_efficientnet_b5.ap_in1k and so on.
+_NAME = re.compile(r"(?P<tf>tf_)?(?P<model>efficientnet_b[0-7])(?P<training>[_.](?!pruned)[\w.]+)?")
+_OTHER_MEANS = {"ap", "ra4"}  # trained with AdvProp, or by timm's newest rules
+_HALF = [0.5, 0.5, 0.5]
+
+
+class TimmWeights(NamedTuple):
+    """name: of the model in timm. file: with its weights; None for those that timm downloads."""
+
+    name: str
+    file: Optional[str]
+
+
+def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
+    """None for weights from elsewhere. Raises ConfigError for a model that is no EfficientNet-B0 to B7."""
+    if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
+        return None
+    name, _, file = init_from[len(_PREFIX) :].partition(":")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; write timm:tf_efficientnet_b4, or "
+            "timm:tf_efficientnet_b4:FILE for weights that are on this machine"
+        )
+    return TimmWeights(name, file or None)
+
+
+def keys(name: str) -> Dict[str, Any]:
+    """The keys of the section `model` with which it is timm's model of that name.
+
+    Source: timm/models/efficientnet.py: models with `tf_` pad as TensorFlow does and have its epsilon.
+    """
+    found = _NAME.fullmatch(name)
+    assert found is not None, name
+    tensorflow, trained = found["tf"] is not None, set(re.split("[_.]", found["training"] or ""))
+    return {
+        "name": found["model"],
+        "width": None,
+        "depth": None,
+        "image_size": None,
+        "group_size": 1,
+        "expansion": 6,
+        "norm": "batch",
+        "norm_eps": 1e-3 if tensorflow else 1e-5,
+        "padding": "same" if tensorflow else "torch",
+        **({"mean": _HALF, "std": _HALF} if trained & _OTHER_MEANS else {}),
+    }
