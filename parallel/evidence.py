@@ -37,8 +37,10 @@ def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
 
 
 def _keys(section: Exchange, optimizer: Optimizer) -> dict:
-    """What tells exchanges apart: `compress` as it is resolved, no key that is not used or only sends more at first."""
-    keys = dict(section, compress=section.compresses_update(optimizer))
+    """What tells exchanges apart: `compress` and `factor_masking` as they are resolved, no key that is not used or only
+    sends more at first."""
+    masks = section.masks(optimizer, getattr(section, "density", 1.0))
+    keys = dict(section, compress=section.compresses_update(optimizer), factor_masking=masks)
     for key in _MORE if section.sparse else (*_MORE, "density"):
         keys.pop(key, None)
     return keys

@@ -23,15 +23,15 @@ class Rules(NamedTuple):
     """Rules of a sparse exchange, as recipe/exchange.py describes them.
 
     pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: as of `Wire`. density: of update
-    `step`, from 0; 1 sends everything. masks: factor masking, of a contribution's velocity. by_threshold: stages share
-    the values to send by where the largest are, not by size.
+    `step`, from 0; 1 sends everything. masks: whether an update with a density has factor masking, of a
+    contribution's velocity. by_threshold: stages share the values to send by where the largest are, not by size.
     """
 
     pattern: str
     wire: Union[torch.dtype, int]
     density: Callable[[int], float]
     conserve: bool = True
-    masks: bool = False
+    masks: Callable[[float], bool] = lambda density: False
     by_threshold: bool = False
 
 
@@ -81,7 +81,7 @@ class SparseExchange(Running):
         self._sum = SparseSum(group, pattern=rules.pattern, wire=rules.wire)
         self.residual = torch.zeros(length, dtype=torch.float32, device=device)
         self._contribution = contribution or _Gradient()
-        self._masked = self._contribution.state()["velocity"] if rules.masks else None
+        self._velocity = self._contribution.state().get("velocity")
         self._shares: Optional[StageShares] = None
         if rules.by_threshold and len(self._elements) > 1:
             self._shares = StageShares(length, len(self._elements), stage, everyone)
@@ -100,7 +100,7 @@ class SparseExchange(Running):
             buffer.mul_(divisor)
         else:
             whole = self._exchange_dense()
-            total = self._exchange_largest(buffer, self._count(density), finite)
+            total = self._exchange_largest(buffer, density, finite)
             for part in total.parts:
                 buffer.index_add_(0, part.indices, part.values * divisor)
             if whole is not None:
@@ -128,9 +128,9 @@ class SparseExchange(Running):
         if self._group is not None:
             distributed.all_reduce(tensor, group=self._group)
 
-    def _exchange_largest(self, buffer: torch.Tensor, count: int, finite: torch.Tensor) -> Total:
+    def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> Total:
         """The sum of the replicas' largest entries; leaves the buffer empty, and the rest in the residual."""
-        indices = largest(self.residual, count)
+        indices = largest(self.residual, self._count(density))
         own = Sparse(indices, self.residual[indices])
         scratch = buffer.zero_().view(torch.int32)
         total = self._sum(own, scratch)
@@ -139,8 +139,8 @@ class SparseExchange(Running):
         self.residual[indices] = torch.where(sent, 0.0, own.values)
         for part in total.residual if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
-        if self._masked is not None:
-            self._masked[indices] = torch.where(sent, 0.0, self._masked[indices])
+        if self._velocity is not None and self._rules.masks(density):
+            self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
         return total
 
     def _count(self, density: float) -> int:

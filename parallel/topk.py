@@ -5,6 +5,7 @@ Needs no torch until one is created.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Any, List, Sequence, Tuple
 
@@ -71,7 +72,7 @@ class Sparse(Method):
                 wire=section.bits or getattr(torch, section.sent),
                 density=lambda step: section.density_at(step, setup.steps_per_epoch),
                 conserve=getattr(section, "conserve", True),
-                masks=section.factor_masking,
+                masks=functools.partial(section.masks, setup.recipe.optimizer),
                 by_threshold=section.stage_share == "threshold",
             ),
             len(setup.gradients),

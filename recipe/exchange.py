@@ -11,6 +11,9 @@ from recipe.optimization import Optimizer
 # Keys of the sparse methods that change what is learned: another method refuses them, unless they say what it does.
 _ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
 
+# At this density a value waits for a hundred updates, at which momentum has long repeated it; at 0.1 for ten.
+_MASKED = 0.01
+
 
 def _few_bits(what: str) -> Any:
     return Field(
@@ -69,6 +72,10 @@ class Exchange(Kind):
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
         """Whether each replica selects from the update that its own gradient would make, not from that gradient."""
+        return False
+
+    def masks(self, optimizer: Optimizer, density: float) -> bool:
+        """Whether momentum of what is sent starts again from 0 in an update with that density."""
         return False
 
     @property
@@ -168,8 +175,10 @@ class _Selecting(Exchange):
     )
     dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
     dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
-    factor_masking: bool = Field(
-        False, description="with compress update: momentum of what is sent starts again from 0"
+    factor_masking: Optional[bool] = Field(
+        None,
+        description="with compress update: momentum of what is sent starts again from 0; null: in updates "
+        "with a density of 0.01 or less",
     )
     stage_share: Literal["size", "threshold"] = Field(
         "size",
@@ -186,11 +195,15 @@ class _Selecting(Exchange):
 
     @model_validator(mode="after")
     def _momentum_to_mask(self) -> "_Selecting":
-        if self.factor_masking and self.compress != "update":
+        if self.factor_masking and self.compress == "gradient":
             raise ValueError(
                 "factor_masking clears momentum that replicas have with compress update; give compress=update"
             )
         return self
+
+    def masks(self, optimizer: Optimizer, density: float) -> bool:
+        masks = density <= _MASKED if self.factor_masking is None else self.factor_masking
+        return masks and self.compresses_update(optimizer)
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
         if self.compress is None:
@@ -226,13 +239,13 @@ class Sparse(_Selecting):
 
     def _details(self, optimizer: Optimizer) -> List[str]:
         warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
-        switches = ("factor_masking", "dense_1d")
         return [
             f"density {self.density:g} of the {'update' if self.compresses_update(optimizer) else 'gradient'}",
             *([f"after {warmup} in the first epochs"] if warmup else []),
             *([f"dense for {self.dense_steps} steps"] if self.dense_steps else []),
             *self._residuals,
-            *(name.replace("_", " ") for name in switches if getattr(self, name)),
+            *(["factor masking"] if self.masks(optimizer, self.density) else []),
+            *(["dense 1d"] if self.dense_1d else []),
         ]
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:

@@ -39,6 +39,8 @@ class Momentum:
 def create(size, kind, dense=()):
     kind = dict(kind)
     contribution = Momentum() if kind.pop("momentum", False) else None
+    masks = kind.pop("masks", False)
+    kind["masks"] = lambda density: masks
     group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
     device = torch.device("cpu")
     return SparseExchange(rules(**kind), LENGTH, [LENGTH], 0, dense, group, everyone, device, contribution)

@@ -22,7 +22,10 @@ def recipe(*overrides):
         (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),
         (("exchange.method=half", "exchange.wire=float32"), "must be 'float16' or 'bfloat16'"),
         (("exchange.method=gtopk", "exchange.wire=bfloat16"), "must be 'float32' or 'float16'"),
-        (("exchange.method=gtopk", "exchange.factor_masking=true"), "give compress=update"),
+        (
+            ("exchange.method=gtopk", "exchange.compress=gradient", "exchange.factor_masking=true"),
+            "give compress=update",
+        ),
         (("exchange.method=topk", "exchange.sketch=0"), "exchange.sketch"),
         (("exchange.method=gtopk", "exchange.density=0"), "exchange.density"),
         (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
@@ -130,7 +133,7 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
         (
             (*UPDATE, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
             "exchange gtopk (butterfly, float32), density 0.001 of the update, after 0.25, 0.06 in the first epochs, "
-            "conserving, dense 1d",
+            "conserving, factor masking, dense 1d",
         ),
         (("exchange.bits=4",), "exchange dense, in 4 bits"),
         (("exchange.method=topk", "exchange.bits=8"), "exchange topk (int8)"),
@@ -147,3 +150,20 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
 def test_the_plan_says_what_is_exchanged(overrides, text):
     asked = recipe(*overrides)
     assert text in describe(asked)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "density", "masked"),
+    [
+        ((), 0.001, True),
+        ((), 0.01, True),
+        ((), 0.04, False),
+        (("exchange.factor_masking=true",), 0.04, True),
+        (("exchange.factor_masking=false",), 0.001, False),
+        (("exchange.compress=gradient",), 0.001, False),
+        (("optimizer.name=sgd", "schedule.peak=0.1"), 0.001, False),
+    ],
+)
+def test_momentum_of_what_is_sent_is_cleared_where_little_is_sent(overrides, density, masked):
+    asked = recipe("exchange.method=topk", *overrides)
+    assert asked.exchange.masks(asked.optimizer, density) == masked
