@@ -1,0 +1,25 @@
+"""Keys that pages name are keys of recipes."""
+
+import re
+
+import pytest
+
+from recipe import loading
+from tests.conftest import QUICKSTART, ROOT
+
+_TABLE = (ROOT / "docs" / "coming_from.md").read_text().partition("## Flags and keys")[2].partition("## What is")[0]
+_ROWS = [line.split("|")[5] for line in _TABLE.splitlines() if line.startswith("|")][2:]
+GIVEN = [(text, re.findall(r"`([^`]*=[^`]*)`", text)) for text in _ROWS]
+
+
+@pytest.mark.parametrize(("text", "given"), GIVEN, ids=[text.strip() for text, _ in GIVEN])
+def test_keys_beside_the_flags_of_others_make_a_recipe(text, given):
+    overrides = [each for part in given for each in part.split()]
+    loading.load(
+        QUICKSTART,
+        ["batch.micro=32" for _ in range("batch.global" in text)] + [each for each in overrides if "DIR" not in each],
+    )
+
+
+def test_most_rows_have_keys():
+    assert sum(bool(given) for _, given in GIVEN) >= 0.75 * len(GIVEN)
