@@ -11,7 +11,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series
-from benchmarks.evidence.runs import Run, curve, outcome
+from benchmarks.evidence.runs import Run, outcome, updates_to
 from recipe.batch import steps_per_epoch
 from recipe.course import Course
 from tools.planning import batches
@@ -302,16 +302,9 @@ def updates_of(run: Run) -> int:
 
 
 def to_target(run: Run) -> float:
-    """Updates until top-1 is at the target, on the line between two evaluations; infinite if it never is."""
-    recipe = run.recipe()
-    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
-    before = (0.0, 1 / recipe.model.classes)
-    for epoch, top1 in zip(*curve(run, "eval", "top1")):
-        if top1 >= TARGET:
-            share = (TARGET - before[1]) / (top1 - before[1])
-            return each * (before[0] + share * (epoch - before[0]))
-        before = (epoch, top1)
-    return math.inf
+    """Updates until top-1 is at the target; infinite if it never is."""
+    found = updates_to(run, TARGET)
+    return math.inf if found is None else found
 
 
 def _batch(batch: int) -> Tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Does the noise scale of a small batch predict how many updates larger ones take?
 
 An EfficientNet-B0 G16 of width 0.2 and depth 0.1 on glyphs of 16 px, SGD with momentum and a constant rate after a
-short warm-up, batches of 8 to 128 around the noise scale. Each batch has five rates to choose from, which grow with the
+short warm-up, batches of 8 to 128 around the noise scale. Each batch has four rates to choose from, which grow with the
 root of the batch; the best is that which takes the fewest updates to the target, in the mean over seeds. The target is
 reached where the mean of five evaluations is above it, because at a constant rate single ones scatter. The prediction
 is made from runs at the smallest batch alone: their noise scale from the first update to the target (`tools.batch`).
@@ -12,14 +12,13 @@ from __future__ import annotations
 import statistics
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
-from benchmarks.evidence.runs import Run, curve
-from recipe.batch import steps_per_epoch
+from benchmarks.evidence.runs import Run, updates_to
 from tools.planning import batches
 from training.metrics import read_events
 
 # Batch -> updates of a run: more than the best rate takes to the target.
 UPDATES = {8: 3600, 16: 2400, 32: 1600, 64: 1200, 128: 1000}
-RATES = (0.0125, 0.025, 0.05, 0.1, 0.2)  # of the smallest batch
+RATES = (0.002, 0.006, 0.018, 0.054)  # of the smallest batch
 SEEDS = (0, 1)
 TARGET = 0.6  # of top-1
 SMALLEST = min(UPDATES)
@@ -58,18 +57,8 @@ def wanted() -> List[Run]:
 
 
 def to_target(run: Run) -> Optional[float]:
-    """Updates until the moving mean of top-1 is at the target, on the line between two; None if it never is."""
-    recipe = run.recipe()
-    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
-    before = (0.0, 1 / recipe.model.classes)
-    points = list(zip(*curve(run, "eval", "top1")))
-    for place in range(len(points) - _WINDOW + 1):
-        epoch, top1 = (statistics.mean(values) for values in zip(*points[place : place + _WINDOW]))
-        if top1 >= TARGET:
-            share = (TARGET - before[1]) / (top1 - before[1])
-            return each * (before[0] + share * (epoch - before[0]))
-        before = (epoch, top1)
-    return None
+    """Updates until the moving mean of top-1 is at the target; None if it never is."""
+    return updates_to(run, TARGET, _WINDOW)
 
 
 def found() -> List[Found]:

@@ -268,8 +268,8 @@ def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
 @pytest.mark.parametrize("name", command.EXPERIMENTS)
 def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, monkeypatch):
     """With losses that are least at a peak that is none of the first guesses."""
-    for ladder in ("ladder", "ladder2"):
-        monkeypatch.setattr(f"benchmarks.evidence.{ladder}.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
+    for reader in ("ladder", "runs"):
+        monkeypatch.setattr(f"benchmarks.evidence.{reader}.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
     monkeypatch.setattr("benchmarks.evidence.ladder2.outcome", lambda run: experiment.outcome(run))
     monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: (0.0, 3))
     lengths = {"step": range(1, 11), "lr": [1.0] * 10, "update": [1.0] * 10, "losses": [2.0, 1.0], "top1": 0.5}

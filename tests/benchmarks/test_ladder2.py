@@ -99,7 +99,7 @@ def test_the_verdict_is_the_largest_batch_before_the_first_that_loses():
 
 def test_losses_have_students_interval(tuned, monkeypatch):
     """Seeds that end with 90, 91 and 92 and with 88, 89 and 90: 2 points lost, 2.776 x sqrt((1 + 1) / 3) around."""
-    monkeypatch.setattr(ladder2, "curve", lambda *_: ([1.0, 2.0], [0.6, 1.0]))
+    monkeypatch.setattr("benchmarks.evidence.runs.curve", lambda *_: ([1.0, 2.0], [0.6, 1.0]))
 
     def outcome(run):
         large = "batch.global=192" in run.overrides

@@ -1,4 +1,5 @@
-"""Engines on several ranks. Cases with the same stages and replicas share one world, whose ranks take seconds to start.
+"""Engines on several ranks. Cases of a test file with the same stages and replicas share one world, whose ranks take
+seconds to start. Of other files, which another process may run, they compute nothing.
 
 A case is a function(processes, *arguments) at the top level of its module, which every rank calls. It returns what all
 ranks must agree on, a digest of the rank's own weights, and the outcome, of which the main rank's counts.
@@ -6,6 +7,7 @@ ranks must agree on, a digest of the rank's own weights, and the outcome, of whi
 
 import functools
 import hashlib
+import sys
 from typing import Any, Callable, NamedTuple
 
 import pytest
@@ -44,8 +46,9 @@ CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
-    """A function of all ranks of a topology, and its arguments."""
+    """A function of all ranks of a topology, and its arguments. file: the module of its test."""
 
+    file: str
     stages: int
     replicas: int
     function: Callable
@@ -53,7 +56,7 @@ class Case(NamedTuple):
     slow: bool
 
 
-_cases, _outcomes = {}, {}  # (stages, replicas, slow) -> cases; outcomes of each rank
+_cases, _outcomes = {}, {}  # (file, stages, replicas, slow) -> cases; outcomes of each rank
 
 
 def case(stages, replicas, function, *arguments, slow=False):
@@ -61,14 +64,14 @@ def case(stages, replicas, function, *arguments, slow=False):
 
     Arguments that are functions are called before that, in the process of the tests.
     """
-    made = Case(stages, replicas, function, arguments, slow)
-    _cases.setdefault((stages, replicas, slow), []).append(made)
+    made = Case(sys._getframe(1).f_globals["__name__"], stages, replicas, function, arguments, slow)
+    _cases.setdefault(_key(made), []).append(made)
     return pytest.param(made, marks=pytest.mark.slow if slow else ())
 
 
 def outcome(found: Case) -> Any:
     """The main rank's; all ranks agree, and replicas of a stage have the same weights."""
-    key = found.stages, found.replicas, found.slow
+    key = _key(found)
     cases = _cases[key]
     if key not in _outcomes:
         calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
@@ -77,6 +80,10 @@ def outcome(found: Case) -> Any:
         )
     number = next(number for number, each in enumerate(cases) if each is found)
     return _agreed([of_rank[number] for of_rank in _outcomes[key]], found.stages)
+
+
+def _key(found: Case) -> tuple:
+    return found.file, found.stages, found.replicas, found.slow
 
 
 def now(stages, replicas, function, *arguments) -> Any:

@@ -1,0 +1,82 @@
+"""Sparse exchange in a training loop of one's own: a communication hook for torch's DistributedDataParallel.
+
+model = DistributedDataParallel(module)
+model.register_comm_hook(SparseState(density=0.01), sparse_hook)
+"""
+
+from typing import Dict, Optional, Union
+
+import torch
+from torch import distributed
+from torch.futures import Future
+
+from parallel.sparse_exchange import Rules, SparseExchange
+
+
+class SparseState:
+    """State of `sparse_hook`, which sends the largest values of each bucket and keeps the rest for later updates.
+
+    A bucket is compressed by itself: of n elements density x n are sent. The result is the mean over replicas, as DDP's
+    own, and the same bits on all of them. Residuals are float32, one for each bucket; they are not in the module's
+    state dict, so a resumed loop begins with empty ones. Gradients that are not finite on any replica change no
+    residual and leave NaN.
+
+    Gradients are what is compressed. That suits optimizers that are linear in the gradient, as SGD is; for LARS see
+    `compress: update` in docs/exchange.md, which needs the engine.
+
+    Sources: Top-k: Lin et al., 1712.01887; gTop-k: Shi et al., 1901.04359; `SparseExchange` has the rules.
+    """
+
+    def __init__(
+        self,
+        group: Optional[distributed.ProcessGroup] = None,
+        *,
+        density: float,
+        pattern: str = "gather",
+        wire: Union[torch.dtype, int] = torch.float32,
+        dense_steps: int = 2,
+    ):
+        """
+        Args:
+            group: of the replicas; None: all processes.
+            density: share of a bucket's values that a replica sends, in (0, 1].
+            pattern: "gather" (Top-k), or "tree", "butterfly" or "owners" (gTop-k).
+            wire: type of the values that travel: float32, float16, or 8 or 4 bits.
+            dense_steps: first updates that send everything; at least 2, as DDP forms its buckets anew in the second.
+        """
+        if not 0 < density <= 1:
+            raise ValueError(f"density is a share between 0 and 1, found {density}")
+        if dense_steps < 2:
+            raise ValueError(f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew")
+        self._group = distributed.group.WORLD if group is None else group
+        self._rules = Rules(pattern, wire, lambda step: density)
+        self._dense_steps, self._step = dense_steps, 0
+        self.exchanges: Dict[int, SparseExchange] = {}
+
+    def average(self, gradients: torch.Tensor, bucket: int, last: bool) -> torch.Tensor:
+        """Return the mean of a bucket's gradients over replicas. Args: last: whether it is the update's last bucket."""
+        replicas = distributed.get_world_size(self._group)
+        if self._step < self._dense_steps:
+            distributed.all_reduce(gradients, group=self._group)
+            result = gradients.div_(replicas)
+        else:
+            flat = gradients.float()
+            divisor = torch.tensor(float(replicas), device=flat.device)
+            self._of(bucket, flat)(flat, self._step, divisor)
+            result = flat.div_(replicas).to(gradients.dtype)
+        self._step += last
+        return result
+
+    def _of(self, index: int, flat: torch.Tensor) -> SparseExchange:
+        """The exchange of a bucket, which is made when it comes first."""
+        if index not in self.exchanges:
+            sizes = (len(flat), [len(flat)], 0, ())
+            self.exchanges[index] = SparseExchange(self._rules, *sizes, self._group, self._group, flat.device)
+        return self.exchanges[index]
+
+
+def sparse_hook(state: SparseState, bucket: distributed.GradBucket) -> Future[torch.Tensor]:
+    """The mean of a bucket's gradients over replicas, as DDP asks for it."""
+    future: Future[torch.Tensor] = Future()
+    future.set_result(state.average(bucket.buffer(), bucket.index(), bucket.is_last()))
+    return future
