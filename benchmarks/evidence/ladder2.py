@@ -12,7 +12,7 @@ from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import Run, outcome, updates_to
-from recipe.batch import steps_per_epoch
+from recipe.batch import lengths
 from recipe.course import Course
 from tools.planning import batches
 from training.metrics import read_events
@@ -296,9 +296,8 @@ def kept(rows: Sequence[dict], optimizer: str) -> int:
 def updates_of(run: Run) -> int:
     """Updates of a run, whose batch may grow."""
     recipe = run.recipe()
-    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
-    total = round(recipe.run.epochs * each)
-    return sum(1 for _ in Course(recipe, each, total).updates())
+    length = lengths(recipe, recipe.data.train_images)
+    return sum(1 for _ in Course(recipe, length.steps_per_epoch, length.total).updates())
 
 
 def to_target(run: Run) -> float:
