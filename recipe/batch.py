@@ -180,12 +180,12 @@ def describe(recipe: Recipe) -> str:
 
 def _describe_growth(recipe: Recipe) -> list:
     """The line about a batch that grows."""
-    pairs = recipe.batch.schedule
-    return (
-        [f"growing    {', '.join(f'{batch:,g} from {images:,g} images on' for images, batch in pairs)}"]
-        if pairs
-        else []
-    )
+    schedule, largest = recipe.batch.schedule, recipe.batch.largest
+    if schedule is None:
+        return []
+    if not isinstance(schedule, list):
+        return [f"growing    {recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"]
+    return [f"growing    {', '.join(f'{batch:,g} from {images:,g} images on' for images, batch in schedule)}"]
 
 
 def _describe_parallel(recipe: Recipe) -> list:

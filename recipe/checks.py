@@ -13,7 +13,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
     """Raises ConfigError for sections that do not go together, on the recipe's device."""
     _check_micro_batch(recipe)
     _check_exchange(recipe)
-    _check_growing_batch(recipe)
+    _check_growing_batch(recipe, batch)
     if recipe.run.device == "ipu":
         ipu_rules.check(recipe, batch)
     else:
@@ -31,7 +31,7 @@ def _check_micro_batch(recipe: Recipe) -> None:
         raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
 
 
-def _check_growing_batch(recipe: Recipe) -> None:
+def _check_growing_batch(recipe: Recipe, batch: Batch) -> None:
     """Check that nothing counts updates, or sums in an order that depends on how many micro batches an update has."""
     if recipe.batch.schedule is None:
         return
@@ -45,6 +45,15 @@ def _check_growing_batch(recipe: Recipe) -> None:
         raise ConfigError(
             "batch.schedule and model.norm batch: running statistics depend on the order of micro batches; use "
             "model.norm=group"
+        )
+    if recipe.batch.schedule != "noise":
+        return
+    if not recipe.log.noise_scale:
+        raise ConfigError("batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto")
+    if batch.micro == batch.global_:
+        raise ConfigError(
+            f"batch.schedule noise follows the noise scale, which needs several micro batches in batch.global "
+            f"{batch.global_}; lower batch.micro {batch.micro}"
         )
 
 

@@ -70,16 +70,23 @@ class BatchSection(Section):
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
     micro: int = Field(3, gt=0, description="images per forward pass of one stage")
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
-    schedule: Optional[List[List[float]]] = Field(
+    schedule: Union[Literal["noise"], List[List[float]], None] = Field(
         None,
-        description="a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]]; batches are "
-        "multiples of batch.global, which remains the unit of steps, rates and warm-ups; null keeps batch.global",
+        description="a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise, which "
+        "doubles it at the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which "
+        "remains the unit of steps, rates and warm-ups; null keeps batch.global",
     )
+    largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
 
     @model_validator(mode="after")
     def _multiples_of_one_batch(self) -> "BatchSection":
-        pairs = self.schedule
-        if pairs is None:
+        pairs, largest = self.schedule, self.largest
+        if (pairs == "noise") != (largest is not None):
+            fault = "schedule noise needs" if largest is None else "there is no schedule noise for"
+            raise ValueError(f"{fault} largest, the bound of the batch; give both or neither")
+        if largest is not None and largest < 2 * self.global_:
+            raise ValueError(f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow")
+        if pairs is None or pairs == "noise":
             return self
         if not pairs or any(len(pair) != 2 for pair in pairs):
             raise ValueError("schedule must be [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]]")

@@ -52,7 +52,7 @@ class Progression:
     step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
     event belongs behind it. loss, correct, images, steps_in_window: sums since the last log line. seconds: of all
     sessions; paused: those not spent training; waited: those a device waited for images. lines_above_limit: the last
-    log lines in a row whose loss is above run.loss_limit. scores: of the last evaluation.
+    log lines in a row whose loss is above run.loss_limit. scores: of the last evaluation. growth: see Course.
     """
 
     step: int = 0
@@ -70,6 +70,7 @@ class Progression:
     lines_above_limit: int = 0
     images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
     scores: dict = field(default_factory=dict)
+    growth: list = field(default_factory=list)
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Trainer:
         # On the device, so that nothing waits.
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=self.engine.device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=self.engine.device)
+        self._course = Course(recipe, self.lengths.steps_per_epoch, self.lengths.total, progression.growth)
         self._signal: Optional[int] = None
         self._last_unreadable = ""
 
@@ -115,8 +117,7 @@ class Trainer:
             DataError: none of the images since the last log line could be read.
         """
         with StopSignals(self._note_signal):
-            course = Course(self.recipe, self.lengths.steps_per_epoch, self.lengths.total)
-            for update in course.updates(self.progression.step):
+            for update in self._course.updates(self.progression.step):
                 try:
                     self._step(micro_batches, update)
                 except Diverged as error:
@@ -145,6 +146,7 @@ class Trainer:
             self.engine.end_epoch()
         if log:
             self._log(result, update)
+        self._grow(done)
         self.monitor.progress.tick(done)
         start = time.monotonic()
         if last or update.reaches(self._evaluate_every):
@@ -226,6 +228,18 @@ class Trainer:
         if layers:
             values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
         return f" noise {whole.images:,.0f}±{whole.error:,.0f}"
+
+    def _grow(self, done: int) -> None:
+        """Make the batch larger where the schedule and the noise scale allow it."""
+        if not self._course.may_grow(done):
+            return
+        noise, _ = self.engine.noise_scale()
+        batch = self._course.grow(done, noise.images, noise.error) if noise is not None else None
+        if batch is None:
+            return
+        self.progression.growth = [list(each) for each in self._course.growth]
+        scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
+        self.monitor.progress.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
 
     def _check_loss(self, loss: float, step: int) -> None:
         """Raises TrainingError where the loss has been out of all reason for some lines of the log."""

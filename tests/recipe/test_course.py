@@ -42,6 +42,45 @@ def test_a_multiple_of_steps_is_reached_once():
     assert sum(update.reaches(8) for update in found) == 4
 
 
+NOISE = ("batch.schedule=noise", "batch.largest=300")
+
+
+def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound():
+    """Epochs of 8 steps of 64 images: 64, then 128 and 256; 512 would be above the bound."""
+    course, grown = Course(recipe(*NOISE), 8, 39), []
+    for update in course.updates():
+        if course.may_grow(update.end):
+            noise, error = {8: (128.0, 1.0), 16: (140.0, 11.0), 24: (900.0, 1.0)}[update.end]
+            grown.append((update.end, course.grow(update.end, noise, error)))
+    assert grown == [(8, None), (16, 128), (24, 256)]
+    assert course.growth == [(16, 2), (24, 4)]
+    updates = list(Course(recipe(*NOISE), 8, 39, course.growth).updates())
+    assert [update.steps for update in updates] == [*[1] * 16, *[2] * 4, 4, 4, 4, 3]
+    for start in (0, 15, 16, 20, 24, 28):
+        resumed = Course(recipe(*NOISE), 8, 39, [list(each) for each in course.growth])
+        assert list(resumed.updates(start)) == [update for update in updates if update.step >= start]
+
+
+def test_pairs_do_not_follow_the_noise_scale():
+    course = Course(recipe(GROWING), 8, 39)
+    assert not any(course.may_grow(step) for step in range(40)) and course.growth == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["batch.schedule=noise"], "needs largest"),
+        (["batch.largest=128"], "no schedule noise"),
+        (["batch.schedule=noise", "batch.largest=127"], "cannot grow"),
+        ([*NOISE, "log.noise_scale=false"], "log.noise_scale=auto"),
+        ([*NOISE, "batch.micro=64"], "lower batch.micro"),
+    ],
+)
+def test_what_the_noise_scale_cannot_be_followed_with(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        divide(recipe(*overrides))
+
+
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
@@ -76,5 +115,6 @@ def test_what_a_growing_batch_does_not_go_with(overrides):
 
 def test_the_plan_has_a_line_about_it():
     assert "growing    64 from 0 images on, 128 from 700 images on" in describe(recipe(GROWING))
+    assert "growing    64 at first, doubled up to 300 as the noise scale allows" in describe(recipe(*NOISE))
     assert "growing" not in describe(recipe())
     divide(recipe(GROWING, "exchange.method=auto"))

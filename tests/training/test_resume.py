@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.base import NoiseScale
 from engines.torch_engine import TorchEngine
 from optim import schedule
 from parallel.parent_death import bound_to_parent
@@ -152,6 +153,19 @@ def test_a_run_whose_batch_grows_goes_on_across_changes_and_has_the_rates_of_its
     events = [(event["step"], event["batch"], event["lr"]) for event in outcome.of("train")]
     ends = (1, 2, 3, 5, 7, 9, 10)
     assert events == [(end, 24 * (end - first), rate(first)) for first, end in zip((0, *ends), ends)]
+
+
+def test_a_batch_that_followed_the_noise_scale_stays_as_large_after_a_resume(session, folder, monkeypatch):
+    """Doubled after the first epoch of 5 steps; the resumed session finds a smaller scale, which changes nothing."""
+    growing = (*GROWING, "batch.schedule=noise", "batch.largest=48")
+    for scale, stop in ((60.0, 6), (1.0, None)):
+        monkeypatch.setattr(TorchEngine, "noise_scale", lambda engine, n=scale: (NoiseScale(n, 1.0, n, 1.0), {}))
+        session(*growing, stop_at=stop)
+    outcome = Outcome(folder)
+    assert outcome.progression["growth"] == [[5, 2]]
+    assert [(event["step"], event["batch"]) for event in outcome.of("train")] == [
+        *((step, 24) for step in range(1, 6)), (7, 48), (9, 48), (10, 24),
+    ]  # fmt: skip
 
 
 # Operations whose n-th call can be the last thing that a process does.
