@@ -49,7 +49,7 @@ def listening(processes):
 def test_ranks_of_one_host_listen_at_the_loopback_only(tmp_path):
     """Launcher, stores and gloo, looked at until the run ends; they are there, and nothing is open to others."""
     command = [sys.executable, "-m", "tools.launch", "--replicas", "2", "--config", "configs/quickstart.yaml", *TINY]
-    command += ["run.device=cpu", "run.steps=20", f"run.output={tmp_path / 'run'}"]
+    command += ["run.device=cpu", "run.steps=8", f"run.output={tmp_path / 'run'}"]
     pod = subprocess.Popen(bound_to_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     seen = set()
     try:

@@ -81,7 +81,7 @@ def test_other_errors_crashes_and_hangs_are_found_and_what_follows_is_tried(monk
 def test_code_that_an_input_brings_along_is_seen_to_run(monkeypatch, read):
     """By its canary, whatever the reader does with the rest."""
     monkeypatch.setitem(trial.TARGETS, "runs", Target(lambda folder: [b""], read, refuses=(Exception,)))
-    found = trial.run("runs", seed=0, inputs=600)
+    found = trial.run("runs", seed=0, inputs=300)
     assert {fault.kind for fault in found.faults} == {trial.EXECUTED}
 
 

@@ -25,7 +25,8 @@ PLAN = dataclasses.replace(DRY_PASS, device=DEVICE)
 KEYS = ["section", "what", "value", "unit", "lowest", "highest", "limit", "note"]
 # What a CPU has not: its rows say so.
 ON_CUDA = ("triton", "channels_last", "CUDA graph")
-ALIKE = ("training B4-G1-BN, float16", "training B4-G16-GN, bfloat16")  # like others in all but the model or the dtype
+# The first takes long; the others are like the rest in all but the model or the dtype.
+SLOW = ("memory", "training B4-G1-BN, float16", "training B4-G16-GN, bfloat16")
 ROWS = {
     "checks": 8, "update": 4, "memory": 4, "training B4-G1-BN, float16": 4, "training B4-G16-GN, float16, compiled": 2,
 }  # fmt: skip
@@ -34,7 +35,7 @@ ROWS = {
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in ALIKE else [])
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else [])
         for each in gpu_suite.SECTIONS
     ],
 )

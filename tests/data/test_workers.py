@@ -102,7 +102,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 @pytest.mark.multiprocess  # torch 2.0.1 words a full shared memory otherwise
-@pytest.mark.parametrize("size", [pytest.param("4k", marks=pytest.mark.slow), "64k"])
+@pytest.mark.slow  # two whole commands
+@pytest.mark.parametrize("size", ["4k", "64k"])
 def test_shared_memory_that_is_full_is_named(tmp_path, size):
     """Full before workers are started, or by their first images: one line, which names neither folder nor internals."""
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:

@@ -226,7 +226,7 @@ def test_a_run_stores_its_method_and_keeps_it_when_links_change(tmp_path, capfd)
     folder = tmp_path / "run"
     keys = ("exchange.order=fast", f"run.output={folder}", "run.steps=4", "run.epochs=null")
     for link in (SLOW, FAST):
-        ended = ranks.train(2, *keys, "exchange.method=auto", ANY, sabotage=functools.partial(find, link))
+        ended = ranks.train(2, *ranks.SMALL, *keys, "exchange.method=auto", ANY, sabotage=functools.partial(find, link))
         assert [rank.code for rank in ended] == [0, 0], ended
         assert [rank.errors for rank in ended] == [[], []]
         assert ended[1].out == []

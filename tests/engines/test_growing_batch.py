@@ -27,11 +27,11 @@ def grow(engine, updates):
 
 def test_an_update_of_two_steps_is_one_of_twice_the_batch():
     """To the bit where nothing is drawn: same images in the same order, added up in one buffer, same divisor."""
-    two, large = engine_of(single(), (*FLOAT32, *STILL)), engine_of(single(), (*FLOAT32, *STILL, "batch.global=48"))
+    two, large = engine_of(single(), (*FLOAT32, *STILL)), engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
     ((loss, correct, images),) = grow(two, [Update(0, 2, 0)])
     given = itertools.chain(micro_batches(0, two), micro_batches(1, two))
     result = large.train_step(given, 0, 2.0)
-    assert (loss, correct, images) == (result.loss.item(), result.correct.item(), 48) and result.images == 48
+    assert (loss, correct, images) == (result.loss.item(), result.correct.item(), 24) and result.images == 24
     for part in ("weights", "momentum_buffer"):
         assert_bitwise_equal(two.state_dict()[part], large.state_dict()[part])
 
@@ -74,7 +74,7 @@ def grows(processes):
 def test_replicas_and_stages_change_nothing_but_roundings(run):
     found, state = outcome(run)
     expected, expected_state = grows(single())[2]
-    assert [images for *_, images in found] == [24, 48, 72]
+    assert [images for *_, images in found] == [12, 24, 36]
     for ours, theirs in zip(found, expected):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and abs(ours[1] - theirs[1]) <= 1
     assert worlds.distance(state, expected_state) < 1e-4

@@ -25,11 +25,11 @@ from tests.conftest import QUICKSTART, TINY
 from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import flat
 
-# Every kind of random draw is on, and both averages.
+# Every kind of random draw is on, and both averages. 6 = 3 x 2 micro batches: 1 and 2 replicas continue one tree.
 RECIPE = (
     *TINY,
     "run.device=cpu",
-    "batch.global=24",
+    "batch.global=12",
     "batch.micro=2",
     "batch.evaluation=6",
     "model.dropout=0.3",
@@ -134,7 +134,7 @@ def micro_batches(step, engine, size=16):
         return iter(())
     batch, replica = engine.batch, engine.topology.replica
     share = slice(replica * batch.accumulation, (replica + 1) * batch.accumulation)
-    return iter(list(as_micro_batches(*noise_images(24, step, size=size), batch.micro, step))[share])
+    return iter(list(as_micro_batches(*noise_images(batch.global_, step, size=size), batch.micro, step))[share])
 
 
 def evaluation(engine):

@@ -263,10 +263,16 @@ def triton_update(monkeypatch):
     return TritonLarsUpdate
 
 
-@pytest.mark.parametrize("trust", FORMS)
 @pytest.mark.parametrize(
-    ("compute", "dtype", "rounding"),
-    [(SINGLE, HALF, "stochastic"), (HALF, HALF, "stochastic"), (BRAIN, HALF, "nearest"), (SINGLE, SINGLE, "nearest")],
+    ("compute", "dtype", "rounding", "trust"),
+    [
+        *((SINGLE, HALF, "stochastic", "momentum"), (HALF, HALF, "stochastic", "gradient")),
+        *((BRAIN, HALF, "nearest", "momentum"), (SINGLE, SINGLE, "nearest", "gradient")),
+        pytest.param(SINGLE, HALF, "stochastic", "gradient", marks=pytest.mark.slow),
+        pytest.param(HALF, HALF, "stochastic", "momentum", marks=pytest.mark.slow),
+        pytest.param(BRAIN, HALF, "nearest", "gradient", marks=pytest.mark.slow),
+        pytest.param(SINGLE, SINGLE, "nearest", "momentum", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_triton_steps_alike(request, trust, compute, dtype, rounding):

@@ -93,6 +93,7 @@ def line_about(rank):
     return f"rank {rank} (host {socket.gethostname()}) was killed (SIGKILL); all ranks stopped; rerun to resume"
 
 
+@pytest.mark.slow  # test_launch.py kills ranks, and training/test_resume.py whole runs
 def test_a_killed_rank_ends_the_run_which_the_same_command_resumes(pod, undisturbed):
     arguments = ("--replicas", "2", *RECIPE)
     launcher = pod.start(*arguments)

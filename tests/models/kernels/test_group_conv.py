@@ -15,12 +15,17 @@ from models.kernels.group_conv import FusedGroupConv2d, replaces
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 every_format = pytest.mark.parametrize("form", FORMATS)
-# Kernel, stride and padding. The first four have each pair of values.
-SETTINGS = [(3, 1, "torch"), (5, 2, "torch"), (3, 2, "same"), (5, 1, "same")]
-SLOW_SETTINGS = [each for each in itertools.product((3, 5), (1, 2), ("same", "torch")) if each not in SETTINGS]
+# Kernel, stride, padding and format. These have each pair of values of the first three.
+SETTINGS = [
+    (3, 1, "torch", "contiguous"), (5, 2, "torch", "contiguous"), (3, 2, "same", "channels_last"),
+    (5, 1, "same", "channels_last"),
+]  # fmt: skip
 every_setting = pytest.mark.parametrize(
-    ("kernel", "stride", "padding"),
-    [*SETTINGS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_SETTINGS)],
+    ("kernel", "stride", "padding", "form"),
+    [
+        pytest.param(*each, marks=() if each in SETTINGS else pytest.mark.slow)
+        for each in itertools.product((3, 5), (1, 2), ("same", "torch"), FORMATS)
+    ],
 )
 
 
@@ -103,7 +108,6 @@ def check(conv, x):
     return found
 
 
-@every_format
 @every_setting
 def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form):
     """TensorFlow's padding differs between the odd and the even side."""
@@ -111,8 +115,15 @@ def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form
         check(convolution(kernel, stride, padding), images((1, 32, height, width), form))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@every_format
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        *((torch.float16, "channels_last"), (torch.bfloat16, "contiguous")),
+        pytest.param(torch.float16, "contiguous", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "channels_last", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     """Also where the weights' gradient is added up in parts: it is the exact one rounded once.
 
@@ -139,10 +150,12 @@ def test_groups_do_not_mix(channels, group, form):
 
 
 @pytest.mark.parametrize(
-    ("stride", "programs"),
-    [(1, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (2, 4), (2, 8)))],
+    ("stride", "programs", "form"),
+    [
+        pytest.param(*each, marks=() if each == (1, 8, "channels_last") else pytest.mark.slow)
+        for each in itertools.product((1, 2), (4, 8), FORMATS)
+    ],
 )
-@every_format
 def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
     """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
 
@@ -222,7 +235,7 @@ def test_the_parameter_is_shared():
 
 def test_what_the_kernels_take_and_what_not():
     """Neither depthwise, groups of 8, dense, ..."""
-    for setting in (*SETTINGS, *SLOW_SETTINGS):
+    for setting in itertools.product((3, 5), (1, 2), ("same", "torch")):
         assert replaces(convolution(*setting))
     assert replaces(convolution(channels=64, group=32))
     taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}

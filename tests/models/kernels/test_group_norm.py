@@ -137,7 +137,7 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
     A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
     """
     norm = layer(8)
-    x, dy = drawn((1, 8, 12, 11), layout=layout, mean=1000.0), drawn((1, 8, 12, 11), layout=layout, seed=2)
+    x, dy = drawn((1, 8, 6, 11), layout=layout, mean=1000.0), drawn((1, 8, 6, 11), layout=layout, seed=2)
     expected = exact(norm, x, dy)
     torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
     for actual, other, correct in zip(results(FusedGroupNormAct.of(norm), x, dy), torchs, expected):
@@ -164,7 +164,7 @@ def test_variance_between_tiles_counts(layout, tiles):
 def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles):
     """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
     norm = FusedGroupNormAct.of(layer(2, groups=2))
-    x, dy = drawn((2, 2, 13, 5), layout=layout), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 13, 5)
+    x, dy = drawn((2, 2, 7, 5), layout=layout), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
     first = results(norm, x, dy.contiguous(memory_format=layout))
     for again in (dy, dy.contiguous(memory_format=FORMATS[layout == FORMATS[0]])):
         assert all(torch.equal(one, other) for one, other in zip(first, results(norm, x, again)))
