@@ -34,7 +34,7 @@ from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.optimization import Sgd
 
-_SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are made before they are exchanged
+SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are made before they are exchanged
 
 
 class TorchEngine(Engine):
@@ -106,7 +106,7 @@ class TorchEngine(Engine):
         optimizer = recipe.optimizer
         self._subtracts = recipe.exchange.compresses_update(optimizer)
         if self._subtracts:
-            optimizer = _SUBTRACT
+            optimizer = SUBTRACT
         self.weights = WeightState(
             self._model.named_parameters(),
             lambda parameters: factory.create(optimizer, parameters, self._norms),

@@ -13,8 +13,8 @@ from recipe.optimization import Optimizer
 
 # Each file registers the optimizer that it is named after.
 for _name in Optimizer.kinds:
-    if importlib.util.find_spec(f"optim.{_name}"):
-        importlib.import_module(f"optim.{_name}")
+    if importlib.util.find_spec(f"{__package__}.{_name}"):
+        importlib.import_module(f"{__package__}.{_name}")
 
 
 def create(section: Optimizer, parameters: Dict[str, nn.Parameter], norm_parameters: Iterable[str]) -> HasSlots:

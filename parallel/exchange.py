@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
-_FILES = ("parallel.dense", "parallel.local", "parallel.topk")
+_FILES = ("dense", "local", "topk")
 
 
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
@@ -255,4 +255,4 @@ def named(name: str, section: Optional[Exchange] = None) -> Method:
 
 def _load() -> None:
     for file in _FILES:
-        importlib.import_module(file)
+        importlib.import_module(f"{__package__}.{file}")

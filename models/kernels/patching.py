@@ -38,4 +38,4 @@ def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
 
 
 def _load(name: str) -> ModuleType:
-    return importlib.import_module(f"models.kernels.{name}")
+    return importlib.import_module(f"{__package__}.{name}")

@@ -1,0 +1,197 @@
+"""A recipe's optimizer, weights and exchange for any module, in a training loop of one's own: see docs/library.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, List, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines import state
+from engines.devices import DTYPES
+from engines.exchange import GradientExchange
+from engines.torch_engine import SUBTRACT
+from optim import factory
+from optim.half_weights import WeightState
+from optim.loss_scale import LossScale
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe import checks, loading
+from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.errors import ConfigError
+
+_SECTIONS = ("optimizer", "exchange", "precision")
+
+
+class DistributedOptimizer:
+    """What a recipe's sections `optimizer`, `exchange` and `precision` say, for a module on one replica.
+
+        optimizer = DistributedOptimizer(module, {"optimizer": {"name": "lars"}, "exchange": {"method": "topk"}})
+        for step in range(steps):
+            optimizer.backward(loss_of(module))
+            optimizer.step(lr=schedule(step))
+
+    The module's parameters are the working copy of the weights, which persist in `precision.weights` (float16 with
+    stochastic rounding, or float32). Replicas begin with the weights of the first and exchange gradients or updates
+    as in a run of the recipe, so the module must not be wrapped in DistributedDataParallel. What else a module has,
+    running statistics for instance, remains each replica's own.
+
+    Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
+    module's parameters, and rates are given to `step`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sections: Mapping[str, Mapping[str, Any]],
+        group: Optional[dist.ProcessGroup] = None,
+        *,
+        accumulation: int = 1,
+        seed: int = 0,
+        steps_per_epoch: Optional[int] = None,
+    ):
+        """
+        Args:
+            module: whose parameters that require gradients are all of one dtype and on one device.
+            sections: of a recipe: `optimizer`, `exchange`, `precision`; what is missing has the recipe's defaults.
+            group: of the replicas; None: all processes, or this one if torch.distributed is not initialised.
+            accumulation: backward passes of an update.
+            seed: of stochastic rounding.
+            steps_per_epoch: updates of an epoch, for keys of the exchange that count epochs.
+
+        Raises:
+            ConfigError: keys that are unknown or do not go together, with the remedy.
+        """
+        parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        kinds = {(each.dtype, each.device) for each in parameters.values()}
+        if len(kinds) != 1:
+            raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
+        ((dtype, device),) = kinds
+        recipe = _recipe(sections, dtype, seed)
+        processes = _Group(group, device)
+        self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
+        checks.check(recipe, self._batch)
+        if recipe.exchange.method == "auto" or (recipe.exchange.delay and recipe.exchange.method != "local"):
+            raise ConfigError("exchange.method auto and exchange.delay are for train.py alone; name a method, delay=0")
+        norms = [name for name, each in parameters.items() if each.dim() == 1]
+        made = recipe.optimizer
+        self._subtracts = recipe.exchange.compresses_update(made)
+        if processes.topology.replicas > 1:
+            for each in module.state_dict().values():
+                dist.broadcast(each, dist.get_global_rank(processes.replica_group, 0), group=processes.replica_group)
+        self.weights = WeightState(
+            parameters.items(),
+            lambda named: factory.create(SUBTRACT if self._subtracts else made, named, norms),
+            dtype=DTYPES[recipe.precision.weights],
+            rounding=recipe.precision.rounding,
+            seed=seed,
+            clip_norm=None if self._subtracts else made.clip_norm,
+        )
+        replicas_own = factory.create(made, parameters, norms) if self._subtracts else None
+        self._exchange = GradientExchange(self.weights, recipe, self._batch, processes, steps_per_epoch, replicas_own)
+        self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
+        self._processes, self._passes, self.steps = processes, 0, 0
+        self.weights.gradients.zero()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a micro batch. Args: loss: [], the mean over its images."""
+        last = self._passes == self._batch.accumulation - 1
+        if last and self._exchange.arm is not None:
+            self._exchange.arm()
+        (loss * self._scale.scale.to(loss.dtype)).backward()
+        self.weights.gradients.accumulate()
+        self._passes += 1
+
+    def step(self, lr: float) -> torch.Tensor:
+        """The update, after `accumulation` backward passes. All replicas call.
+
+        Returns: bool [], whether the gradients of all replicas were finite; if not, the weights are as before. Nothing
+            waits for the device.
+        """
+        if self._passes != self._batch.accumulation:
+            raise ValueError(f"an update needs {self._batch.accumulation} backward passes, there were {self._passes}")
+        divisor = self._exchange(self.steps, self._scale.scale, lr)
+        assert divisor is not None
+        wrong = (~self.weights.prepare(divisor)).float()
+        finite = self._processes.sum(wrong) == 0
+        self.weights.apply(self.steps, 1.0 if self._subtracts else lr, finite, False)
+        self._exchange.after_update(self.steps)
+        self._scale.update(finite)
+        self.steps, self._passes = self.steps + 1, 0
+        self.weights.gradients.zero()
+        return finite
+
+    def state_dict(self) -> dict:
+        """All that an update needs later, on the CPU: on the first replica, elsewhere {}. All replicas call.
+
+        Weights that differ between replicas (`exchange.method: local`) are their mean.
+        """
+        states, mean = list(self._exchange.replica_states()), self._exchange.mean(self.weights.flat)
+        if not self._processes.topology.is_main:
+            return {}
+        own = {**self.weights.state_dict(), "loss_scale": self._scale.state_dict(), "steps": self.steps}
+        if mean is not None:
+            own["weights"] = self.weights.by_name(mean.to(self.weights.flat.dtype))
+        return {**own, "exchange": self._exchange.common_state(), "replicas": states}
+
+    def load_state_dict(self, saved: Optional[dict]) -> None:
+        """Go on from what `state_dict` gave the first replica, here or with another number of replicas. All replicas
+        call. Args: saved: the first replica's; that of the others is not read.
+
+        Raises ValueError naming what is missing or does not fit.
+        """
+        saved = self._processes.from_main(lambda: saved)
+        state.check_parts({**saved, "averages": {}, "buffers": {}}, ("loss_scale", "exchange", "replicas"), ())
+        self.weights.load_state_dict(saved)
+        self._scale.load_state_dict(saved["loss_scale"])
+        self._exchange.load_common_state(saved["exchange"])
+        self._exchange.load_replica_states(len(saved["replicas"]), saved["replicas"].__getitem__)
+        self.steps = saved["steps"]
+
+
+def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int) -> Recipe:
+    """The recipe of these sections."""
+    unknown = sorted(set(sections) - set(_SECTIONS))
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no section of an optimizer; there are {', '.join(_SECTIONS)}")
+    given = {name: dict(section) for name, section in sections.items()}
+    compute = next(name for name, each in DTYPES.items() if each == dtype)
+    given["precision"] = {"compute": compute, **given.get("precision", {})}
+    if given["precision"]["compute"] != compute:
+        raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
+    return loading.loads(json.dumps({**given, "run": {"steps": 2, "seed": seed}, "schedule": {"peak": 1}}), "sections")
+
+
+class _Group(Processes):
+    """The replicas of a process group that somebody else has made; without stages."""
+
+    def __init__(self, group: Optional[dist.ProcessGroup], device: torch.device):
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        rank, self._world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.topology = Topology(self._world, 1, rank, rank)
+        self.stage_group = self.host_stage_group = None
+        self.replica_group = self._host = group if self._world > 1 else None
+        self._device = device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self.sum_over_replicas(values)
+        return values
+
+    def _send(self, value: Any, rank: int) -> None:
+        dist.send_object_list([value], dst=dist.get_global_rank(self._host, rank), group=self._host)
+
+    def _receive(self, rank: int) -> Any:
+        values: List[Any] = [None]
+        dist.recv_object_list(values, src=dist.get_global_rank(self._host, rank), group=self._host)
+        return values[0]
+
+    def _broadcast(self, value: Any) -> Any:
+        if self._world == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=dist.get_global_rank(self._host, 0), group=self._host)
+        return values[0]

@@ -1,0 +1,62 @@
+"""`pip install .`: the rooms that a training loop of one's own can use, as one package `largebatch`.
+
+Here the rooms are top-level folders, whose names would collide with those of other projects. In the package they are
+`largebatch.models`, `largebatch.optim` and so on: the build copies the files and changes their imports of each other.
+"""
+
+import ast
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+NAME = "largebatch"
+ROOMS = ("data", "engines", "models", "optim", "parallel", "recipe")
+ROOT = Path(__file__).resolve().parent
+INIT = '''"""Large-batch training: optimizers, half weights, exchanges and EfficientNets. See docs/library.md."""
+
+from largebatch.engines.own_loop import DistributedOptimizer
+from largebatch.optim.lars import LARS
+from largebatch.parallel.ddp_hook import SparseState, sparse_hook
+
+__all__ = ["LARS", "DistributedOptimizer", "SparseState", "sparse_hook"]
+'''
+
+
+def moved(source: str) -> str:
+    """The source of a file whose imports of a room name it within the package."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(each.name.split(".")[0] in ROOMS for each in node.names):
+            raise ValueError(
+                f"line {node.lineno}: import names from a room, for `import ROOM` has no name in a package"
+            )
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.split(".")[0] in ROOMS:
+            line, start = lines[node.lineno - 1], node.col_offset
+            lines[node.lineno - 1] = line[:start] + line[start:].replace("from ", f"from {NAME}.", 1)
+    return "".join(lines)
+
+
+class Build(build_py):
+    """Copies files with their imports changed, and adds the package's own names."""
+
+    def run(self):
+        super().run()
+        (Path(self.build_lib) / NAME / "__init__.py").write_text(INIT, encoding="utf-8")
+
+    def build_module(self, module, module_file, package):
+        made = super().build_module(module, module_file, package)
+        file = Path(self.get_module_outfile(self.build_lib, package.split("."), module))
+        file.write_text(moved(file.read_text(encoding="utf-8")), encoding="utf-8")
+        return made
+
+
+if __name__ == "__main__":
+    found = (path.parent.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("__init__.py"))
+    folders = {f"{NAME}.{folder.replace('/', '.')}": folder for folder in found}
+    setup(
+        packages=list(folders),
+        package_dir=folders,
+        package_data={f"{NAME}.data": ["*.npz"]},
+        cmdclass={"build_py": Build},
+    )

@@ -1,0 +1,146 @@
+"""A recipe's optimizer and exchange for a module that is none of ours."""
+
+import pytest
+import torch
+from torch import nn
+
+from engines.own_loop import DistributedOptimizer
+from optim.lars import LARS
+from recipe.errors import ConfigError
+from tests import world
+from tests.tensors import assert_bitwise_equal
+
+LARS_KEYS = {"name": "lars", "momentum": 0.9, "weight_decay": 1e-3, "trust_coefficient": 0.01, "skip": ["bias"]}
+FLOAT32 = {"weights": "float32", "loss_scale": 128}
+HALF = {"weights": "float16", "loss_scale": 128}
+TOPK = {"method": "topk", "density": 0.05}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+
+
+def loss_of(module, step, share=slice(None)):
+    """Of eight images of noise that are learnt by heart."""
+    generator = torch.Generator().manual_seed(step % 2)
+    images = torch.randn(8, 3, 8, 8, generator=generator)[share]
+    return nn.functional.cross_entropy(module(images), torch.arange(8)[share])
+
+
+def train(module, sections, steps, share=slice(None), saved=None):
+    """The optimizer after some updates, or after some more than were saved."""
+    optimizer = DistributedOptimizer(module, sections)
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    for _ in range(steps):
+        optimizer.backward(loss_of(module, optimizer.steps, share))
+        assert optimizer.step(lr=1.0)
+    return optimizer
+
+
+def test_one_replica_steps_as_the_torch_optimizer():
+    """To float32 rounding: one updates flat buffers, the other a tensor at a time."""
+    found, expected = network(), network()
+    vectors = [each for each in expected.parameters() if each.dim() == 1]
+    others = [each for each in expected.parameters() if each.dim() > 1]
+    groups = [{"params": others}, {"params": vectors, "adapt": False, "weight_decay": 0.0, "lr_scale": 0.5}]
+    reference = LARS(groups, lr=1.0, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
+    for step in range(4):
+        reference.zero_grad()
+        loss_of(expected, step).backward()
+        reference.step()
+    train(found, {"optimizer": {**LARS_KEYS, "skip_lr_scale": 0.5}, "precision": FLOAT32}, 4)
+    for one, other in zip(found.parameters(), expected.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def halves(rank, size, sections, steps):
+    """The module's weights and the saved state, where each replica has another half of the images."""
+    module = network(rank)
+    optimizer = train(module, sections, steps, slice(4 * rank, 4 * rank + 4))
+    return module.state_dict(), optimizer.state_dict(), loss_of(module, 0).item()
+
+
+@pytest.mark.multiprocess
+def test_two_replicas_learn_what_one_learns_of_all_images():
+    """Other weights at first, but those of the first replica count. To rounding: sums are in another order."""
+    sections = {"optimizer": LARS_KEYS, "precision": FLOAT32}
+    (first, _, _), (second, nothing, _) = world.run(2, halves, sections, 4)
+    assert_bitwise_equal(first, second)
+    assert nothing == {}
+    module = network()
+    optimizer = DistributedOptimizer(module, sections, accumulation=2)
+    for step in range(4):
+        for half in (slice(0, 4), slice(4, 8)):
+            optimizer.backward(loss_of(module, step, half))
+        optimizer.step(lr=1.0)
+    for name, weight in module.state_dict().items():
+        torch.testing.assert_close(first[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def resumed(rank, size, sections):
+    """What six updates save, and what three more save after three."""
+    whole, half = halves(rank, size, sections, 6), halves(rank, size, sections, 3)
+    optimizer = train(network(7), sections, 3, slice(4 * rank, 4 * rank + 4), half[1])
+    return whole[1], optimizer.state_dict(), whole[2]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "exchange", [TOPK, {"method": "local", "local_steps": 2}, {"bits": 4}], ids=["topk of the update", "local", "bits"]
+)
+def test_sparse_local_and_few_bits_learn_and_go_on_bit_for_bit(exchange):
+    """Half weights and LARS: what is sent of them is the update, which an engine's run does likewise."""
+    sections = {"optimizer": LARS_KEYS, "precision": HALF, "exchange": exchange}
+    (whole, again, loss), _ = world.run(2, resumed, sections)
+    assert loss < loss_of(network(), 0).item()
+    assert len(whole["replicas"]) == len(again["replicas"]) == 2
+    assert whole.pop("steps") == again.pop("steps") == 6
+    for one, other in zip((*whole.pop("replicas"), whole), (*again.pop("replicas"), again)):
+        assert_bitwise_equal(one, other)
+
+
+def test_an_update_with_an_infinite_gradient_is_left_out():
+    module = network()
+    sections = {"optimizer": LARS_KEYS, "precision": {**HALF, "dynamic_loss_scale": True}}
+    optimizer = DistributedOptimizer(module, sections)
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    optimizer.backward(loss_of(module, 0) * float("inf"))
+    assert not optimizer.step(lr=1.0)
+    assert_bitwise_equal(module.state_dict(), before)
+    assert optimizer.state_dict()["loss_scale"]["scale"] == 64
+    optimizer.backward(loss_of(module, 0))
+    assert optimizer.step(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {}}, "model is no section"),
+        ({"exchange": {"desnity": 0.1}}, "desnity"),
+        ({"exchange": {"method": "auto"}}, "name a method"),
+        ({"exchange": {"delay": 1}}, "delay=0"),
+        ({"precision": {"compute": "bfloat16"}}, "leave it out"),
+        ({"optimizer": {"name": "adamw"}, "exchange": {**TOPK, "compress": "update"}}, "compress=gradient"),
+    ],
+)
+def test_sections_that_cannot_be(sections, words):
+    with pytest.raises(ConfigError, match=words):
+        DistributedOptimizer(network(), sections)
+
+
+def test_what_is_called_wrongly():
+    module = network()
+    module[0].double()
+    with pytest.raises(ConfigError, match="one dtype"):
+        DistributedOptimizer(module, {})
+    module = network()
+    optimizer = DistributedOptimizer(module, {}, accumulation=2)
+    optimizer.backward(loss_of(module, 0))
+    with pytest.raises(ValueError, match="needs 2 backward passes, there were 1"):
+        optimizer.step(lr=1.0)
+    saved = DistributedOptimizer(network(), {}).state_dict()
+    del saved["loss_scale"]
+    with pytest.raises(ValueError, match="loss_scale is missing"):
+        DistributedOptimizer(network(), {}).load_state_dict(saved)
