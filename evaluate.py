@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports: see run
 import json
 from pathlib import Path
 
+from recipe.division import count
 from recipe.errors import DONE, DataError, printable
 from recipe.files import writing
 from training.command import Parser, add_choice_of_weights, one_line
@@ -102,7 +103,7 @@ def _print_classes(rows) -> None:
     width = max(len("class"), *(len(row["class"]) for row in missed))
     print(f"{'class':{width}}  images    top1  most often taken for")
     for row in missed:
-        taken_for = f"{row['taken_for']} ({row['times']} times)"
+        taken_for = f"{row['taken_for']} ({count(row['times'], 'time')})"
         print(f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {taken_for}")
 
 

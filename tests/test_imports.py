@@ -121,7 +121,10 @@ def _newer(tree: ast.Module) -> Iterator[tuple]:
 
 def ours() -> Dict[str, str]:
     """Path -> source of every file of ours but tests, and what builds the package."""
-    paths = [*(ROOT / f"{name}.py" for name in COMMANDS), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+    paths = [
+        *(ROOT / f"{name}.py" for name in COMMANDS),
+        *(path for room in ROOMS for path in (ROOT / room).rglob("*.py")),
+    ]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
 
 

@@ -43,6 +43,8 @@ _POWERS = range(-2, 5)  # of two: batches beside the run's own
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
+    if not (options.run / "config.yaml").exists():
+        raise ConfigError(f"{options.run}: no run folder; name one, e.g. runs/quickstart")
     recipe = loading.load(options.run / "config.yaml")
     try:
         run = batches.intervals(read_events(options.run).get("train", []), recipe.batch.global_)

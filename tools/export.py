@@ -1,6 +1,6 @@
 """Writes a trained model for other programs:
 
-    python -m tools.export CHECKPOINT --format safetensors|onnx|torch [--output FILE] [--json] [section.key=value ...]
+    python -m tools.export CHECKPOINT [--format safetensors|onnx|torch] [--output FILE] [--json] [section.key=value ...]
 
 CHECKPOINT is a run folder, a checkpoint or weights, as evaluate.py takes them. The content is compared with the model
 before it is written: docs/export.md. Exit codes: 0 done, 1 failed (nothing is written), 2 the input is wrong.
@@ -65,9 +65,9 @@ def _parser() -> Parser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder, checkpoint or weights file")
     parser.add_argument(
         "--format",
-        required=True,
+        default="safetensors",
         choices=tuple(_SUFFIXES),
-        help="safetensors: weights under timm's names; onnx, torch: programs from pixels to logits",
+        help="safetensors: weights under timm's names (default); onnx, torch: programs from pixels to logits",
     )
     parser.add_argument("--output", metavar="FILE", help="default: export/NAME.SUFFIX in the run folder, or here")
     add_choice_of_weights(parser)

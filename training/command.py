@@ -17,7 +17,7 @@ import traceback
 from recipe.credentials import masked
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
@@ -57,7 +57,7 @@ def run(file):
     _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
-    name = os.path.splitext(os.path.relpath(os.path.abspath(file), _ROOT))[0].replace(os.sep, ".")
+    name = os.path.splitext(os.path.relpath(os.path.realpath(file), _ROOT))[0].replace(os.sep, ".")
 
     @one_line()
     def main():

@@ -115,7 +115,7 @@ def _next_commands(folder: str) -> str:
     """What users do with a finished run."""
     return (
         f"next: python evaluate.py --checkpoint {folder} --best | python -m tools.report {folder} | "
-        f"python -m tools.export --checkpoint {folder}"
+        f"python -m tools.export {folder}"
     )
 
 

@@ -102,3 +102,8 @@ def test_without_a_machine_there_are_no_times(run, capsys):
 def test_a_run_without_a_noise_scale_is_refused(run, capsys):
     assert batch.main([str(run(event(22)))]) == 2
     assert "log.noise_scale=true" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert batch.main([str(tmp_path / "nothing")]) == 2
+    assert "nothing: no run folder; name one" in capsys.readouterr().err
