@@ -74,7 +74,7 @@ class DistributedOptimizer:
         processes = _Group(group, device)
         self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
         checks.check(recipe, self._batch)
-        if recipe.exchange.method == "auto" or (recipe.exchange.delay and recipe.exchange.method != "local"):
+        if recipe.exchange.method == "auto" or recipe.exchange.delay:
             raise ConfigError("exchange.method auto and exchange.delay are for train.py alone; name a method, delay=0")
         norms = [name for name, each in parameters.items() if each.dim() == 1]
         made = recipe.optimizer
