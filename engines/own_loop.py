@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, List, Mapping, Optional
+import math
+from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,14 @@ class DistributedOptimizer:
             optimizer.step(lr=schedule(step))
 
     The module's parameters are the working copy of the weights, which persist in `precision.weights` (float16 with
-    stochastic rounding, or float32). Replicas begin with the weights of the first and exchange gradients or updates
-    as in a run of the recipe, so the module must not be wrapped in DistributedDataParallel. What else a module has,
-    running statistics for instance, remains each replica's own.
+    stochastic rounding, or float32). They are what the module has when the optimizer is made: what is loaded into the
+    module later is overwritten by the next update. Replicas begin with the weights of the first and exchange gradients
+    or updates as in a run of the recipe, so the module must not be wrapped in DistributedDataParallel. What else a
+    module has, running statistics for instance, remains each replica's own and is not in `state_dict`.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
-    module's parameters, and rates are given to `step`.
+    module's parameters, and rates are given to `step`. `optimizer.skip: [norm]` means all parameters of one dimension
+    that are no biases.
     """
 
     def __init__(
@@ -57,25 +60,32 @@ class DistributedOptimizer:
         Args:
             module: whose parameters that require gradients are all of one dtype and on one device.
             sections: of a recipe: `optimizer`, `exchange`, `precision`; what is missing has the recipe's defaults.
-            group: of the replicas; None: all processes, or this one if torch.distributed is not initialised.
+            group: of the replicas, of which this process is one; None: all processes, or this one if torch.distributed
+                is not initialised.
             accumulation: backward passes of an update.
             seed: of stochastic rounding.
-            steps_per_epoch: updates of an epoch, for keys of the exchange that count epochs.
+            steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and `exchange.dense_epochs`.
 
         Raises:
-            ConfigError: keys that are unknown or do not go together, with the remedy.
+            ConfigError: keys that are unknown or do not go together, with the remedy; parameters or a group that
+                cannot be used.
         """
         parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        kinds = {(each.dtype, each.device) for each in parameters.values()}
-        if len(kinds) != 1:
-            raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
-        ((dtype, device),) = kinds
+        dtype, device = _kind(parameters)
+        if not isinstance(accumulation, int) or accumulation < 1:
+            raise ConfigError(
+                f"accumulation must be a whole number of backward passes, 1 or more, not {accumulation!r}"
+            )
         recipe = _recipe(sections, dtype, seed)
         processes = _Group(group, device)
         self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
         checks.check(recipe, self._batch)
-        if recipe.exchange.method == "auto" or recipe.exchange.delay:
-            raise ConfigError("exchange.method auto and exchange.delay are for train.py alone; name a method, delay=0")
+        exchange = recipe.exchange
+        if exchange.method == "auto" or exchange.delay or exchange.in_tree:
+            raise ConfigError(
+                "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; name a method, "
+                "delay=0, order=fast"
+            )
         norms = [name for name, each in parameters.items() if each.dim() == 1]
         made = recipe.optimizer
         self._subtracts = recipe.exchange.compresses_update(made)
@@ -93,11 +103,12 @@ class DistributedOptimizer:
         replicas_own = factory.create(made, parameters, norms) if self._subtracts else None
         self._exchange = GradientExchange(self.weights, recipe, self._batch, processes, steps_per_epoch, replicas_own)
         self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
-        self._processes, self._passes, self.steps = processes, 0, 0
-        self.weights.gradients.zero()
+        self._processes, self.steps = processes, 0
+        self.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a micro batch. Args: loss: [], the mean over its images."""
+        self.weights.gradients.show()  # what `module.zero_grad()` of an ordinary loop may have removed
         last = self._passes == self._batch.accumulation - 1
         if last and self._exchange.arm is not None:
             self._exchange.arm()
@@ -112,7 +123,12 @@ class DistributedOptimizer:
             waits for the device.
         """
         if self._passes != self._batch.accumulation:
-            raise ValueError(f"an update needs {self._batch.accumulation} backward passes, there were {self._passes}")
+            raise ValueError(
+                f"an update needs {self._batch.accumulation} backward passes, there were {self._passes}; zero_grad() "
+                "begins anew"
+            )
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"the learning rate must be a number from 0 on, not {lr}")
         divisor = self._exchange(self.steps, self._scale.scale, lr)
         assert divisor is not None
         wrong = (~self.weights.prepare(divisor)).float()
@@ -120,9 +136,14 @@ class DistributedOptimizer:
         self.weights.apply(self.steps, 1.0 if self._subtracts else lr, finite, False)
         self._exchange.after_update(self.steps)
         self._scale.update(finite)
-        self.steps, self._passes = self.steps + 1, 0
-        self.weights.gradients.zero()
+        self.steps += 1
+        self.zero_grad()
         return finite
+
+    def zero_grad(self) -> None:
+        """Forget the backward passes since the last update; `step` does so itself."""
+        self._passes = 0
+        self.weights.gradients.zero()
 
     def state_dict(self) -> dict:
         """All that an update needs later, on the CPU: on the first replica, elsewhere {}. All replicas call.
@@ -144,7 +165,7 @@ class DistributedOptimizer:
         Raises ValueError naming what is missing or does not fit.
         """
         saved = self._processes.from_main(lambda: saved)
-        state.check_parts({**saved, "averages": {}, "buffers": {}}, ("loss_scale", "exchange", "replicas"), ())
+        state.check_parts(saved or {}, ("steps", "loss_scale", "exchange", "replicas"), ())
         self.weights.load_state_dict(saved)
         self._scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_common_state(saved["exchange"])
@@ -154,15 +175,36 @@ class DistributedOptimizer:
 
 def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int) -> Recipe:
     """The recipe of these sections."""
+    if not isinstance(sections, Mapping) or not all(isinstance(each, Mapping) for each in sections.values()):
+        raise ConfigError(
+            f"sections must be a dictionary of dictionaries: {{section: {{key: value}}}}, not {sections!r}"
+        )
     unknown = sorted(set(sections) - set(_SECTIONS))
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no section of an optimizer; there are {', '.join(_SECTIONS)}")
+        raise ConfigError(f"{unknown[0]} is none of the sections {', '.join(_SECTIONS)}")
     given = {name: dict(section) for name, section in sections.items()}
     compute = next(name for name, each in DTYPES.items() if each == dtype)
     given["precision"] = {"compute": compute, **given.get("precision", {})}
     if given["precision"]["compute"] != compute:
         raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
-    return loading.loads(json.dumps({**given, "run": {"steps": 2, "seed": seed}, "schedule": {"peak": 1}}), "sections")
+    try:
+        text = json.dumps({**given, "run": {"steps": 2, "seed": seed}, "schedule": {"peak": 1}})
+    except TypeError as error:
+        raise ConfigError(f"sections: values are numbers, text and lists, as in YAML: {error}") from None
+    return loading.loads(text, "sections")
+
+
+def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.device]:
+    """Dtype and device of all parameters."""
+    if not parameters:
+        raise ConfigError("no parameter of the module requires a gradient")
+    kinds = {(each.dtype, each.device) for each in parameters.values()}
+    if len(kinds) > 1:
+        raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
+    ((dtype, device),) = kinds
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"the parameters are {dtype}; use one of {', '.join(DTYPES)}")
+    return dtype, device
 
 
 class _Group(Processes):
@@ -172,6 +214,8 @@ class _Group(Processes):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         rank, self._world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if rank < 0:
+            raise ConfigError("this process is not in the group; only its members make the optimizer")
         self.topology = Topology(self._world, 1, rank, rank)
         self.stage_group = self.host_stage_group = None
         self.replica_group = self._host = group if self._world > 1 else None

@@ -48,7 +48,12 @@ class Gradients:
             self._open(part)
         if not self._parts:
             self.flat.zero_()
-            self._show(self._parameters, self.views)
+            self.show()
+
+    def show(self) -> None:
+        """Has autograd add into the buffer, also where somebody has set the parameters' gradients to None; not for the
+        tree order."""
+        self._show(self._parameters, self.views)
 
     def accumulate(self, part: int = 0) -> None:
         """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""

@@ -101,6 +101,48 @@ def test_sparse_local_and_few_bits_learn_and_go_on_bit_for_bit(exchange):
         assert_bitwise_equal(one, other)
 
 
+@pytest.mark.parametrize("weights", ["float32", "float16"])
+def test_a_loop_may_set_gradients_to_none_as_usual(weights):
+    """Before each backward pass; the second module's loop does not."""
+    modules = [network(), network()]
+    for module in modules:
+        optimizer = DistributedOptimizer(module, {"optimizer": LARS_KEYS, "precision": {"weights": weights}})
+        for step in range(3):
+            if module is modules[0]:
+                module.zero_grad()
+            optimizer.backward(loss_of(module, step))
+            optimizer.step(lr=1.0)
+    assert_bitwise_equal(modules[0].state_dict(), modules[1].state_dict())
+
+
+def subgroups(rank, size, sections):
+    """Two replicas train in each of two groups; the loss of each, and whether the other group's member is refused."""
+    groups = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
+    try:
+        DistributedOptimizer(network(), sections, groups[1 - rank % 2])
+        refused = False
+    except ConfigError:
+        refused = True
+    module = network(rank)
+    optimizer = DistributedOptimizer(module, sections, groups[rank % 2])
+    for step in range(3):
+        optimizer.backward(loss_of(module, step, slice(4 * (rank // 2), 4 * (rank // 2) + 4)))
+        optimizer.step(lr=1.0)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved or None)
+    return module.state_dict(), bool(saved), refused
+
+
+@pytest.mark.multiprocess
+def test_a_group_may_be_a_part_of_all_processes():
+    found = world.run(4, subgroups, {"optimizer": LARS_KEYS, "exchange": TOPK})
+    assert [saves for _, saves, _ in found] == [True, True, False, False]
+    assert all(refused for *_, refused in found)
+    for one, other in ((0, 2), (1, 3)):
+        assert_bitwise_equal(found[one][0], found[other][0])
+    assert any(not torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
 def test_an_update_with_an_infinite_gradient_is_left_out():
     module = network()
     sections = {"optimizer": LARS_KEYS, "precision": {**HALF, "dynamic_loss_scale": True}}
@@ -117,7 +159,10 @@ def test_an_update_with_an_infinite_gradient_is_left_out():
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"model": {}}, "model is no section"),
+        ({"model": {}}, "model is none of the sections"),
+        ({"optimizer": "lars"}, "dictionary of dictionaries"),
+        ({"optimizer": {"momentum": torch.tensor(0.9)}}, "as in YAML"),
+        ({"exchange": {"order": "tree"}}, "order=fast"),
         ({"exchange": {"desnity": 0.1}}, "desnity"),
         ({"exchange": {"method": "auto"}}, "name a method"),
         ({"exchange": {"delay": 1}}, "delay=0"),
@@ -135,11 +180,25 @@ def test_what_is_called_wrongly():
     module[0].double()
     with pytest.raises(ConfigError, match="one dtype"):
         DistributedOptimizer(module, {})
+    with pytest.raises(ConfigError, match="float64"):
+        DistributedOptimizer(network().double(), {})
+    with pytest.raises(ConfigError, match="requires a gradient"):
+        DistributedOptimizer(network().requires_grad_(False), {})
+    for accumulation in (0, 1.5, "2"):
+        with pytest.raises(ConfigError, match="whole number"):
+            DistributedOptimizer(network(), {}, accumulation=accumulation)
     module = network()
     optimizer = DistributedOptimizer(module, {}, accumulation=2)
     optimizer.backward(loss_of(module, 0))
-    with pytest.raises(ValueError, match="needs 2 backward passes, there were 1"):
+    with pytest.raises(ValueError, match="needs 2 backward passes, there were 1; zero_grad"):
         optimizer.step(lr=1.0)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.backward(loss_of(module, 0))
+    for lr in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="learning rate"):
+            optimizer.step(lr)
+    assert optimizer.step(lr=1.0)
     saved = DistributedOptimizer(network(), {}).state_dict()
     del saved["loss_scale"]
     with pytest.raises(ValueError, match="loss_scale is missing"):
