@@ -29,7 +29,7 @@ def moved(source: str) -> str:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import) and any(each.name.split(".")[0] in ROOMS for each in node.names):
             raise ValueError(
-                f"line {node.lineno}: import names from a room, for `import ROOM` has no name in a package"
+                f"line {node.lineno}: write `from ROOM import NAME`; `import ROOM` cannot be moved into a package"
             )
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.split(".")[0] in ROOMS:
             line, start = lines[node.lineno - 1], node.col_offset

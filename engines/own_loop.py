@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import Any, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class DistributedOptimizer:
                 f"accumulation must be a whole number of backward passes, 1 or more, not {accumulation!r}"
             )
         recipe = _recipe(sections, dtype, seed)
-        processes = _Group(group, device)
+        processes = _Group(group)
         self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
         checks.check(recipe, self._batch)
         exchange = recipe.exchange
@@ -91,7 +91,7 @@ class DistributedOptimizer:
         self._subtracts = recipe.exchange.compresses_update(made)
         if processes.topology.replicas > 1:
             for each in module.state_dict().values():
-                dist.broadcast(each, dist.get_global_rank(processes.replica_group, 0), group=processes.replica_group)
+                dist.broadcast(each, group=processes.replica_group, group_src=0)
         self.weights = WeightState(
             parameters.items(),
             lambda named: factory.create(SUBTRACT if self._subtracts else made, named, norms),
@@ -210,7 +210,7 @@ def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.de
 class _Group(Processes):
     """The replicas of a process group that somebody else has made; without stages."""
 
-    def __init__(self, group: Optional[dist.ProcessGroup], device: torch.device):
+    def __init__(self, group: Optional[dist.ProcessGroup]):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         rank, self._world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -219,23 +219,7 @@ class _Group(Processes):
         self.topology = Topology(self._world, 1, rank, rank)
         self.stage_group = self.host_stage_group = None
         self.replica_group = self._host = group if self._world > 1 else None
-        self._device = device
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         self.sum_over_replicas(values)
         return values
-
-    def _send(self, value: Any, rank: int) -> None:
-        dist.send_object_list([value], dst=dist.get_global_rank(self._host, rank), group=self._host)
-
-    def _receive(self, rank: int) -> Any:
-        values: List[Any] = [None]
-        dist.recv_object_list(values, src=dist.get_global_rank(self._host, rank), group=self._host)
-        return values[0]
-
-    def _broadcast(self, value: Any) -> Any:
-        if self._world == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=dist.get_global_rank(self._host, 0), group=self._host)
-        return values[0]

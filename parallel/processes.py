@@ -105,18 +105,18 @@ class Processes(Agreement):
         return [dist.new_group(each, timeout=_seconds(_COLLECTIVE_SECONDS)) for each in ranks][self.topology.stage]
 
     def _send(self, value: Any, rank: int) -> None:
-        dist.send_object_list([value], dst=rank, group=self._host)
+        dist.send_object_list([value], group_dst=rank, group=self._host)
 
     def _receive(self, rank: int) -> Any:
         values: List[Any] = [None]
-        dist.recv_object_list(values, src=rank, group=self._host)
+        dist.recv_object_list(values, group_src=rank, group=self._host)
         return values[0]
 
     def _broadcast(self, value: Any) -> Any:
         if self._world == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._host)
+        dist.broadcast_object_list(values, group_src=0, group=self._host)
         return values[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
