@@ -42,9 +42,14 @@ class Company(Processes):
 
 @pytest.fixture
 def resolved(tiny, monkeypatch):
-    """resolved(link, *overrides): the section that auto becomes, and the lines that are reported."""
+    """resolved(link, *overrides): the section that auto becomes, and the lines that are reported.
 
-    def resolve(link, *overrides, replicas=8, stages=1, begun=None, selection=SELECTION):
+    measured: what is known of losses, by default nothing.
+    """
+
+    def resolve(link, *overrides, replicas=8, stages=1, begun=None, selection=SELECTION, measured=()):
+        for module in (evidence, exchange):
+            monkeypatch.setattr(module, "MEASURED", measured)
         monkeypatch.setattr(probe, "measure", lambda group, device: link)
         monkeypatch.setattr(choice, "timed", lambda work, device, calls: [selection])
         lines = []
@@ -143,17 +148,22 @@ def test_more_is_lost_only_for_half_as_much_speed_again_and_not_for_milliseconds
         (("optimizer.name=sgd", "optimizer.trust=null"), "dense"),
     ],
 )
-def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, monkeypatch, overrides, taken):
+def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, overrides, taken):
     """Of others than these two nothing is known."""
     known = (
         (Exchange(method="topk", density=0.05), Evidence(0.4, 0.1)),
         (Exchange(method="gtopk", density=0.02), Evidence(2.5, 0.3)),
     )
-    for module in (evidence, exchange):
-        monkeypatch.setattr(module, "MEASURED", known)
-    section, lines = resolved(SLOW, *overrides)
+    section, lines = resolved(SLOW, *overrides, measured=known)
     assert section.label == taken
     assert f"  taken: {taken}; " in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("accepted", "taken"), [("0.5", "dense, 4 bits"), ("0.1", "dense")])
+def test_what_is_taken_by_what_was_measured_here(resolved, accepted, taken):
+    section, lines = resolved(SLOW, f"exchange.accept_loss={accepted}", measured=evidence.MEASURED)
+    assert section.label == taken
+    assert any(line.endswith("; loses 0.1 ± 0.2 points") for line in lines)
 
 
 def test_selection_on_a_slow_processor_decides_too(resolved):
