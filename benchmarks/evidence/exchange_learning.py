@@ -77,10 +77,10 @@ quickstart, float32, {len(SEEDS)} seeds; {len(COMPARED["digits"])} of digits and
 for methods that no claim needs. Digits: an EfficientNet-B0 G16 of width 0.35 and depth 0.3 (0.48 M \
 parameters), 12 epochs, 264 updates, 360 images for validation. Glyphs: the quickstart's model (1.03 M), 100 classes \
 at difficulty 0.4 and 24 px, 10,240 images for training and 4,000 for validation, 8 epochs, 1,280 updates, no mixup, \
-rate 1 that falls linearly. That was chosen on dense runs alone, as the steadiest of twenty settings that stay well \
-below 100 %, and yet its five dense runs lie further apart than the point and a half that were asked for. Losses are \
-paired by seed, which takes most of that away. These runs still learn at their end, so whatever slows learning costs \
-accuracy; digits settle before their end."""
+rate 1 that falls linearly. That was chosen on dense runs alone, as the steadiest of those that were tried and stay \
+well below 100 %, and yet its five dense runs lie further apart than the point and a half that were asked for. Losses \
+are paired by seed, which takes most of that away. These runs still learn at their end, so whatever slows learning \
+costs accuracy; digits settle before their end."""
 
     def series(self) -> List[Series]:
         return [self._series(*each) for each in itertools.product(SETTINGS, METHODS)]

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.evidence import __main__ as command
+from benchmarks.evidence import exchange_learning
 from benchmarks.evidence.runs import Outcome
 
 
@@ -31,3 +32,12 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in eight updates.
     assert rows[0]["kb_sent"] == pytest.approx(1.5 * 4 * 480, rel=0.02)
     assert rows[2]["kb_sent"] == pytest.approx(rows[0]["kb_sent"] / 8, rel=0.001)
+
+
+def test_what_a_claim_needs_has_all_seeds():
+    made = command.EXPERIMENTS["exchange_learning"]
+    seeds = {
+        (each.labels["setting"], each.labels["exchange"], each.labels["size"]): each.seeds for each in made.series()
+    }
+    for setting, method, _ in exchange_learning.CLAIMS.values():
+        assert len(seeds[(setting, *method)]) == len(seeds[(setting, *exchange_learning.DENSE)]) == 5
