@@ -165,7 +165,11 @@ def overheads() -> Tuple[List[dict], List[float]]:
 
 def predictions() -> Tuple[List[dict], List[float]]:
     """A row for each batch, and the relative errors of the larger ones."""
-    train_all(predicted_updates.wanted, len(os.sched_getaffinity(0)), lambda line: print(line, file=sys.stderr))
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    train_all(predicted_updates.wanted, len(os.sched_getaffinity(0)), report, keep=True)
     found = predicted_updates.found()
     rows = [
         {"side": f"batch {row.batch}", "rate": row.rate, "updates": row.trained, "predicted": row.predicted}

@@ -4,8 +4,9 @@
     python -m benchmarks.evidence NAME --quick    one or a few short runs, and no page
     python -m benchmarks.evidence --list          the experiments, and how many of their runs are finished
 
-Finished runs are cached under benchmarks/cache/evidence/, each an ordinary run folder; without that folder everything
-is trained anew, and compared with the figures in docs/results/ before these are replaced.
+Finished runs are cached under benchmarks/cache/evidence/, each an ordinary run folder, and docs/results/runs.jsonl
+keeps what pages need of them. Without both, everything is trained anew, and compared with the figures in docs/results/
+before these are replaced.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     quick = experiment.quick() if claims.quick() else []
     wanted = [run for series in quick for run in series.runs]
     try:
-        train_all((lambda: wanted) if quick else experiment.wanted, len(os.sched_getaffinity(0)), _progress)
+        at_once = len(os.sched_getaffinity(0))
+        train_all((lambda: wanted) if quick else experiment.wanted, at_once, _progress, keep=not quick)
     except Lost as error:
         _progress(str(error))
         return FAILED

@@ -11,11 +11,10 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series
-from benchmarks.evidence.runs import Run, outcome, updates_to
+from benchmarks.evidence.runs import Run, events_of, outcome, updates_to
 from recipe.batch import lengths
 from recipe.course import Course
 from tools.planning import batches
-from training.metrics import read_events
 
 BATCHES = (96, 192, 384, 768, 1536)
 TUNED = (96, 384, 1536)  # between them a rate is interpolated
@@ -237,7 +236,7 @@ epochs, with a 95 % interval (Student's t). "Updates to target": until {TARGET:.
     def _predicted(self, rows: Sequence[dict]) -> List[Tuple[dict, float]]:
         run = self.metered(self.peak(NESTEROV, SMALLEST))
         left, kept = to_target(run), []
-        for each in batches.intervals(read_events(run.folder)["train"], SMALLEST):
+        for each in batches.intervals(events_of(run)["train"], SMALLEST):
             kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
             left -= each.updates
         own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]

@@ -12,9 +12,8 @@ from __future__ import annotations
 import statistics
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
-from benchmarks.evidence.runs import Run, updates_to
+from benchmarks.evidence.runs import Run, events_of, updates_to
 from tools.planning import batches
-from training.metrics import read_events
 
 # Batch -> updates of a run: more than the best rate takes to the target.
 UPDATES = {8: 3600, 16: 2400, 32: 1600, 64: 1200, 128: 1000}
@@ -92,7 +91,7 @@ def _best(batch: int) -> tuple:
 
 def _until_target(run: Run) -> List[batches.Interval]:
     """Of the run's log, as many updates as it takes to the target."""
-    whole = batches.intervals(read_events(run.folder)["train"], SMALLEST)
+    whole = batches.intervals(events_of(run)["train"], SMALLEST)
     left, kept = to_target(run), []
     for each in whole:
         if left <= 0:

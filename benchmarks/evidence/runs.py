@@ -1,6 +1,7 @@
 """Runs of an experiment: each an ordinary run folder in the cache, trained once, continued where it was left off.
 
 A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
+What was trained on another machine is found by the same name: see kept.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 import torch
 
 from benchmarks import CACHE, QUIET, ROOT
+from benchmarks.evidence import kept
 from benchmarks.evidence.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
@@ -33,6 +35,7 @@ from recipe.batch import steps_per_epoch
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
 from training.loop import Stopped, TrainingError
+from training.metrics import NAME as METRICS
 from training.metrics import read_events
 from training.run import run as train
 
@@ -117,21 +120,41 @@ class Lost(RuntimeError):
 
 def outcome(run: Run) -> Optional[Outcome]:
     """None as long as the run is not finished."""
-    folder = run.folder
-    if (folder / _DIVERGED).exists():
-        why = (folder / _DIVERGED).read_text().strip()
+    why = _divergence(run)
+    if why:
         return Outcome(1 / run.recipe().model.classes, float("inf"), float("inf"), {}, why)
-    events = read_events(folder) if (run.record if run.measured else folder / "metrics.jsonl").exists() else {}
-    if "end" not in events:
+    found = events_of(run)
+    if "end" not in found or (run.measured and not run.record.exists()):
         return None
-    end = events["end"][-1]
+    end = found["end"][-1]
     averages = {name: end[name]["top1"] for name in ("step_average", "epoch_average") if name in end}
-    return Outcome(end["top1"], events["eval"][-1]["loss"], events["train"][-1]["loss"], averages)
+    return Outcome(end["top1"], found["eval"][-1]["loss"], found["train"][-1]["loss"], averages)
+
+
+def events_of(run: Run) -> Dict[str, List[dict]]:
+    """The events of its log by kind: those of its folder, or what is kept of it. Empty: there is neither."""
+    if (run.folder / METRICS).exists():
+        return read_events(run.folder)
+    line = _kept(run)
+    return line["events"] if line else {}
+
+
+def _divergence(run: Run) -> str:
+    """Why the run diverged; empty as long as it did not."""
+    if (run.folder / _DIVERGED).exists():
+        return (run.folder / _DIVERGED).read_text().strip()
+    line = _kept(run)
+    return line["diverged"] if line and not run.folder.exists() else ""
+
+
+def _kept(run: Run) -> Optional[dict]:
+    """Not of a measured run, whose record is not kept."""
+    return None if run.measured else kept.find(run.folder.name)
 
 
 def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
     """Epochs and values along the run, e.g. of ("eval", "top1"). Empty for a run that diverged at once."""
-    events = read_events(run.folder).get(kind, [])
+    events = events_of(run).get(kind, [])
     return [event["epoch"] for event in events], [event[key] for event in events]
 
 
@@ -151,13 +174,16 @@ def updates_to(run: Run, target: float, window: int = 1) -> Optional[float]:
     return None
 
 
-def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None]) -> None:
+def train_all(
+    wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None], keep: bool = False
+) -> None:
     """Train the wanted runs that are not finished, in processes of one thread each.
 
     Args:
         wanted: called again whenever a run has ended: which runs come next may depend on it.
         at_once: processes that train at the same time.
         report: called with a line about each run that ends.
+        keep: whether runs that end are also kept in docs/results.
 
     Raises:
         Lost: a run failed.
@@ -182,6 +208,8 @@ def train_all(wanted: Callable[[], Iterable[Run]], at_once: int, report: Callabl
                     raise KeyboardInterrupt
                 if process.exitcode or found is None:
                     raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.log}")
+                if keep and not run.measured:
+                    kept.keep(run.folder.name, run.program, events_of(run), found.diverged)
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
                 result = f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
                 report(f"{' '.join(run.arguments)}: {result}; {len(pending)} more known to come")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 from unittest import mock
 
@@ -32,6 +33,7 @@ SHORT = (
 def kept(tmp_path, monkeypatch):
     """Runs are kept in a folder of the test's own."""
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(runs.kept, "FILE", tmp_path / "runs.jsonl")
     return tmp_path / "runs"
 
 
@@ -58,6 +60,20 @@ def test_quick_runs_are_short_and_not_taken_for_whole_ones(name):
         assert run.folder not in whole
 
 
+def test_of_a_long_log_twenty_losses_are_kept_the_last_one_too_and_every_noise_scale(kept):
+    noisy = {"images": 5.0, "error": 1.0, "layers": {}}
+    train = [{"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0} for step in range(1, 778)]
+    for event in train[100:200]:
+        event["noise_scale"] = noisy
+    runs.kept.keep("a run", ["train.py"], {"train": train, "end": [{"event": "end", "step": 777, "top1": 0.5}]})
+    found = runs.kept.find("a run")["events"]
+    assert len(found["train"]) == 120 and found["eval"] == [] and found["end"][0]["top1"] == 0.5
+    assert found["train"][-1] == {"event": "train", "step": 777, "epoch": 777 / 9, "loss": 1 / 777}
+    scales = [event["noise_scale"] for event in found["train"] if "noise_scale" in event]
+    assert scales == [{"images": 5.0, "error": 1.0}] * 100
+    assert runs.kept.find("another") is None
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, several):
@@ -67,7 +83,7 @@ def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, several):
 
 
 def _train(rank, size, folder, several):
-    runs.RUNS = folder
+    runs.RUNS, runs.kept.FILE = folder, folder.parent / "runs.jsonl"
     if several:
         launched()
     else:
@@ -84,7 +100,7 @@ def trained_once(folder):
     def wanted():
         return [first, first] if outcome(first) is None else [first, second]
 
-    train_all(wanted, 2, said.append)
+    train_all(wanted, 2, said.append, keep=True)
     assert len(said) == 2 and all("top1" in each for each in said)
     assert all(0 <= outcome(run).top1 <= 1 and outcome(run).loss > 0 for run in (first, second))
     train_all(wanted, 2, said.append)
@@ -96,6 +112,15 @@ def trained_once(folder):
     subprocess.run(line, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
     ours, theirs = (weights.read(str(folder)).tensors for folder in (first.folder, elsewhere))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    def read():
+        curves = [[runs.curve(run, *what) for what in (("eval", "top1"), ("train", "loss"))] for run in (first, second)]
+        return [outcome(first), outcome(second), curves]
+
+    before = read()
+    shutil.rmtree(folder)
+    assert read() == before
+    assert outcome(first._replace(measured=True)) is None and outcome(first._replace(seed=2)) is None
 
 
 def launched():
@@ -109,11 +134,13 @@ def diverged():
     """An outcome, and not trained again."""
     run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
     said = []
-    train_all(lambda: [run], 1, said.append)
+    train_all(lambda: [run], 1, said.append, keep=True)
     found = outcome(run)
     assert found.diverged and found.top1 == 1 / 50 and found.loss == float("inf")
     train_all(lambda: [run], 1, said.append)
     assert len(said) == 1 and "diverged" in said[0]
+    shutil.rmtree(run.folder)
+    assert outcome(run) == found
 
 
 def failed():

@@ -17,7 +17,7 @@ def needed(batch, rate):
 def log(noise):
     """A reader of logs with that noise scale all along."""
     scale = {"noise_scale": {"images": noise, "error": 10.0}}
-    return lambda folder: {"train": [{"step": step, "epoch": step / 1920, **scale} for step in range(100, 9000, 100)]}
+    return lambda run: {"train": [{"step": step, "epoch": step / 1920, **scale} for step in range(100, 9000, 100)]}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def runs(monkeypatch):
         return epochs, [0.1 + 0.5 * place / 20 for place in places]
 
     monkeypatch.setattr("benchmarks.evidence.runs.curve", curve)
-    monkeypatch.setattr(predicted, "read_events", log(NOISE))
+    monkeypatch.setattr(predicted, "events_of", log(NOISE))
 
 
 def test_a_run_that_follows_the_published_curve_is_predicted():
@@ -51,7 +51,7 @@ def test_a_run_that_follows_the_published_curve_is_predicted():
 
 
 def test_a_noise_scale_that_is_wrong_is_seen(monkeypatch):
-    monkeypatch.setattr(predicted, "read_events", log(4 * NOISE))
+    monkeypatch.setattr(predicted, "events_of", log(4 * NOISE))
     assert predicted.errors(predicted.found())[-1] > 0.4
 
 
