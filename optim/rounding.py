@@ -29,7 +29,9 @@ class RoundingBits:
     """Random bits for the elements of named tensors that lie in one flat buffer, each from the start of a row.
 
     rows: int32 [rows, 1], the first mixing round of each row's number, which does not depend on the step.
-    lanes: int32 [ROW], what is added for the elements of a row.
+    lanes: float32 [ROW], whose bit patterns are the int32 numbers that are added for the elements of a row. Compiled for
+        AVX2, a load of int32 goes through memory a second time, which took as long as all the rest; one of float32 does
+        not, and `view` costs nothing.
     """
 
     def __init__(self, places: Dict[str, Tuple[int, int]], length: int, seed: int, device: torch.device):
@@ -41,7 +43,7 @@ class RoundingBits:
             low = _signed(key("rounding", name) & 0xFFFFFFFF)
             part = torch.arange(-(-count // ROW), dtype=torch.int32, device=device).bitwise_xor_(low)
             self.rows[start // ROW :][: len(part), 0] = _mix_(part)
-        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
+        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN)).view(torch.float32)
 
     def draw(self, step: int, slot: str) -> int:
         """What `random_bits` adds to all rows, a signed 32-bit number.
@@ -55,7 +57,7 @@ class RoundingBits:
 
 def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: Union[int, torch.Tensor]) -> torch.Tensor:
     """The bits of all elements in these rows of a RoundingBits, int32 [rows, ROW]. draw: its, also as int32 []."""
-    return _mix_(_mix_(rows + draw) + lanes)
+    return _mix_(_mix_(rows + draw) + lanes.view(torch.int32))
 
 
 def rounded(source: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
