@@ -29,9 +29,9 @@ class RoundingBits:
     """Random bits for the elements of named tensors that lie in one flat buffer, each from the start of a row.
 
     rows: int32 [rows, 1], the first mixing round of each row's number, which does not depend on the step.
-    lanes: float32 [ROW], whose bit patterns are the int32 numbers that are added for the elements of a row. Compiled for
-        AVX2, a load of int32 goes through memory a second time, which took as long as all the rest; one of float32 does
-        not, and `view` costs nothing.
+    lanes: float32 [ROW], whose bit patterns are the int32 numbers that are added for the elements of a row. Compiled
+        for AVX2, a load of int32 goes through memory a second time, which took as long as all the rest; one of float32
+        does not, and `view` costs nothing.
     """
 
     def __init__(self, places: Dict[str, Tuple[int, int]], length: int, seed: int, device: torch.device):
