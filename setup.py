@@ -57,6 +57,6 @@ if __name__ == "__main__":
     setup(
         packages=list(folders),
         package_dir=folders,
-        package_data={f"{NAME}.data": ["*.npz"]},
+        package_data={f"{NAME}.data": ["*.npz"], f"{NAME}.optim.kernels": ["*.cpp"]},
         cmdclass={"build_py": Build},
     )

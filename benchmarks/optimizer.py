@@ -34,7 +34,7 @@ from models.normalization import norm_parameters
 from optim import factory
 from optim.compilation import compiled
 from optim.half_weights import WeightState
-from optim.layout import ROW, Run, in_parts
+from optim.layout import ROW, Buffers, Run, in_parts
 from optim.rounding import RoundingBits, round_stochastically
 from recipe.config import Model
 from recipe.config import Optimizer as Section
@@ -136,7 +136,7 @@ def roundings(count: int) -> Sides:
     def rounding(run: Run, step: int = 0) -> None:
         round_stochastically(source, bits, step, "weight", out=out, keep=keep, run=run)
 
-    run, note = compiled(rounding)
+    run, note = compiled(Buffers(source, out, out, {}), stochastic=True)
     if run is in_parts:
         raise ConfigError(f"benchmarks.optimizer: {note}")
     cast = torch.compile(_cast, dynamic=False)

@@ -1,51 +1,116 @@
-"""The passes of an update, compiled by torch.compile: one loop over the memory each."""
+"""The passes of an update on a CPU, compiled from kernels/update.cpp by this machine's C++ compiler.
+
+Compiled anew by each process that asks: it takes a second or two, and a library kept from another processor could have
+instructions that this one lacks.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import logging
+import os
+import shlex
+import subprocess
+import tempfile
 import time
-from typing import Callable, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Optional, Sequence, Tuple
 
 import torch
 
-from optim import lars_passes
-from optim.layout import Run, in_parts
+from optim import lars_passes, rounding
+from optim.layout import Buffers, Run, in_parts
 from recipe.errors import first_line
 
+_SOURCE = Path(__file__).parent / "kernels" / "update.cpp"
+_FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # the bits of plain torch
+)
+_UNCOMPILED = "engine.compile: the update runs uncompiled"
+_WORK = {None: 0, torch.float32: 1, torch.bfloat16: 2}  # dtypes of the module's own weights, as update.cpp has them
+_STEPS = {lars_passes.gradient_step: 0, lars_passes.momentum_step: 1}  # forms
+_SUMS = {lars_passes.gradient_sums: 0, lars_passes.momentum_sums: 1}
 
-def compiled(dry_pass: Callable[[Run], None]) -> Tuple[Run, str]:
-    """A runner of compiled passes, or where this machine cannot compile of plain ones, and a line to print.
+
+def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
+    """A runner of compiled passes over these buffers, or a plain one where there is none; and a line to print.
 
     Args:
-        dry_pass: runs all passes by the runner that it is given, with tensors as they will come.
+        stochastic: whether float16 state is rounded stochastically; to nearest only plain torch rounds.
     """
     start = time.perf_counter()
-    # It warns of CUDA, which a CPU's compiler does not use.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    working = None if buffers.working is buffers.weights else buffers.working.dtype
+    if working not in _WORK or (buffers.weights.dtype == torch.float16 and not stochastic):
+        return in_parts, f"{_UNCOMPILED}: not with these of precision.compute, precision.weights and precision.rounding"
     try:
-        dry_pass(_compiled)
-    except Exception as error:  # a compiler may be missing or half installed, a disk full: there is no list of them
-        return in_parts, f"engine.compile: the update runs uncompiled: {first_line(error)}"
-    return _compiled, f"the update was compiled in {time.perf_counter() - start:.0f} s"
-
-
-def _compiled(function: Callable, rows: Sequence[Optional[torch.Tensor]], constants: Sequence) -> object:
-    """Runs a pass. What changes from step to step must be a tensor: a number would be compiled in."""
-    constants = [
-        tuple(torch.tensor(each, dtype=torch.int32) if isinstance(each, int) else each for each in constant)
-        if isinstance(constant, tuple)
-        else constant
-        for constant in constants
-    ]
-    return _of_torch(function)(*rows, *constants)
+        library = _library()
+    except (OSError, subprocess.CalledProcessError) as error:  # none, half installed, or a full disk
+        reason = getattr(error, "stderr", None) or error
+        return in_parts, f"{_UNCOMPILED}: {first_line(reason)}"
+    return _Compiled(library), f"the update was compiled in {time.perf_counter() - start:.0f} s"
 
 
 @functools.lru_cache(maxsize=None)
-def _of_torch(function: Callable) -> Callable:
-    # LARS's new weights are stored twice where the module has others than the state: used twice, they would go
-    # through memory in between, and the pass become two. Not for rounding alone: as one expression it would get vectors
-    # as wide as float16's, for which the compiler has no bit casts.
-    steps = (lars_passes.gradient_step, lars_passes.momentum_step)
-    options = {"realize_opcount_threshold": 1000} if function in steps else None
-    return torch.compile(function, dynamic=False, options=options)
+def _library() -> ctypes.CDLL:
+    """Raises OSError, CalledProcessError: there is no compiler, or it fails."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "update.so"
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return ctypes.CDLL(str(path))
+
+
+class _Compiled:
+    """A `Run` that makes passes by the library."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+
+    def __call__(self, function, rows: Sequence[Optional[torch.Tensor]], constants: Sequence) -> object:
+        if function in _SUMS:
+            return self._sums(_SUMS[function], *rows, *constants)
+        if function in _STEPS:
+            return self._step(_STEPS[function], *rows, *constants)
+        assert function is rounding.round_rows, f"{function} is not compiled"
+        return self._round(*rows, *constants)
+
+    def _sums(self, form: int, gradient, weight, *others) -> Tuple[torch.Tensor, ...]:
+        momentum, decay, scale, mu = others if form else (None, None, *others, 0.0)
+        found = torch.empty(3 + form, len(gradient))
+        self._library.lars_sums(
+            *_shared(weight), form, _address(gradient), _address(weight), _address(momentum), _address(decay),
+            ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
+        )  # fmt: skip
+        return tuple(found)
+
+    def _step(
+        self, form: int, gradient, weight, momentum, working, rate, decay, bit_rows, scale, mu, draws, keep
+    ) -> torch.Tensor:
+        assert keep is None, "on a CPU an update is skipped without a mask"
+        found = torch.empty(len(gradient))
+        work = _WORK[None if working is None else working.dtype]
+        self._library.lars_step(
+            *_shared(weight), form, work, _address(gradient), _address(weight), _address(momentum), _address(working),
+            _address(rate), _address(decay), _address(bit_rows), ctypes.c_uint32(draws[1] if draws else 0),
+            ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
+        )  # fmt: skip
+        return found
+
+    def _round(self, source, out, bit_rows, lanes, draw: int, chosen, keep) -> None:
+        shift = 19 if chosen is rounding.upper else 0
+        count, threads, _ = _shared(source)
+        self._library.round_rows(
+            count, threads, _address(source), _address(out), _address(bit_rows), ctypes.c_uint32(draw), shift
+        )
+
+
+def _shared(state: torch.Tensor) -> tuple:
+    """The first arguments of a pass: rows, threads, and whether the state is float16."""
+    return ctypes.c_int64(len(state)), torch.get_num_threads(), int(state.dtype == torch.float16)
+
+
+def _address(tensor: Optional[torch.Tensor]) -> Optional[ctypes.c_void_p]:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())

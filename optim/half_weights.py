@@ -81,8 +81,7 @@ class WeightState:
         self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
-            with torch.no_grad():
-                self._update.run, note = compiled(self._update.dry_pass)
+            self._update.run, note = compiled(self._buffers, bits is not None)
             self.notes = (note,)
         self._buffers.refresh()
 

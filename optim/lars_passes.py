@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 
 import torch
 
-from optim.rounding import random_bits, rounded
+from optim.rounding import lower, random_bits, rounded, upper
 
 Sums = Tuple[torch.Tensor, ...]
 
@@ -53,8 +53,8 @@ def gradient_step(
     Args:
         working: the module's parameters, where they are not the weights themselves.
         rate: learning rate times trust ratio.
-        bit_rows, draws: for stochastic rounding: rows of a RoundingBits, and its lanes and its draws for weights and
-            momentum. Without them, what is stored is rounded to nearest.
+        bit_rows, draws: for stochastic rounding: rows of a RoundingBits, and its lanes and its draw. Without them, what
+            is stored is rounded to nearest.
         keep: bool [], where False nothing changes; None: True.
 
     Returns:
@@ -83,10 +83,10 @@ def _averaged(g: torch.Tensor, momentum: torch.Tensor, mu: float) -> torch.Tenso
 
 def _store(weights: tuple, momenta: tuple, bit_rows, draws: Optional[tuple], keep: Optional[torch.Tensor]) -> None:
     """Rounds and stores. Args: weights, momenta: state, its copy (or None), and the new value of both."""
-    lanes, *drawn = (None, None, None) if draws is None else draws
-    for (state, copy, value), draw in zip((weights, momenta), drawn):
-        if draw is not None and state.dtype == torch.float16:
-            value = rounded(value, random_bits(bit_rows, lanes, draw))
+    words = None if draws is None else random_bits(bit_rows, *draws)
+    for (state, copy, value), chosen in zip((weights, momenta), (upper, lower)):
+        if words is not None and state.dtype == torch.float16:
+            value = rounded(value, chosen(words))
         else:
             value = value.to(state.dtype)
         for target in (state, copy):

@@ -69,18 +69,6 @@ class LarsUpdate:
         trust = self._model.ratios({name: ratio[place] for place, name in self._adapted})
         return Norms(gradient_norm, norm(weight), norm(subtracted), trust)
 
-    def dry_pass(self, run: Run) -> None:
-        """Makes both passes over zeros."""
-        one = torch.ones((), device=self._layout.device)
-        ratios = torch.ones(len(self._layout.names), device=self._layout.device)
-        buffers, own = self._buffers, self.run
-        self._buffers, self.run = buffers.blank(), run
-        try:
-            self._sums(one)
-            self._step(0, one, 0.0, ratios, None)
-        finally:
-            self._buffers, self.run = buffers, own
-
     def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
         """By parameter, float64."""
         gradient, weight, momentum, _ = self._rows()
@@ -112,7 +100,7 @@ class LarsUpdate:
         bit_rows = draws = None
         if self._bits is not None:
             bit_rows = self._bits.rows
-            draws = (self._bits.lanes, self._bits.draw(step, "weight"), self._bits.draw(step, "momentum_buffer"))
+            draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
         rate = self._layout.spread((lr * self._rules.lr_scale * ratios).float())
         rows = (*self._rows(), rate, self._decay, bit_rows)
         return self.run(function, rows, (scale, self._rules.mu, draws, keep))

@@ -78,13 +78,6 @@ class Buffers(NamedTuple):
         if self.working is not self.weights:
             self.working.copy_(self.weights)
 
-    def blank(self) -> Buffers:
-        """As many zeros in other memory."""
-        weights = torch.zeros_like(self.weights)
-        working = weights if self.working is self.weights else torch.zeros_like(self.working)
-        slots = {name: torch.zeros_like(slot) for name, slot in self.slots.items()}
-        return Buffers(torch.zeros_like(self.gradients), weights, working, slots)
-
 
 def in_rows(flat: torch.Tensor) -> torch.Tensor:
     """A buffer as [rows, ROW]."""

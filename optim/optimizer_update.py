@@ -79,13 +79,6 @@ class OptimizerUpdate:
             self._buffers.refresh()
         return norms
 
-    def dry_pass(self, run: Run) -> None:
-        """Rounds zeros."""
-        if self._bits is not None:
-            zeros, out = self._layout.zeros(torch.float32), self._layout.zeros(torch.float16)
-            keep = torch.ones((), dtype=torch.bool, device=self._layout.device)
-            round_stochastically(zeros, self._bits, 0, "weight", out=out, keep=keep, run=run)
-
     def _step(self, step: int, lr: float) -> None:
         """The optimizer's step, from the state into scratch."""
         if not self._in_place:

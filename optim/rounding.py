@@ -1,17 +1,21 @@
 """Stochastic rounding of float32 to float16, with random bits that are a function of what is rounded.
 
-A parameter's elements are taken in rows of 64. The bits of element i are
+A parameter's elements are taken in rows of 64. Element i has one random word a step,
 
     mix32(bits32(draw, i // 64) + (i % 64) 0x9E3779B1)
 
-with the functions of recipe/randomness.py and a draw made of (seed, step, slot) and of the parameter's name: so they
+with the functions of recipe/randomness.py and a draw made of (seed, step) and of the parameter's name: so the words
 agree on every device and backend, at any number of stages or replicas, and after resume. Within a row the last of the
 three mixing rounds counts up in steps of the golden ratio; the two others, one number a row, cost next to nothing.
+
+A float32 value has 13 more bits of mantissa than a float16 one, so 13 random bits make the mean exact: those at the top
+of the word round the weight, those at the bottom the momentum. Adding them to the 13 bits and cutting these off carries
+into the result with the probability that is wanted.
 """
 
 from __future__ import annotations
 
-from typing import Dict, Optional, Tuple, Union
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 
@@ -19,19 +23,31 @@ from optim.layout import ROW, Run, in_parts, in_rows
 from recipe.randomness import key
 
 LARGEST = 65504.0  # largest finite float16
+VERSION = 2  # of the random bits and of what is made of them; in checkpoints. 1: 24 bits for each slot of an element
+_SMALLEST_NORMAL = (
+    2.0**-14
+)  # of float16; below it the spacing stays 2**-24, that of float32 numbers from 2**-14 is 2**-37
 _GOLDEN = 0x9E3779B1
-_EXPONENT = 0x7F800000
-_SMALLEST_NORMAL = 113 << 23  # exponent bits of 2**-14; below it float16's spacing stays 2**-24
+_CUT = 0x1FFF  # the 13 bits of a float32 that float16 has not
+_SIGN, _MAGNITUDE, _NAN = -(2**31), 2**31 - 1, 0x7FC00000
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
+
+
+def upper(words: torch.Tensor) -> torch.Tensor:
+    """The 13 bits of random words, int32, that round weights, as int32 in [0, 2**13)."""
+    return torch.bitwise_right_shift(words, 19).bitwise_and_(_CUT)
+
+
+def lower(words: torch.Tensor) -> torch.Tensor:
+    """The 13 bits that round momentum, in [0, 2**13)."""
+    return words & _CUT
 
 
 class RoundingBits:
     """Random bits for the elements of named tensors that lie in one flat buffer, each from the start of a row.
 
     rows: int32 [rows, 1], the first mixing round of each row's number, which does not depend on the step.
-    lanes: float32 [ROW], whose bit patterns are the int32 numbers that are added for the elements of a row. Compiled
-        for AVX2, a load of int32 goes through memory a second time, which took as long as all the rest; one of float32
-        does not, and `view` costs nothing.
+    lanes: int32 [ROW], what is added for the elements of a row.
     """
 
     def __init__(self, places: Dict[str, Tuple[int, int]], length: int, seed: int, device: torch.device):
@@ -43,42 +59,46 @@ class RoundingBits:
             low = _signed(key("rounding", name) & 0xFFFFFFFF)
             part = torch.arange(-(-count // ROW), dtype=torch.int32, device=device).bitwise_xor_(low)
             self.rows[start // ROW :][: len(part), 0] = _mix_(part)
-        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN)).view(torch.float32)
+        self.lanes = torch.arange(ROW, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
 
-    def draw(self, step: int, slot: str) -> int:
-        """What `random_bits` adds to all rows, a signed 32-bit number.
+    def draw(self, step: int, slot: str) -> Tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+        """What `random_bits` adds to all rows, a signed 32-bit number, and which bits of the words round this slot.
 
         Args:
             step: number of the update, from 0.
-            slot: what is rounded, e.g. "weight": each slot of an element gets bits of its own.
+            slot: what is rounded. "weight" and "momentum_buffer" share words, any other slot has words of its own.
         """
-        return _signed(key("rounding", self._seed, step, slot) >> 32)
+        words = () if slot in _SHARING else (slot,)
+        return _signed(key("rounding", self._seed, step, *words) >> 32), _SHARING.get(slot, upper)
 
 
-def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: Union[int, torch.Tensor]) -> torch.Tensor:
-    """The bits of all elements in these rows of a RoundingBits, int32 [rows, ROW]. draw: its, also as int32 []."""
-    return _mix_(_mix_(rows + draw) + lanes.view(torch.int32))
+_SHARING = {"weight": upper, "momentum_buffer": lower}
 
 
-def rounded(source: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """One of the two float16 values next to each float32 one: up with the probability that makes the mean exact.
+def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: int) -> torch.Tensor:
+    """The words of all elements in these rows of a RoundingBits, int32 [rows, ROW]. draw: its number."""
+    return _mix_(_mix_(rows + draw) + lanes)
 
-    Exact in expectation for normal results, and for subnormal ones to 2**-24 of the spacing; beyond 65504 it
-    saturates. What float16 can represent is kept, and so is NaN.
+
+def rounded(source: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """One of the two float16 values next to each float32 one, chosen so that the mean is exact.
+
+    Exact in expectation for normal results. Below 2**-14, where float16 has subnormal numbers, the value is first
+    rounded to a multiple of 2**-37, as float32 does just above 2**-14: at most 2**-14 of the spacing off. Beyond 65504
+    the result saturates. What float16 can represent is kept, and so is NaN.
 
     Args:
-        bits: int32, random, of which the upper 24 are used.
+        noise: int32, uniform in [0, 2**13).
     """
-    value = source.clamp(-LARGEST, LARGEST)
-    # spacing = 2**(e - 10) for the exponent e of the value, no finer than 2**-24; it and its inverse are exact.
-    exponent = (value.view(torch.int32) & _EXPONENT).clamp_min_(_SMALLEST_NORMAL)
-    value = value.mul_(torch.rsub(exponent, 264 << 23).view(torch.float32))
-    whole = value.floor()
-    # Up where 24 random bits, as a fraction, are below the value's: the sign of the difference is exact, as it always
-    # is with floating point, so rounding upwards makes it 1 or 0. (A comparison takes three times as long.)
-    random = torch.bitwise_right_shift(bits, 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
-    whole.add_(value.sub_(whole).sub_(random).ceil_())
-    return whole.mul_(exponent.sub_(10 << 23).view(torch.float32)).to(torch.float16)
+    bits = source.view(torch.int32)
+    magnitude = (bits & _MAGNITUDE).view(torch.float32)
+    magnitude = torch.where(magnitude > LARGEST, LARGEST, magnitude)  # NaN stays, which a minimum takes more to do
+    # Moved up by 2**-14, subnormal numbers are normal ones of the right spacing.
+    moved = torch.where(magnitude < _SMALLEST_NORMAL, _SMALLEST_NORMAL, 0.0)
+    # A NaN with all bits set, as GPUs make them, must not carry into the sign.
+    cut = (magnitude + moved).view(torch.int32).clamp_max_(_NAN).add_(noise).bitwise_and_(~_CUT)
+    magnitude = cut.view(torch.float32).sub_(moved)
+    return (magnitude.view(torch.int32) | (bits & _SIGN)).view(torch.float32).to(torch.float16)
 
 
 def round_stochastically(
@@ -102,19 +122,22 @@ def round_stochastically(
     on_cpu = source.device.type == "cpu"
     if on_cpu and not keep:
         return
+    draw, chosen = bits.draw(step, slot)
     rows = (in_rows(source), in_rows(out), bits.rows)
-    run(_round_rows, rows, (bits.lanes, (bits.draw(step, slot),), None if on_cpu else keep))
+    run(round_rows, rows, (bits.lanes, draw, chosen, None if on_cpu else keep))
 
 
-def _round_rows(
+def round_rows(
     source: torch.Tensor,
     out: torch.Tensor,
     bit_rows: torch.Tensor,
     lanes: torch.Tensor,
-    draws: tuple,
+    draw: int,
+    chosen: Callable[[torch.Tensor], torch.Tensor],
     keep: Optional[torch.Tensor],
 ) -> None:
-    new = rounded(source, random_bits(bit_rows, lanes, draws[0]))
+    """The pass of `round_stochastically` over rows."""
+    new = rounded(source, chosen(random_bits(bit_rows, lanes, draw)))
     out.copy_(new if keep is None else torch.where(keep, new, out))
 
 

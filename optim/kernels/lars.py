@@ -59,12 +59,12 @@ class TritonLarsUpdate(LarsUpdate):
         programs, buffers, bits = self._programs, self._buffers, self._bits
         if keep is None:
             keep = torch.ones((), dtype=torch.bool, device=scale.device)
-        draws = (0, 0) if bits is None else (bits.draw(step, "weight"), bits.draw(step, "momentum_buffer"))
+        draw = 0 if bits is None else bits.draw(step, "weight")[0]
         partial = torch.empty(1, programs.count, device=scale.device)
         _step[(programs.count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
             *(ratios, lr, self._rules.lr_scale, self._rules.decay, scale, keep),
-            *(None if bits is None else bits.rows, *draws),
+            *(None if bits is None else bits.rows, draw),
             *(programs.owners, programs.rows, programs.ends, partial),
             *(self._rules.mu, self._rules.trust == "momentum", bits is not None),
             *(buffers.working is not buffers.weights, _ROWS, ROW),
@@ -163,10 +163,10 @@ def _trust_ratios(
     tl.store(ratios + each, tl.where(adapt, ratio, 1.0).to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["lr", "weight_draw", "momentum_draw"])  # they change from step to step
+@triton.jit(do_not_specialize=["lr", "draw"])  # they change from step to step
 def _step(
     gradients, weights, momenta, working, ratios, lr, lr_scales, decays, scale, keep,
-    bit_rows, weight_draw, momentum_draw, owners, firsts, ends, partial,
+    bit_rows, draw, owners, firsts, ends, partial,
     MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, STOCHASTIC: tl.constexpr, COPIED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -192,8 +192,9 @@ def _step(
     w = w - subtracted
     if STOCHASTIC:
         bits = tl.load(bit_rows + rows, mask=within, other=0)[:, None]
-        w = _rounded(w, _bits(bits, lanes, weight_draw))
-        m = _rounded(m, _bits(bits, lanes, momentum_draw))
+        words = _bits(bits, lanes, draw)
+        w = _rounded(w, words >> 19)
+        m = _rounded(m, words & 0x1FFF)
     stored = w.to(weights.dtype.element_ty)
     tl.store(weights + places, stored, mask=written)
     tl.store(momenta + places, m.to(momenta.dtype.element_ty), mask=written)
@@ -221,13 +222,13 @@ def _mix(x):
 
 
 @triton.jit
-def _rounded(source, bits):
+def _rounded(source, noise):
     """rounded of optim/rounding.py, still float32."""
-    value = tl.minimum(tl.maximum(source, -65504.0), 65504.0)
-    value = tl.where(source == source, value, source)  # NaN, which the two before may lose
-    exponent = tl.maximum(value.to(tl.uint32, bitcast=True) & 0x7F800000, 113 << 23)
-    value = value * ((264 << 23) - exponent).to(tl.float32, bitcast=True)
-    whole = tl.floor(value)
-    random = (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
-    whole += tl.where(random < value - whole, 1.0, 0.0)
-    return whole * (exponent - (10 << 23)).to(tl.float32, bitcast=True)
+    bits = source.to(tl.uint32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    magnitude = tl.where(magnitude > 65504.0, 65504.0, magnitude)
+    moved = tl.where(magnitude < 6.103515625e-05, 6.103515625e-05, 0.0)  # 2**-14
+    cut = (magnitude + moved).to(tl.uint32, bitcast=True)
+    cut = (tl.where(cut > 0x7FC00000, 0x7FC00000, cut) + noise) & 0xFFFFE000
+    magnitude = cut.to(tl.float32, bitcast=True) - moved
+    return (magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)

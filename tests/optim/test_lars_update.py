@@ -185,72 +185,41 @@ def test_an_update_that_is_not_finite_changes_nothing_and_its_norm_is_not_known(
     assert_bitwise_equal(state.own_state(), before)
 
 
-def form_of(value):
-    """What a compiler sees of an argument: of tensors and of whole numbers, which it is given as tensors, no values."""
-    if isinstance(value, tuple):
-        return tuple(map(form_of, value))
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    return int if isinstance(value, int) else value
+KINDS = [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)]
 
 
 @pytest.mark.parametrize("trust", FORMS)
-@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
-def test_the_dry_pass_runs_what_an_update_runs_and_changes_nothing(trust, compute, dtype):
-    """With tensors of the same kind: for others the first update would be compiled again."""
-    state, calls = state_of(trust, compute, dtype)[0], []
-
-    def run(function, rows, constants):
-        calls.append((function, *map(form_of, rows), *map(form_of, constants)))
-        return layout.in_parts(function, rows, constants)
-
-    before = {name: buffer.clone() for name, buffer in state.own_state().items()}
-    state._update.dry_pass(run)
-    dry, calls[:] = list(calls), []
-    assert_bitwise_equal(state.own_state(), before)
-    state._update.run = run
-    fill(state, 1)
-    state.update(0, 0.5, torch.tensor(1.0), True)
-    assert calls == dry and len(dry) == 2
-    assert any(not torch.equal(buffer, before[name]) for name, buffer in state.own_state().items())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize("trust", FORMS)
-@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
+@pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
 def test_compiled_it_steps_alike(trust, compute, dtype):
     expected, norms = updated(state_of(trust, compute, dtype)[0])
-    state, _ = state_of(trust, compute, dtype, compile=True)
+    state, parameters = state_of(trust, compute, dtype, compile=True)
     assert "was compiled" in state.notes[0]
     found, other_norms = updated(state)
     assert_close(found, expected, dtype)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, found["weights"][name].to(compute))
     for one, other in zip(norms[:3], other_norms[:3]):
         assert one.item() == pytest.approx(other.item(), rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_without_a_compiler_a_line_says_so_and_it_steps_uncompiled(monkeypatch):
-    from torch._inductor import config
-
-    monkeypatch.setattr(compilation, "_of_torch", compilation._of_torch.__wrapped__)  # nothing compiled before
-    torch._dynamo.reset()
-    with config.patch({"cpp.cxx": (None, "/no/such/compiler"), "force_disable_caches": True}):
-        state, _ = state_of(compile=True)
-    assert "runs uncompiled" in state.notes[0] and "compiler" in state.notes[0]
-    assert_same_bits(updated(state)[0], updated(state_of()[0])[0])
-
-
-@pytest.mark.parametrize(("error", "told"), [(OSError("disk full"), "disk full"), (KeyError(), "KeyError")])
-def test_whatever_a_compiler_fails_with_it_steps_uncompiled(monkeypatch, error, told):
-    def fail(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(compilation, "_of_torch", fail)
-    state, _ = state_of(compile=True)
-    assert state.notes == (f"engine.compile: the update runs uncompiled: {told}",)
-    assert_same_bits(updated(state)[0], updated(state_of()[0])[0])
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        ({"CXX": "/no/such/compiler"}, {}),
+        ({"CXX": "false"}, {}),
+        ({}, {"rounding": "nearest"}),
+        ({}, {"compute": HALF}),
+    ],
+    ids=["none", "failing", "nearest", "float16 copies of float32 weights"],
+)
+def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch, environment, options):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(compilation, "_library", compilation._library.__wrapped__)  # nothing compiled before
+    options = {"dtype": HALF if "rounding" in options else SINGLE, **options}
+    state, _ = state_of(compile=True, **options)
+    assert state.notes[0].startswith("engine.compile: the update runs uncompiled: ")
+    assert_same_bits(updated(state)[0], updated(state_of(**options)[0])[0])
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Stochastic rounding against NumPy's float16, against exact probabilities, and its bits against the mixer."""
 
-from fractions import Fraction
+import platform
+import shutil
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optim import layout, rounding
+from optim import compilation, layout, rounding
 from optim.layout import ROW
 from optim.rounding import RoundingBits, round_stochastically
 from recipe.randomness import MASK32, bits32, key, mix32
@@ -42,11 +43,12 @@ def rounded(source, seed=0, step=0, slot="weight", name="stem.weight"):
     return out.numpy()[:count]
 
 
-def random_bits(count=1 << 17, seed=0, step=0, slot="weight", name="stem.weight"):
-    """uint32 [count]."""
+def random_bits(count=1 << 17, seed=0, step=0, slot="weight", name="stem.weight", noise=False):
+    """uint32 [count]: the words of a slot, or of each the 13 bits that round it."""
     bits = RoundingBits({name: (0, count)}, len(in_rows(torch.zeros(count))), seed, CPU)
-    words = rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, slot))
-    return words.flatten()[:count].numpy().view(np.uint32)
+    draw, chosen = bits.draw(step, slot)
+    words = rounding.random_bits(bits.rows, bits.lanes, draw)
+    return (chosen(words) if noise else words).flatten()[:count].numpy().view(np.uint32)
 
 
 def neighbours(source):
@@ -92,23 +94,16 @@ def test_what_float16_can_represent_is_kept_bit_for_bit():
         np.testing.assert_array_equal(result.view(np.uint16), values.view(np.uint16))
 
 
-def rounded_by(words, value):
-    words = torch.from_numpy(np.asarray(words, np.uint32).view(np.int32))
-    return rounding.rounded(torch.full((len(words),), value), words).double().numpy()
-
-
 @pytest.mark.parametrize("value", VALUES.tolist())
-def test_the_probability_is_exact_to_the_stated_bits(value):
-    """Up for as many of the 2**24 upper words as the exact distance from the lower neighbour says, to one word. That of
-    a normal value is a number of 13 bits: over all of their words the mean is the value itself."""
-    value = np.float32(value)
-    below, above = neighbours(value)
-    words = 2**24 * (Fraction(float(value)) - Fraction(float(below))) / Fraction(float(spacing(value)))
-    lowest_down, highest_up = min(2**24 - 1, int(words) + 1), max(0, int(words) - 1)
-    result = rounded_by(np.array([lowest_down, highest_up], np.uint32) << np.uint32(8), value)
-    assert result.tolist() == [below, above]
-    if abs(value) >= 2.0**-14:
-        assert rounded_by(np.arange(2**13, dtype=np.uint32) << np.uint32(19), value).mean() == np.float64(value)
+def test_over_all_noise_the_mean_is_the_value(value):
+    """That of a subnormal result is the value rounded to a multiple of 2**-37, as the docstring says. Float64 holds all
+    of these numbers and their sum."""
+    noise = torch.arange(2**13, dtype=torch.int32)
+    result = rounding.rounded(torch.full((2**13,), value), noise).double().numpy()
+    exact = float(np.float32(value))
+    assert result.mean() == (exact if abs(exact) >= 2.0**-14 else np.round(exact * 2.0**37) / 2.0**37)
+    below, above = neighbours(np.float32(value))
+    assert {below.item(), above.item()} >= set(result.tolist())
 
 
 def test_beyond_the_largest_float16_it_saturates_and_nan_stays():
@@ -121,11 +116,15 @@ def test_beyond_the_largest_float16_it_saturates_and_nan_stays():
 
 
 def test_the_bits_are_those_of_the_documented_key():
-    seed, step, slot, name = 2**62 + 5, 72799, "momentum_buffer", "blocks.3.0.conv_dw.weight"
-    draw = key("rounding", seed, step, slot) & ~MASK32 | key("rounding", name) & MASK32
+    seed, step, name = 2**62 + 5, 72799, "blocks.3.0.conv_dw.weight"
     numbers = np.arange(10_000, dtype=np.uint64)
-    expected = mix32((bits32(draw, numbers // 64) + numbers % 64 * 0x9E3779B1) & MASK32)
-    np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name), expected)
+    for slots, words in ((("weight", "momentum_buffer"), ()), (("mean",), ("mean",))):
+        draw = key("rounding", seed, step, *words) & ~MASK32 | key("rounding", name) & MASK32
+        expected = mix32((bits32(draw, numbers // 64) + numbers % 64 * 0x9E3779B1) & MASK32)
+        for slot in slots:
+            np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name), expected)
+            noise = expected & 0x1FFF if slot == "momentum_buffer" else expected >> 19
+            np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name, noise=True), noise)
 
 
 def test_each_tensor_of_a_buffer_has_the_bits_it_would_have_alone():
@@ -143,12 +142,12 @@ def test_each_tensor_of_a_buffer_has_the_bits_it_would_have_alone():
     assert not np.delete(out, np.r_[64:164, 256:306]).any()
 
 
-def assert_independent(words, others):
-    """Each of the 32 bits of two independent words agrees half the time, and as uniform numbers they do not
+def assert_independent(words, others, bits=32):
+    """Each of the bits of two independent words agrees half the time, and as uniform numbers they do not
     correlate. Both bounds are 5 standard deviations of n pairs, passed by chance once in 50,000 calls."""
     count = len(words)
     differing = words ^ others
-    for bit in range(32):
+    for bit in range(bits):
         share = ((differing >> np.uint32(bit)) & 1).mean()
         assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(count), f"bit {bit}"
     assert abs(np.corrcoef(words, others)[0, 1]) < 5 / np.sqrt(count)
@@ -156,11 +155,21 @@ def assert_independent(words, others):
 
 @pytest.mark.parametrize(
     "other",
-    [{"seed": 1}, {"step": 1}, {"step": 2}, {"step": 1 << 16}, {"slot": "momentum_buffer"}, {"name": "stem.bias"}],
+    [{"seed": 1}, {"step": 1}, {"step": 2}, {"step": 1 << 16}, {"slot": "mean"}, {"name": "stem.bias"}],
     ids=str,
 )
 def test_draws_of_another_seed_step_slot_or_name_are_independent(other):
     assert_independent(random_bits(), random_bits(**other))
+
+
+def test_weight_and_momentum_are_rounded_independently():
+    """They have bits of the same words: also against those of other elements and of the next step."""
+    weight, momentum = (random_bits(slot=slot, noise=True) for slot in ("weight", "momentum_buffer"))
+    assert_independent(weight, momentum, 13)
+    for lag in (1, 2, 63, 64, 65):
+        assert_independent(weight[:-lag], momentum[lag:], 13)
+        assert_independent(weight[lag:], momentum[:-lag], 13)
+    assert_independent(weight, random_bits(step=1, slot="momentum_buffer", noise=True), 13)
 
 
 def test_neighbouring_elements_and_the_number_of_the_element_are_independent():
@@ -194,19 +203,22 @@ def assert_uncorrelated(found, count):
 def test_no_two_elements_or_steps_of_one_correlate():
     """And one pair of elements that correlates by a tenth would be seen."""
     bits = RoundingBits({"stem.weight": (0, 256)}, 256, 0, CPU)
-    words = [rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, "weight")) for step in range(4000)]
-    history = torch.stack(words).flatten(1).numpy().view(np.uint32).astype(np.float64)
-    assert_uncorrelated(pairs(history), 32_640)
-    assert_uncorrelated(at_lags(history), 12)
+    words = [rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, "weight")[0]) for step in range(4000)]
+    words = torch.stack(words).flatten(1)
+    for noise in (rounding.upper, rounding.lower):
+        history = noise(words).numpy().astype(np.float64)
+        assert_uncorrelated(pairs(history), 32_640)
+        assert_uncorrelated(at_lags(history), 12)
     history[:, 200] += 0.11 * history[:, 3]
     with pytest.raises(AssertionError):
         assert_uncorrelated(pairs(history), 32_640)
 
 
 def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
-    words = random_bits(1 << 18).astype(np.float64)
-    assert_uncorrelated(pairs(words.reshape(-1, ROW)), 2016)
-    assert_uncorrelated(at_lags(words[:, None]), 12)
+    for slot in ("weight", "momentum_buffer"):
+        noise = random_bits(1 << 18, slot=slot, noise=True).astype(np.float64)
+        assert_uncorrelated(pairs(noise.reshape(-1, ROW)), 2016)
+        assert_uncorrelated(at_lags(noise[:, None]), 12)
 
 
 @pytest.mark.parametrize("chunk", [64, 1024, 1 << 20])
@@ -215,6 +227,30 @@ def test_the_size_of_the_chunks_changes_nothing(monkeypatch, chunk):
     expected = rounded(source)
     monkeypatch.setattr(layout, "_CHUNK", chunk)
     np.testing.assert_array_equal(rounded(source), expected)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+@pytest.mark.parametrize("instructions", ["native", "x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("slot", ["weight", "momentum_buffer", "mean"])
+def test_compiled_it_rounds_to_the_same_bits(monkeypatch, instructions, slot):
+    """With each width of vectors, and without the instructions that convert float16; NaN and infinity among them."""
+    if instructions != "native" and platform.machine() != "x86_64":
+        pytest.skip("of x86-64")
+    if instructions == "x86-64-v4" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("no AVX-512 here")
+    flags = [f"-march={instructions}" if flag.startswith("-march") else flag for flag in compilation._FLAGS]
+    monkeypatch.setattr(compilation, "_FLAGS", flags)
+    monkeypatch.setattr(compilation, "_library", compilation._library.__wrapped__)
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e6, -1e6, 0.0, -0.0], np.float32)
+    source = in_rows(np.concatenate([floats_of_all_kinds(), special]))
+    bits = RoundingBits({"a": (0, len(source))}, len(source), 0, CPU)
+    plain, found = torch.empty(2, len(source), dtype=torch.float16)
+    run, note = compilation.compiled(layout.Buffers(source, found, found, {}), stochastic=True)
+    assert "was compiled" in note
+    round_stochastically(source, bits, 3, slot, out=plain, keep=KEEP)
+    round_stochastically(source, bits, 3, slot, out=found, keep=KEEP, run=run)
+    assert torch.equal(found.isnan(), plain.isnan())
+    assert torch.equal(found.nan_to_num().view(torch.int16), plain.nan_to_num().view(torch.int16))
 
 
 class OffCpu(torch.Tensor):
