@@ -1,7 +1,8 @@
 """What exchanges lose: points of top-1 against a dense one, as measured by `benchmarks.evidence exchange_learning`.
 
-Needs no torch. Each figure is the mean loss of five seeds on glyphs, paired with dense runs of the same seed, as in
-docs/results/exchange_learning.csv; on digits none loses more. Model: EfficientNet of 1.03 million parameters on 4 replicas, 1,280 updates.
+Needs no torch. Each figure is the mean loss of five seeds on glyphs, paired with dense runs of the same seed
+(docs/results/exchange_learning.csv); on digits none loses more. Model: EfficientNet of 1.03 million parameters on 4
+replicas, 1,280 updates.
 """
 
 from __future__ import annotations
