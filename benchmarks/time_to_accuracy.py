@@ -8,8 +8,9 @@ run is there with the first epoch from which on its top-1 stays at what the dens
 a point. Its time is that of the program itself, from its first update to that epoch's end, evaluations included.
 
 All eight ranks share this machine's processors: a step's computing takes about as long as on one host with all eight
-parts. Finished runs are kept under benchmarks/cache/, so the command goes on where it was left off. The figure is
-docs/results/time_to_accuracy.png.
+parts. Finished runs are cached under benchmarks/cache/, so the command goes on where it was left off. When all runs of a
+seed are finished, docs/results/time_to_accuracy.jsonl gets them as one line: so another machine can go on with the next
+seed, and times are only compared with those of the same machine. The figure is docs/results/time_to_accuracy.png.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if __name__ == "__main__":  # before the imports: see run
 import contextlib
 import hashlib
 import io
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -54,6 +56,7 @@ METHODS: Dict[str, Tuple[str, ...]] = {
     "auto": ("exchange.method=auto",),
 }
 FEW = ("dense", "local, 8 steps, 4 bits")  # with --quick
+KEPT = RESULTS / "time_to_accuracy.jsonl"
 LESS = 0.005  # of top-1, below what the dense run ends with
 
 
@@ -75,6 +78,28 @@ def folder(method: str, seed: int) -> Path:
     """Where a run is kept, by its content."""
     content = [QUICKSTART.read_text(), str((HOSTS, RATE)), *overrides(method, seed)]
     return CACHE / "time_to_accuracy" / hashlib.sha256("\n".join(content).encode()).hexdigest()[:12]
+
+
+def kept(seed: int) -> Dict[str, Curve]:
+    """The runs of a seed that were finished together on some machine, by method; empty if there are none."""
+    runs = {name: folder(name, seed).name for name in METHODS}
+    for line in KEPT.read_text().splitlines() if KEPT.exists() else ():
+        found = json.loads(line)
+        if found["runs"] == runs:
+            return {name: Curve(*values) for name, values in found["curves"].items()}
+    return {}
+
+
+def keep(seed: int, curves: Dict[str, Curve]) -> None:
+    """Add a seed's runs, all finished on this machine, to what `kept` finds."""
+    line = {
+        "seed": seed,
+        **claims.machine(),
+        "runs": {name: folder(name, seed).name for name in curves},
+        "curves": curves,
+    }
+    with open(KEPT, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def read(where: Path) -> Optional[Curve]:
@@ -181,10 +206,14 @@ def draw(curves: Dict[str, List[Curve]], path: Path) -> None:
 def main() -> None:
     as_json = claims.begin(__doc__, takes="an hour, less for finished runs", quick="3 minutes").json
     torch.set_num_threads(1)  # as in the ranks, which are forked from here
-    curves: Dict[str, List[Curve]] = {name: [] for name in claims.less(METHODS, FEW)}
-    wanted = [(seed, name) for seed in claims.less(SEEDS, SEEDS[:1]) for name in curves]
+    names, seeds = claims.less(list(METHODS), list(FEW)), claims.less(SEEDS, SEEDS[:1])
+    found = {seed: claims.less(kept(seed), {}) for seed in seeds}
+    wanted = [(seed, name) for seed in seeds for name in names if name not in found[seed]]
     for seed, name in claims.progress(wanted, "run"):
-        curves[name].append(train(name, seed))
+        found[seed][name] = train(name, seed)
+        if not claims.quick() and len(found[seed]) == len(names):
+            keep(seed, found[seed])
+    curves = {name: [found[seed][name] for seed in seeds] for name in names}
     if not claims.quick():
         draw(curves, RESULTS / "time_to_accuracy.png")
     claims.report("time_to_accuracy", rows(curves), claimed(curves), as_json)

@@ -41,3 +41,14 @@ def test_a_run_has_a_folder_of_its_own_and_counts_once_it_has_ended(tmp_path):
     assert time_to_accuracy.read(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 22, "seconds": 5.0}\n')
     assert time_to_accuracy.read(tmp_path) is None
+
+
+def test_the_runs_of_a_seed_are_kept_for_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_to_accuracy, "KEPT", tmp_path / "kept.jsonl")
+    assert time_to_accuracy.kept(0) == {}
+    curves = {name: curve(0.9, number / 10) for number, name in enumerate(time_to_accuracy.METHODS)}
+    time_to_accuracy.keep(0, curves)
+    assert time_to_accuracy.kept(0) == curves
+    assert time_to_accuracy.kept(1) == {}
+    monkeypatch.setattr(time_to_accuracy, "RATE", 10)  # other runs
+    assert time_to_accuracy.kept(0) == {}
