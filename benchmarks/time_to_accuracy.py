@@ -8,8 +8,8 @@ run is there with the first epoch from which on its top-1 stays at what the dens
 a point. Its time is that of the program itself, from its first update to that epoch's end, evaluations included.
 
 All eight ranks share this machine's processors: a step's computing takes about as long as on one host with all eight
-parts. Finished runs are cached under benchmarks/cache/, so the command goes on where it was left off. When all runs of a
-seed are finished, docs/results/time_to_accuracy.jsonl gets them as one line: so another machine can go on with the next
+parts. Finished runs are cached under benchmarks/cache/, so the command goes on where it was left off. When all runs of
+a seed are finished, docs/results/time_to_accuracy.jsonl gets them as one line: another machine can go on with the next
 seed, and times are only compared with those of the same machine. The figure is docs/results/time_to_accuracy.png.
 """
 
