@@ -2,11 +2,12 @@
 
 from typing import Any, List, Literal, Optional, Union
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_serializer, field_validator, model_validator
 
 from recipe.section import Section, number_or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
+_WORDS = {"split": "auto, counted", "recompute": "true, false"}
 
 
 def _or_auto(*choices: dict) -> dict:
@@ -17,70 +18,43 @@ def _or_auto(*choices: dict) -> dict:
 class Parallel(Section):
     """How the model is cut and copied. A single process runs all stages itself."""
 
-    stages: int = Field(
-        1,
-        ge=1,
-        description="pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun "
-        "gives a replica, elsewhere 1, and cuts anew where split is a list for another number",
-        json_schema_extra=number_or_auto,
-    )
+    stages: int = Field(1, ge=1, json_schema_extra=number_or_auto)
+    """pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun gives a replica,
+    elsewhere 1, and cuts anew where split is a list for another number"""
     split: Union[Literal["counted"], List[str], None] = Field(
-        None,
-        description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
-        "stages by what each block costs, measured once in a run, or counted where the cut changes what is learned; "
-        "counted, by its multiply-adds",
-        json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}}),
+        None, json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}})
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = Field(
-        "gpipe",
-        description="order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which "
-        "holds fewer activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe "
-        "and 1f1b are the one order that PopART has, sharded lets one stage work at a time, and I/O overlap it",
-    )
-    virtual_stages: Optional[int] = Field(
-        None, ge=2, description="interleaved: parts of the model that each of the `stages` devices has (2)"
-    )
+    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the stages by what each
+    block costs, measured once in a run, or counted where the cut changes what is learned; counted, by its
+    multiply-adds"""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = "gpipe"
+    """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which holds fewer
+    activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
+    order that PopART has, sharded lets one stage work at a time, and I/O overlap it"""
+    virtual_stages: Optional[int] = Field(None, ge=2)
+    """interleaved: parts of the model that each of the `stages` devices has (2)"""
     recompute: Union[bool, List[str]] = Field(
-        False,
-        description="compute activations again in the backward pass instead of keeping them: true, false, or a list "
-        "of blocks",
-        json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
+        False, json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]}
     )
-    replicas: Optional[int] = Field(
-        None,
-        ge=1,
-        description="copies of the model; auto (or null) takes what the launcher started",
-        json_schema_extra=_or_auto({"type": "integer", "minimum": 1}),
-    )
-
-    silence: float = Field(
-        300.0,
-        ge=1,
-        le=86_400,
-        description="seconds of silence after which a rank counts as lost (stopped, hung, or its host gone) and the "
-        "run ends; a rank that dies is noticed at once",
-    )
+    """compute activations again in the backward pass instead of keeping them: true, false, or a list of blocks"""
+    replicas: Optional[int] = Field(None, ge=1, json_schema_extra=_or_auto({"type": "integer", "minimum": 1}))
+    """copies of the model; auto (or null) takes what the launcher started"""
+    silence: float = Field(300.0, ge=1, le=86_400)
+    """seconds of silence after which a rank counts as lost (stopped, hung, or its host gone) and the run ends; a rank
+    that dies is noticed at once"""
 
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
 
-    @field_validator("split", mode="before")
+    @field_validator("split", "recompute", mode="wrap")
     @classmethod
-    def _known_split(cls, value: object) -> object:
-        if value is None or value == "auto":
-            return None
-        if value == "counted" or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            return value
-        raise ValueError(f"must be auto, counted or a list of blocks, found {value!r}")
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _switch_or_blocks(cls, value: object) -> object:
-        if isinstance(value, bool) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            return value
-        raise ValueError(f"must be true, false or a list of blocks, found {value!r}")
+    def _word_or_blocks(cls, value: object, handler: Any, info: ValidationInfo) -> object:
+        try:
+            return handler(None if value == "auto" else value)
+        except ValidationError:
+            raise ValueError(f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}") from None
 
     @field_serializer("replicas", "split")
     def _say_auto(self, value: Any) -> Any:

@@ -11,6 +11,7 @@ from recipe.bounded import read_json
 from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
+from recipe.section import check_pairs
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -24,59 +25,33 @@ class Data(Kind):
     files: ClassVar[bool] = False  # whether images are files that are read, and decoded
 
     source: str = Field("folder", description="where images come from")
-    reader: Literal["torch", "dali"] = Field(
-        "torch",
-        description="decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one",
-    )
-    workers: int = Field(
-        8,
-        ge=0,
-        description="processes that decode and augment (threads with DALI); 0 does it in the training process",
-    )
+    reader: Literal["torch", "dali"] = "torch"
+    """decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one"""
+    workers: int = Field(8, ge=0)
+    """processes that decode and augment (threads with DALI); 0 does it in the training process"""
     prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
-    crop_area: Tuple[float, float] = Field(
-        (0.05, 1.0), strict=False, description="share of the image's area a random crop takes, low and high"
-    )
-    crop_aspect: Tuple[float, float] = Field(
-        (0.75, 4 / 3), strict=False, description="width over height of a random crop, low and high"
-    )
+    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False)
+    """share of the image's area a random crop takes, low and high"""
+    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False)
+    """width over height of a random crop, low and high"""
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = Field(
-        "none", description="what else is done to each image after crop and flip"
-    )
+    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
+    """what else is done to each image after crop and flip"""
     randaugment_operations: int = Field(2, ge=1, le=16, description="operations that RandAugment strings together")
     randaugment_magnitude: int = Field(9, ge=0, le=30, description="strength of RandAugment's operations, of 30")
-    mixup: float = Field(
-        0.0,
-        ge=0,
-        le=100,
-        description="alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off",
-    )
-    cutmix: Optional[float] = Field(
-        None,
-        ge=0.62,
-        le=1,
-        description="about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); "
-        "null is off",
-    )
-    image_sizes: Optional[List[List[int]]] = Field(
-        None,
-        description="training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at "
-        "model.image_size, where evaluation always is",
-    )
-    crop_fraction: float = Field(
-        0.875,
-        gt=0,
-        le=1,
-        description="evaluation resizes the short side to image_size / crop_fraction, then crops the centre",
-    )
-    bad_images: Literal["error", "skip"] = Field(
-        "error", description="an unreadable image: error stops the run, skip leaves the image out and counts it"
-    )
-    changed_images: Literal["error", "accept"] = Field(
-        "error",
-        description="a resumed run finds other images (names, labels or shards): error stops it, accept continues",
-    )
+    mixup: float = Field(0.0, ge=0, le=100)
+    """alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off"""
+    cutmix: Optional[float] = Field(None, ge=0.62, le=1)
+    """about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); null is off"""
+    image_sizes: Optional[List[List[int]]] = None
+    """training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at
+    model.image_size, where evaluation always is"""
+    crop_fraction: float = Field(0.875, gt=0, le=1)
+    """evaluation resizes the short side to image_size / crop_fraction, then crops the centre"""
+    bad_images: Literal["error", "skip"] = "error"
+    """an unreadable image: error stops the run, skip leaves the image out and counts it"""
+    changed_images: Literal["error", "accept"] = "error"
+    """a resumed run finds other images (names, labels or shards): error stops it, accept continues"""
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
 
     @field_validator("crop_area", "crop_aspect")
@@ -97,15 +72,10 @@ class Data(Kind):
     @field_validator("image_sizes")
     @classmethod
     def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
-        if value is None:
-            return None
-        if not value or any(len(pair) != 2 for pair in value):
-            raise ValueError("must be [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]")
-        epochs = [epoch for epoch, _ in value]
-        if epochs[0] != 0 or any(after <= before for before, after in zip(epochs, epochs[1:])):
-            raise ValueError("the first pair must begin at epoch 0, and each later one after the one before it")
-        if not all(8 <= pixels <= 8192 for _, pixels in value):
-            raise ValueError("every size must be 8 to 8192 pixels")
+        if value is not None:
+            check_pairs(value, "epochs", "pixels")
+            if not all(8 <= pixels <= 8192 for _, pixels in value):
+                raise ValueError("every size must be 8 to 8192 pixels")
         return value
 
     @classmethod
@@ -134,19 +104,15 @@ class Files(Data):
 
     files: ClassVar[bool] = True
     urls: ClassVar[bool] = False  # whether root may be a URL
-    root: Optional[str] = Field(
-        None,
-        description="folder that holds the training and the validation folder; for shards also a URL that fsspec "
-        "knows, such as s3://bucket/imagenet; credentials in it are used and never stored",
-    )
+    root: Optional[str] = None
+    """folder that holds the training and the validation folder; for shards also a URL that fsspec knows, such as
+    s3://bucket/imagenet; credentials in it are used and never stored"""
     train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
     validation_folder: str = Field("val", description="the same, for evaluation")
-    train_images: Optional[int] = Field(
-        None, gt=0, le=2**31, description="expected training images on disk: another count is an error"
-    )
-    validation_images: Optional[int] = Field(
-        None, gt=0, le=2**31, description="expected validation images on disk: another count is an error"
-    )
+    train_images: Optional[int] = Field(None, gt=0, le=2**31)
+    """expected training images on disk: another count is an error"""
+    validation_images: Optional[int] = Field(None, gt=0, le=2**31)
+    """expected validation images on disk: another count is an error"""
 
     @field_validator("root")
     @classmethod
@@ -187,12 +153,8 @@ class Shards(Files):
 
     urls: ClassVar[bool] = True
     source: Literal["shards"] = "shards"
-    shuffle_window: int = Field(
-        16_384,
-        ge=1,
-        le=2**31,
-        description="images among which those of shards are shuffled: more mix better, fewer read in a row",
-    )
+    shuffle_window: int = Field(16_384, ge=1, le=2**31)
+    """images among which those of shards are shuffled: more mix better, fewer read in a row"""
 
     def _classes_in(self, folder: str) -> int:
         if "://" in folder:
@@ -223,9 +185,8 @@ class Glyphs(Data):
     train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
     validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
     glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
-    glyph_difficulty: float = Field(
-        0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
-    )
+    glyph_difficulty: float = Field(0.5, ge=0, le=1)
+    """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
 
     def check_classes(self, classes: int) -> None:
         if classes > 1000:

@@ -11,25 +11,18 @@ from recipe.section import Section, exactly_one
 class Precision(Section):
     """Number formats: of the arithmetic, and of the weights that persist."""
 
-    compute: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        "auto",
-        description="dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU",
-    )
-    weights: Literal["float16", "float32"] = Field(
-        "float16", description="dtype of the persistent weights and momentum"
-    )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="how updates enter float16 weights and momentum"
-    )
-    loss_scale: float = Field(
-        128.0, gt=0, description="factor on the loss; the first one when dynamic_loss_scale is on"
-    )
-    dynamic_loss_scale: bool = Field(
-        False, description="halve the scale after a non-finite step, double it after 2000 finite ones"
-    )
-    max_skipped_steps: int = Field(
-        20, ge=0, description="consecutive non-finite steps that are skipped before the run stops"
-    )
+    compute: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU"""
+    weights: Literal["float16", "float32"] = "float16"
+    """dtype of the persistent weights and momentum"""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """how updates enter float16 weights and momentum"""
+    loss_scale: float = Field(128.0, gt=0)
+    """factor on the loss; the first one when dynamic_loss_scale is on"""
+    dynamic_loss_scale: bool = False
+    """halve the scale after a non-finite step, double it after 2000 finite ones"""
+    max_skipped_steps: int = Field(20, ge=0)
+    """consecutive non-finite steps that are skipped before the run stops"""
 
 
 class Slot(NamedTuple):
@@ -52,13 +45,10 @@ class Optimizer(Kind):
     scratch: ClassVar[bool] = True
 
     name: str = Field("lars", description="how a gradient becomes an update")
-    skip: List[Literal["bias", "norm"]] = Field(
-        ["bias", "norm"],
-        description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
-    )
-    clip_norm: Optional[float] = Field(
-        None, gt=0, description="largest norm of the whole gradient; a longer one is shortened to it; null: none"
-    )
+    skip: List[Literal["bias", "norm"]] = ["bias", "norm"]
+    """parameters without trust ratio and weight decay: biases; scales of normalisation layers"""
+    clip_norm: Optional[float] = Field(None, gt=0)
+    """largest norm of the whole gradient; a longer one is shortened to it; null: none"""
 
     @property
     def slots(self) -> Dict[str, Slot]:
@@ -79,21 +69,15 @@ class Lars(Optimizer):
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
-    weight_decay: float = Field(
-        2.5e-6, ge=0, description="weight decay inside the trust ratio; skipped parameters have none"
-    )
+    weight_decay: float = Field(2.5e-6, ge=0)
+    """weight decay inside the trust ratio; skipped parameters have none"""
     eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
-    trust_coefficient: float = Field(
-        0.001, gt=0, description="eta: step length relative to the weight norm at learning rate 1"
-    )
-    trust: Literal["gradient", "momentum"] = Field(
-        "gradient",
-        description="norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the "
-        "momentum's",
-    )
-    skip_lr_scale: float = Field(
-        1.0, gt=0, description="learning rate of the skipped parameters relative to the others'"
-    )
+    trust_coefficient: float = Field(0.001, gt=0)
+    """eta: step length relative to the weight norm at learning rate 1"""
+    trust: Literal["gradient", "momentum"] = "gradient"
+    """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
+    skip_lr_scale: float = Field(1.0, gt=0)
+    """learning rate of the skipped parameters relative to the others'"""
 
     def form(self) -> str:
         return f"lars with trust {self.trust}"
@@ -172,17 +156,14 @@ class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 
     name: str = Field("polynomial", description="what follows the linear warm-up from 0")
-    peak: Optional[float] = Field(
-        None, gt=0, description="learning rate at the end of the warm-up (or give peak_per_image)"
-    )
+    peak: Optional[float] = Field(None, gt=0)
+    """learning rate at the end of the warm-up (or give peak_per_image)"""
     peak_per_image: Optional[float] = Field(None, gt=0, description="peak learning rate divided by the global batch")
-    batch_rule: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="how `peak`, meant for reference_batch, grows with the global batch"
-    )
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    """how `peak`, meant for reference_batch, grows with the global batch"""
     reference_batch: Optional[int] = Field(None, gt=0, description="global batch that `peak` is meant for")
-    warmup_epochs: Optional[float] = Field(
-        None, ge=0, description="length of the warm-up in epochs (or steps, or images)"
-    )
+    warmup_epochs: Optional[float] = Field(None, ge=0)
+    """length of the warm-up in epochs (or steps, or images)"""
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
 
@@ -232,9 +213,7 @@ class Constant(Schedule):
 class Average(Section):
     """Exponential averages of the weights, evaluated and saved beside them."""
 
-    step_decay: Optional[float] = Field(
-        None, gt=0, lt=1, description="decay of the average over updates, e.g. 0.9999; null keeps none"
-    )
-    epoch_decay: Optional[float] = Field(
-        None, gt=0, lt=1, description="decay of the average over the ends of epochs (the G16 recipe: 0.97); null: none"
-    )
+    step_decay: Optional[float] = Field(None, gt=0, lt=1)
+    """decay of the average over updates, e.g. 0.9999; null keeps none"""
+    epoch_decay: Optional[float] = Field(None, gt=0, lt=1)
+    """decay of the average over the ends of epochs (the G16 recipe: 0.97); null: none"""

@@ -19,7 +19,9 @@ def text() -> str:
 def _as_layer(node: object) -> object:
     if isinstance(node, dict):
         return {key: _as_layer(value) for key, value in node.items() if key not in ("required", "title")}
-    return [_as_layer(item) for item in node] if isinstance(node, list) else node
+    if isinstance(node, list):
+        return [_as_layer(item) for item in node]
+    return " ".join(node.split()) if isinstance(node, str) else node  # docstrings of keys have several lines
 
 
 if __name__ == "__main__":

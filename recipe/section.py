@@ -1,15 +1,20 @@
 """Base class of all sections of a recipe: strict types, no unknown keys, immutable."""
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """A part of a recipe. Annotations are evaluated at run time and must work on Python 3.8."""
+    """A section of a recipe. Annotations are evaluated at run time and must work on Python 3.8.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    A key is described by `description`, where that fits into its line, or else by a docstring below it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
@@ -28,6 +33,22 @@ def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Non
         raise ValueError(f"{' and '.join(given)} are both given; keep one")
     if required and not given:
         raise ValueError(f"one of {', '.join(names)} is needed")
+
+
+def shares(values: List[float]) -> List[float]:
+    """`values`. Raises ValueError unless each is above 0 and at most 1."""
+    if not all(0 < value <= 1 for value in values):
+        raise ValueError(f"{values} must be numbers above 0 and at most 1")
+    return values
+
+
+def check_pairs(pairs: List[list], first: str, second: str) -> None:
+    """Raises ValueError unless these are pairs of which the first numbers begin at 0 and rise."""
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
+    starts = [pair[0] for pair in pairs]
+    if starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(f"the first pair must begin at 0 {first}, and each later pair after the one before it")
 
 
 def number_or_auto(schema: dict) -> None:
