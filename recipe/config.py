@@ -21,22 +21,18 @@ from recipe.section import Section, check_pairs, exactly_one
 class Run(Section):
     """One run: its name, place, device and length."""
 
-    name: str = Field("run", pattern=r"^\w[\w.-]*$")
-    """names the run in logs and in the default output folder"""
+    name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
     """auto takes CUDA if there is any, else the CPU; IPUs are used only if named"""
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw of the run is a function of it")
-    epochs: Optional[float] = Field(None, gt=0, le=1e6)
-    """length of the run in epochs (or give steps or images)"""
+    epochs: Optional[float] = Field(None, gt=0, le=1e6, description="length of the run in epochs (or steps, or images)")
     steps: Optional[int] = Field(None, gt=0, le=10**12, description="length of the run in optimizer updates")
     images: Optional[int] = Field(None, gt=0, le=10**15, description="length of the run in training images")
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest good checkpoint of the run folder; never refuses a used folder"""
-    lock: bool = True
-    """lock the run folder against other processes; false where its file system has no POSIX locks"""
-    deterministic: bool = False
-    """CUDA runs repeat bit for bit, at a cost in speed (CPU runs always do)"""
+    lock: bool = Field(True, description="lock the run folder against other processes; needs POSIX locks")
+    deterministic: bool = Field(False, description="CUDA runs repeat bit for bit, but slower (CPU runs always do)")
     threads: Optional[int] = Field(None, gt=0)
     """threads with which each rank computes on CPUs; another number rounds sums differently; null: OMP_NUM_THREADS, or
     all cores of the host over its ranks"""
@@ -81,14 +77,12 @@ class BatchSection(Section):
 class Log(Parts):
     """What is recorded during training; each logger adds its keys."""
 
-    every_steps: int = Field(50, gt=0)
-    """updates between two lines of the log; only these updates wait for the device"""
+    every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
     """estimate the gradient noise scale, the batch beyond which larger ones pay less; auto: where a step has several
     micro batches; layers: also for each parameter"""
-    trace: int = Field(0, ge=0, le=1000)
-    """number of updates, from the second of a session on, whose timeline is recorded and drawn"""
+    trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
 
 
 class TensorBoard(Log):
@@ -119,8 +113,7 @@ class Checkpoint(Section):
     """When the run is saved, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, le=1, description="epochs between checkpoints")
-    keep_last: int = Field(2, ge=2)
-    """newest checkpoints that are kept; at least two, in case the newest is damaged"""
+    keep_last: int = Field(2, ge=2, description="newest checkpoints to keep; two, in case the newest is damaged")
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
 

@@ -31,8 +31,7 @@ class Parallel(Section):
     """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which holds fewer
     activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
     order that PopART has, sharded lets one stage work at a time, and I/O overlap it"""
-    virtual_stages: Optional[int] = Field(None, ge=2)
-    """interleaved: parts of the model that each of the `stages` devices has (2)"""
+    virtual_stages: Optional[int] = Field(None, ge=2, description="interleaved: parts of the model on each device (2)")
     recompute: Union[bool, List[str]] = Field(
         False, json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]}
     )

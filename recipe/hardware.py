@@ -33,16 +33,12 @@ class Ipu(Section):
     IPUs of a replica, or one each; null: Poplar's own (0.6)"""
     partials: Optional[Literal["half", "float"]] = None
     """what convolutions and matrix products add up in; null: half with float16, else float"""
-    convolution_dithering: bool = False
-    """start convolutions on different tiles, which balances memory"""
+    convolution_dithering: bool = Field(False, description="start convolutions on different tiles: balances memory")
     shard_optimizer_state: bool = False
     """divide the optimizer's state over the replicas of an instance: less memory, one more gather per update"""
-    executable_cache: Optional[str] = None
-    """folder of compiled programs, so that the same recipe compiles once; null: none"""
-    synthetic_data: bool = False
-    """use numbers made on the device instead of images, for timing: nothing sensible is learned"""
-    profile: Optional[str] = None
-    """folder for Poplar's profile of compilation and run (slow, large); null: none"""
+    executable_cache: Optional[str] = Field(None, description="folder of compiled programs, to compile once")
+    synthetic_data: bool = Field(False, description="numbers made on the device instead of images, for timing only")
+    profile: Optional[str] = Field(None, description="folder for Poplar's profile (slow, large); null: none")
     io_tiles: int = Field(32, ge=32, le=192, description="tiles of each IPU that only move data, where I/O overlaps")
     overlap_io: Optional[bool] = None
     """move data while the device computes, on tiles of their own; impossible with pipelined stages; null: whenever it

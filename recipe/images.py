@@ -23,17 +23,15 @@ class Data(Kind):
     tag = "source"
     resets = False
     files: ClassVar[bool] = False  # whether images are files that are read, and decoded
+    possible_classes: ClassVar[range] = range(2, 2**31)  # numbers of classes that a model can learn
 
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
     """decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one"""
-    workers: int = Field(8, ge=0)
-    """processes that decode and augment (threads with DALI); 0 does it in the training process"""
+    workers: int = Field(8, ge=0, description="processes (DALI: threads) that decode; 0: the training process does")
     prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
-    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False)
-    """share of the image's area a random crop takes, low and high"""
-    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False)
-    """width over height of a random crop, low and high"""
+    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False, description="share of the area of a random crop")
+    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False, description="width over height of a crop")
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
     """what else is done to each image after crop and flip"""
@@ -85,7 +83,7 @@ class Data(Kind):
     @property
     def place(self) -> str:
         """Where the images are."""
-        return self.source
+        return getattr(self, "root", None) or self.source
 
     def images(self, split: str) -> Optional[int]:
         """Images of the "train" or "validation" split that the recipe alone gives; None: those that are found."""
@@ -93,9 +91,16 @@ class Data(Kind):
 
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
+        if classes not in self.possible_classes:
+            most = f"{self.possible_classes[-1]} classes{' at most' if len(self.possible_classes) > 1 else ''}"
+            raise ConfigError(
+                f"data.source={self.source}: {most}, but model.classes is {classes}; correct model.classes"
+            )
 
     def count_classes(self) -> int:
-        """Of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be counted."""
+        """Classes of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be known."""
+        if len(self.possible_classes) == 1:
+            return self.possible_classes[0]
         raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
 
 
@@ -111,17 +116,12 @@ class Files(Data):
     validation_folder: str = Field("val", description="the same, for evaluation")
     train_images: Optional[int] = Field(None, gt=0, le=2**31)
     """expected training images on disk: another count is an error"""
-    validation_images: Optional[int] = Field(None, gt=0, le=2**31)
-    """expected validation images on disk: another count is an error"""
+    validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")
 
     @field_validator("root")
     @classmethod
     def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
         return value and credentials.take(value)
-
-    @property
-    def place(self) -> str:
-        return str(self.root)
 
     def count_classes(self) -> int:
         if self.root is None:
@@ -133,10 +133,6 @@ class Files(Data):
         if found < 2:
             raise ConfigError(f"model.classes auto: {self.root}: {count(found, 'class', 'classes')}; a model needs two")
         return found
-
-    def _classes_in(self, folder: str) -> int:
-        """Of the training folder; what is raised says why they cannot be counted."""
-        raise NotImplementedError
 
 
 class Folder(Files):
@@ -153,8 +149,7 @@ class Shards(Files):
 
     urls: ClassVar[bool] = True
     source: Literal["shards"] = "shards"
-    shuffle_window: int = Field(16_384, ge=1, le=2**31)
-    """images among which those of shards are shuffled: more mix better, fewer read in a row"""
+    shuffle_window: int = Field(16_384, ge=1, le=2**31, description="images of shards that are shuffled together")
 
     def _classes_in(self, folder: str) -> int:
         if "://" in folder:
@@ -165,32 +160,23 @@ class Shards(Files):
 class Digits(Data):
     """The 1,797 digits that come along."""
 
+    possible_classes: ClassVar[range] = range(10, 11)
     source: Literal["digits"] = "digits"
 
     def images(self, split: str) -> Optional[int]:
         return 1437 if split == "train" else 360
 
-    def count_classes(self) -> int:
-        return 10
-
-    def check_classes(self, classes: int) -> None:
-        if classes != 10:
-            raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
-
 
 class Glyphs(Data):
     """Glyphs that are drawn when they are needed."""
 
+    possible_classes: ClassVar[range] = range(2, 1001)
     source: Literal["glyphs"] = "glyphs"
     train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
     validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
     glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
     glyph_difficulty: float = Field(0.5, ge=0, le=1)
     """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
-
-    def check_classes(self, classes: int) -> None:
-        if classes > 1000:
-            raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
 
 
 def split_folder(data: Files, split: str) -> str:

@@ -10,7 +10,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.ipu_optimizers import FORMS, DeviceOptimizer, Name
+from recipe.ipu_optimizers import DeviceOptimizer, Name, form
 
 # The rules are part of this module's interface.
 from recipe.ipu_rules import (  # noqa: F401
@@ -240,7 +240,7 @@ def _popart(name: str, value: object, source: str) -> Setting:
 
 def optimizer(recipe: Recipe) -> DeviceOptimizer:
     """The optimizer of poptorch.optim that updates as the recipe's does, apart from rounding."""
-    return FORMS.of(recipe.optimizer)(recipe.optimizer, recipe.precision).made()
+    return form(recipe.optimizer, recipe.precision)
 
 
 def shown(value: object) -> str:

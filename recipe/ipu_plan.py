@@ -30,10 +30,9 @@ def arguments_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
 
 def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     """(which parameters, how they are stepped, source) of each group."""
-    made = ipu.optimizer(recipe)
-    for group, source in zip(made.groups, made.group_sources):
+    for group in ipu.optimizer(recipe).groups:
         options = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
-        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {options}", source
+        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {options}", group.source
 
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:

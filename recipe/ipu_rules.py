@@ -11,7 +11,7 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
-from recipe.ipu_optimizers import refusals
+from recipe.ipu_optimizers import form
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
@@ -58,9 +58,8 @@ def pipelined(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe, batch: Batch) -> None:
     """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
-    for refusal in refusals(recipe.optimizer, recipe.precision):
-        raise ConfigError(refusal)
-    for broken, key, reason in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
+    form(recipe.optimizer, recipe.precision)
+    for broken, key, reason in _rules(recipe, batch):
         if broken:
             raise ConfigError(f"{key} on IPUs: {reason}")
     if pipelined(recipe):
@@ -68,12 +67,13 @@ def check(recipe: Recipe, batch: Batch) -> None:
     _check_powers(batch)
 
 
-_Rules = Iterable[Tuple[bool, str, str]]  # whether it is broken, the key with its value, the reason and the remedy
-
-
-def _algorithm(recipe: Recipe) -> _Rules:
+def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
+    """Whether it is broken, the key with its value, the reason and the remedy of each rule."""
     clip, decay, exchange, data = recipe.optimizer.clip_norm, recipe.average.step_decay, recipe.exchange, recipe.data
+    precision, compute, parallel, ipu = recipe.precision, compute_dtype(recipe), recipe.parallel, recipe.ipu
+    shares, iterations, stages = ipu.available_memory_proportion, ipu.evaluation_iterations, parallel.stages
     sizes = {pixels for _, pixels in data.image_sizes or ()}
+    changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
     return (
         (clip is not None, f"optimizer.clip_norm {clip}",
          "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
@@ -97,12 +97,6 @@ def _algorithm(recipe: Recipe) -> _Rules:
         (len(sizes) > 1, f"data.image_sizes {data.image_sizes}",
          "every size is another program to compile; use one size, or a run for each that starts from the one before "
          "(model.init_from)"),
-    )  # fmt: skip
-
-
-def _numbers(recipe: Recipe) -> _Rules:
-    precision, compute = recipe.precision, compute_dtype(recipe)
-    return (
         (compute == "bfloat16", "precision.compute bfloat16",
          "the IPU has float16 and float32 only; use precision.compute=float16"),
         (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
@@ -110,29 +104,20 @@ def _numbers(recipe: Recipe) -> _Rules:
          f"precision.compute={precision.weights}"),
         (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
          "PopART finds the scale from float16 gradients, and float32 has none; use precision.dynamic_loss_scale=false"),
-    )  # fmt: skip
-
-
-def _machine(recipe: Recipe, batch: Batch) -> _Rules:
-    """Rules for schedules, memory and data movement."""
-    parallel, ipu, stages = recipe.parallel, recipe.ipu, recipe.parallel.stages
-    shares, iterations = ipu.available_memory_proportion, ipu.evaluation_iterations
-    changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
-    return (
         (parallel.schedule == "interleaved", "parallel.schedule interleaved",
          "PopART pipelines in one way of its own, one stage an IPU; use parallel.schedule=1f1b"),
         (isinstance(parallel.recompute, list), "parallel.recompute as a list",
          "PopART recomputes all blocks or none, and is told which outputs to keep; use parallel.recompute=true, and "
          "ipu.keep_activations for the blocks whose output is kept"),
-        (bool(ipu.keep_activations) and not parallel.recompute, "ipu.keep_activations",
+        (ipu.keep_activations and not parallel.recompute, "ipu.keep_activations",
          "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
         (recipe.log.trace > 0, f"log.trace {recipe.log.trace}",
          "the host does not see what the IPUs of a replica do when; use log.trace=0, and ipu.profile=FOLDER for "
          "Poplar's own profile"),
-        (bool(ipu.overlap_io) and pipelined(recipe), "ipu.overlap_io with pipelined stages",
+        (ipu.overlap_io and pipelined(recipe), "ipu.overlap_io with pipelined stages",
          '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches '
          "only, or parallel.schedule=sharded, or parallel.stages=1"),
-        (bool(ipu.overlap_io) and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
+        (ipu.overlap_io and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
          "the next micro batch moves while this one is computed, and an update has only one; use ipu.overlap_io=null, "
          "or a smaller batch.micro"),
         *((found != value, f"engine.{key} {found}",
@@ -143,6 +128,8 @@ def _machine(recipe: Recipe, batch: Batch) -> _Rules:
         (iterations is not None and pipelined(recipe) and iterations < stages,
          f"ipu.evaluation_iterations {iterations}",
          f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
+        (ipu.io_tiles % 2, f"ipu.io_tiles {ipu.io_tiles}",
+         f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"),
     )  # fmt: skip
 
 

@@ -13,16 +13,11 @@ class Precision(Section):
 
     compute: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU"""
-    weights: Literal["float16", "float32"] = "float16"
-    """dtype of the persistent weights and momentum"""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """how updates enter float16 weights and momentum"""
-    loss_scale: float = Field(128.0, gt=0)
-    """factor on the loss; the first one when dynamic_loss_scale is on"""
-    dynamic_loss_scale: bool = False
-    """halve the scale after a non-finite step, double it after 2000 finite ones"""
-    max_skipped_steps: int = Field(20, ge=0)
-    """consecutive non-finite steps that are skipped before the run stops"""
+    weights: Literal["float16", "float32"] = Field("float16", description="dtype of persistent weights and momentum")
+    rounding: Literal["stochastic", "nearest"] = Field("stochastic", description="rounding of updates of float16 state")
+    loss_scale: float = Field(128.0, gt=0, description="factor on the loss; with dynamic_loss_scale, the first one")
+    dynamic_loss_scale: bool = Field(False, description="halve the scale after a non-finite step, double it after 2000")
+    max_skipped_steps: int = Field(20, ge=0, description="consecutive non-finite steps before the run stops")
 
 
 class Slot(NamedTuple):
@@ -47,8 +42,7 @@ class Optimizer(Kind):
     name: str = Field("lars", description="how a gradient becomes an update")
     skip: List[Literal["bias", "norm"]] = ["bias", "norm"]
     """parameters without trust ratio and weight decay: biases; scales of normalisation layers"""
-    clip_norm: Optional[float] = Field(None, gt=0)
-    """largest norm of the whole gradient; a longer one is shortened to it; null: none"""
+    clip_norm: Optional[float] = Field(None, gt=0, description="largest norm of the whole gradient; null: no limit")
 
     @property
     def slots(self) -> Dict[str, Slot]:
@@ -72,12 +66,10 @@ class Lars(Optimizer):
     weight_decay: float = Field(2.5e-6, ge=0)
     """weight decay inside the trust ratio; skipped parameters have none"""
     eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
-    trust_coefficient: float = Field(0.001, gt=0)
-    """eta: step length relative to the weight norm at learning rate 1"""
+    trust_coefficient: float = Field(0.001, gt=0, description="eta: step relative to the weight norm at rate 1")
     trust: Literal["gradient", "momentum"] = "gradient"
     """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
-    skip_lr_scale: float = Field(1.0, gt=0)
-    """learning rate of the skipped parameters relative to the others'"""
+    skip_lr_scale: float = Field(1.0, gt=0, description="learning rate of skipped parameters relative to the others")
 
     def form(self) -> str:
         return f"lars with trust {self.trust}"
@@ -156,14 +148,12 @@ class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 
     name: str = Field("polynomial", description="what follows the linear warm-up from 0")
-    peak: Optional[float] = Field(None, gt=0)
-    """learning rate at the end of the warm-up (or give peak_per_image)"""
+    peak: Optional[float] = Field(None, gt=0, description="learning rate after the warm-up (or give peak_per_image)")
     peak_per_image: Optional[float] = Field(None, gt=0, description="peak learning rate divided by the global batch")
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
     """how `peak`, meant for reference_batch, grows with the global batch"""
     reference_batch: Optional[int] = Field(None, gt=0, description="global batch that `peak` is meant for")
-    warmup_epochs: Optional[float] = Field(None, ge=0)
-    """length of the warm-up in epochs (or steps, or images)"""
+    warmup_epochs: Optional[float] = Field(None, ge=0, description="length of the warm-up in epochs (or steps, images)")
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
 
@@ -213,7 +203,5 @@ class Constant(Schedule):
 class Average(Section):
     """Exponential averages of the weights, evaluated and saved beside them."""
 
-    step_decay: Optional[float] = Field(None, gt=0, lt=1)
-    """decay of the average over updates, e.g. 0.9999; null keeps none"""
-    epoch_decay: Optional[float] = Field(None, gt=0, lt=1)
-    """decay of the average over the ends of epochs (the G16 recipe: 0.97); null: none"""
+    step_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over updates; null: none")
+    epoch_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over epochs; null: none")
