@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Set
 
-from recipe import checks, images, ipu, ipu_plan
+from recipe import checks, ipu, ipu_plan
 from recipe.config import Exchange, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
@@ -44,11 +44,10 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     total, micro = recipe.batch.global_, recipe.batch.micro
     portion = micro * replicas
     if total % portion:
-        below, above = total // portion * portion, -(-total // portion) * portion
-        nearest = f"{below} or {above}" if below else f"{above}"
+        below = total // portion * portion
         raise ConfigError(
             f"batch.global {total} is not a multiple of {micro} micro x {count(replicas, 'replica')} = {portion}; "
-            f"nearest: {nearest}"
+            f"nearest: {f'{below} or ' if below else ''}{below + portion}"
         )
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
     checks.check(recipe, batch)
@@ -84,8 +83,7 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
         replicas = recipe.parallel.replicas or 1
-        each = train_images // replicas
-        portion = recipe.batch.micro * replicas
+        each, portion = train_images // replicas, recipe.batch.micro * replicas
         fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
         raise DataError(
@@ -95,10 +93,8 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
     warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
     if warmup >= total:
-        raise ConfigError(
-            f"the warm-up of {warmup} steps is not shorter than the run of {total}; "
-            f"lower schedule.warmup_epochs or lengthen run.epochs"
-        )
+        remedy = "lower schedule.warmup_epochs or lengthen run.epochs"
+        raise ConfigError(f"the warm-up of {warmup} steps is not shorter than the run of {total}; {remedy}")
     if recipe.exchange.delay >= total:
         raise ConfigError(
             f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}: no "
@@ -152,44 +148,36 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
-    batch = planned(recipe)
+    batch, number = planned(recipe), recipe.data.images("train")
     recipe.data.check_classes(recipe.model.classes)
-    model, precision, data, optimizer = recipe.model, recipe.precision, recipe.data, recipe.optimizer
+    model, precision, optimizer = recipe.model, recipe.precision, recipe.optimizer
     decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
-    lines = [
-        f"run        {recipe.run.name} -> {output_folder(recipe)}",
-        f"model      {model.describe()}, {model.image_size} px, {model.classes} classes",
-        f"batch      {batch.describe()}",
-        *_describe_growth(recipe),
-        *_describe_parallel(recipe),
-        f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
-        f"optimizer  {optimizer.name}, {recipe.schedule.name} schedule, "
-        f"{decay}peak learning rate {peak_learning_rate(recipe):.6g}",
-    ]
-    lines.append(f"data       {_describe_data(recipe)}")
-    lines += images.describe(data)
-    number = data.images("train")
-    if number:
-        lines.append(f"length     {number} training images; {lengths(recipe, number).describe()}")
-    else:
-        lines.append("length     known once data.root is read (or data.train_images given)")
-    if recipe.run.device == "ipu":
-        lines += ipu_plan.lines(recipe, batch)
-    return "\n".join(lines)
+    length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
+    lines = {
+        "run": f"{recipe.run.name} -> {output_folder(recipe)}",
+        "model": f"{model.describe()}, {model.image_size} px, {model.classes} classes",
+        "batch": batch.describe(),
+        "growing": _describe_growth(recipe),
+        "parallel": _describe_parallel(recipe),
+        "precision": f"{precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
+        "optimizer": f"{optimizer.name}, {recipe.schedule.name} schedule, {decay}"
+        f"peak learning rate {peak_learning_rate(recipe):.6g}",
+        "data": _describe_data(recipe),
+        "length": length or "known once data.root is read (or data.train_images given)",
+    }
+    plan = [f"{name:<10} {text}" for name, text in lines.items() if text]
+    return "\n".join([*plan, *(ipu_plan.lines(recipe, batch) if recipe.run.device == "ipu" else ())])
 
 
-def _describe_growth(recipe: Recipe) -> list:
-    """The line about a batch that grows."""
+def _describe_growth(recipe: Recipe) -> str:
     schedule, largest = recipe.batch.schedule, recipe.batch.largest
-    if schedule is None:
-        return []
-    if not isinstance(schedule, list):
-        return [f"growing    {recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"]
-    return [f"growing    {', '.join(f'{batch:,g} from {images:,g} images on' for images, batch in schedule)}"]
+    if schedule == "noise":
+        return f"{recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"
+    return ", ".join(f"{batch:,g} from {images:,g} images on" for images, batch in schedule or ())
 
 
-def _describe_parallel(recipe: Recipe) -> list:
-    """The line about stages and exchange, where there is anything to say."""
+def _describe_parallel(recipe: Recipe) -> str:
+    """Stages and exchange, where there is anything to say."""
     parallel, exchange, parts = recipe.parallel, recipe.exchange, []
     if parallel.stages > 1:
         each = f" of {parallel.virtual_stages} parts" if parallel.virtual_stages else ""
@@ -199,7 +187,7 @@ def _describe_parallel(recipe: Recipe) -> list:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
     if exchange != Exchange():
         parts.append(exchange.describe(recipe.optimizer))
-    return [f"parallel   {'; '.join(parts)}"] if parts else []
+    return "; ".join(parts)
 
 
 def _describe_data(recipe: Recipe) -> str:

@@ -33,9 +33,10 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"data.cutmix {alone} data.cutmix=null"
     if exchange.compresses_update(optimizer):
         if not optimizer.replica_update:
+            nesterov = " with nesterov" if getattr(optimizer, "nesterov", False) else ""
             yield (
                 f"exchange.compress update goes with lars and with sgd without nesterov, but the optimizer is "
-                f"{optimizer.form()}; use one of these, or exchange.compress=gradient"
+                f"{optimizer.name}{nesterov}; use one of these, or exchange.compress=gradient"
             )
         if delay:
             yield (

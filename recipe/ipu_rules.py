@@ -31,9 +31,8 @@ def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
 
 def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
     """What poprun started; None where it did not start this process. Raises ConfigError."""
-    numbers = [
-        _number(environment, f"POPDIST_NUM_{name}") for name in ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
-    ]
+    names = ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
+    numbers = [_number(environment, f"POPDIST_NUM_{name}") for name in names]
     return None if None in numbers else Launched(*numbers)
 
 
@@ -64,7 +63,6 @@ def check(recipe: Recipe, batch: Batch) -> None:
             raise ConfigError(f"{key} on IPUs: {reason}")
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
-    _check_powers(batch)
 
 
 def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
@@ -74,6 +72,7 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
     shares, iterations, stages = ipu.available_memory_proportion, ipu.evaluation_iterations, parallel.stages
     sizes = {pixels for _, pixels in data.image_sizes or ()}
     changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
+    numbers = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
     return (
         (clip is not None, f"optimizer.clip_norm {clip}",
          "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
@@ -128,6 +127,9 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
         (iterations is not None and pipelined(recipe) and iterations < stages,
          f"ipu.evaluation_iterations {iterations}",
          f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
+        *((not _is_power(number), f"{key} {number}",
+           f"IPUs come in powers of two; use {1 << (number.bit_length() - 1)} or {1 << number.bit_length()}")
+          for key, number in numbers.items()),
         (ipu.io_tiles % 2, f"ipu.io_tiles {ipu.io_tiles}",
          f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"),
     )  # fmt: skip
@@ -176,17 +178,6 @@ def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
         f"pipeline of {stages} stages needs 2 x {stages} - 1 = {needed} micro batches or more in training; use "
         f"{remedy}{', fewer replicas' if replicas > 1 else ''} or parallel.schedule=sharded"
     )
-
-
-def _check_powers(batch: Batch) -> None:
-    """PopTorch reserves IPUs in powers of two."""
-    for number, key in ((batch.stages, "parallel.stages"), (batch.replicas, "parallel.replicas")):
-        if not _is_power(number):
-            below = 1 << (number.bit_length() - 1)
-            product = f"{batch.replicas} replicas x {batch.stages} = {batch.replicas * batch.stages}"
-            raise ConfigError(
-                f"{key} {number} on IPUs: they come in powers of two, not {product}; use {below} or {2 * below}"
-            )
 
 
 def _is_power(number: int) -> bool:

@@ -86,8 +86,7 @@ class EfficientNet(Model):
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
-        name = values.get("name", cls.default_name()) if isinstance(values, dict) else None
-        scale = SCALES.get(name, {}) if isinstance(name, str) else {}
+        scale = SCALES.get(str(values.get("name", cls.default_name())), {}) if isinstance(values, dict) else {}
         return {**values, **{key: size for key, size in scale.items() if values.get(key) is None}} if scale else values
 
     @model_validator(mode="after")
@@ -101,10 +100,8 @@ class EfficientNet(Model):
         return self.norm == "batch"
 
     def describe(self) -> str:
-        return (
-            f"{self.name}, width {self.width:g}, depth {self.depth:g}, groups of {self.group_size} channels, "
-            f"expansion {self.expansion}"
-        )
+        size = f"width {self.width:g}, depth {self.depth:g}"
+        return f"{self.name}, {size}, groups of {self.group_size} channels, expansion {self.expansion}"
 
     def defaults(self) -> Dict[str, Any]:
         return {**super().defaults(), **SCALES[self.name]}

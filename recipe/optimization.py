@@ -49,10 +49,6 @@ class Optimizer(Kind):
         """The state tensors that are kept with these keys."""
         return self.all_slots
 
-    def form(self) -> str:
-        """The name, with what matters to those that work with some forms of an optimizer only."""
-        return self.name
-
 
 class Lars(Optimizer):
     """Layer-wise adaptive rates (You et al., 1708.03888), with the defaults of the G16 recipe."""
@@ -70,9 +66,6 @@ class Lars(Optimizer):
     trust: Literal["gradient", "momentum"] = "gradient"
     """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
     skip_lr_scale: float = Field(1.0, gt=0, description="learning rate of skipped parameters relative to the others")
-
-    def form(self) -> str:
-        return f"lars with trust {self.trust}"
 
 
 class Sgd(Optimizer):
@@ -99,9 +92,6 @@ class Sgd(Optimizer):
     @property
     def replica_update(self) -> bool:
         return not self.nesterov
-
-    def form(self) -> str:
-        return "sgd with nesterov" if self.nesterov else "sgd"
 
 
 class RmsProp(Optimizer):
@@ -161,13 +151,10 @@ class Schedule(Kind):
     def _consistent(self) -> "Schedule":
         exactly_one(self, ("peak", "peak_per_image"), required=True)
         exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
-        if self.batch_rule == "none":
-            if self.reference_batch is not None:
-                raise ValueError("reference_batch says nothing without a batch_rule; set batch_rule linear or sqrt")
-        elif self.peak is None or self.reference_batch is None:
-            raise ValueError(
-                f"batch_rule {self.batch_rule} needs peak and reference_batch, the global batch that peak is meant for"
-            )
+        if self.batch_rule == "none" and self.reference_batch is not None:
+            raise ValueError("reference_batch has no effect without batch_rule linear or sqrt; give one, or remove it")
+        if self.batch_rule != "none" and (self.peak is None or self.reference_batch is None):
+            raise ValueError(f"batch_rule {self.batch_rule} needs peak, and reference_batch, which peak is meant for")
         return self
 
 

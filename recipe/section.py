@@ -29,10 +29,8 @@ class Section(BaseModel):
 def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> None:
     """Raises ValueError if more than one of the keys `names` is given, or none where one is required."""
     given = [name for name in names if getattr(section, name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; keep one")
-    if required and not given:
-        raise ValueError(f"one of {', '.join(names)} is needed")
+    if len(given) > 1 or (required and not given):
+        raise ValueError(f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}")
 
 
 def shares(values: List[float]) -> List[float]:
