@@ -4,7 +4,7 @@ How YAML files become a recipe is in loading.py; the batch arithmetic is in batc
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import List, Literal, Optional, Union
+from typing import Iterator, List, Literal, Optional, Union
 
 from pydantic import Field, model_validator
 
@@ -40,10 +40,8 @@ class Run(Section):
     """the run ends as diverged when the training loss exceeds this multiple of the loss of guessing (ln classes) in
     three consecutive lines of the log"""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> "Run":
-        exactly_one(self, ("epochs", "steps", "images"), required=True)
-        return self
+    def faults(self) -> Iterator[str]:
+        yield from exactly_one(self, ("epochs", "steps", "images"), required=True)
 
 
 class BatchSection(Section):
@@ -58,20 +56,18 @@ class BatchSection(Section):
     steps, rates and warm-ups; null keeps batch.global"""
     largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
 
-    @model_validator(mode="after")
-    def _multiples_of_one_batch(self) -> "BatchSection":
+    def faults(self) -> Iterator[str]:
         pairs, largest = self.schedule, self.largest
         if (pairs == "noise") != (largest is not None):
             fault = "schedule noise needs" if largest is None else "there is no schedule noise for"
-            raise ValueError(f"{fault} largest, the bound of the batch; give both or neither")
+            yield f"{fault} largest, the bound of the batch; give both or neither"
         if largest is not None and largest < 2 * self.global_:
-            raise ValueError(f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow")
+            yield f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow"
         if isinstance(pairs, list):
             check_pairs(pairs, "images", "batch")
             for _, batch in pairs:
                 if batch < self.global_ or batch % self.global_:
-                    raise ValueError(f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one")
-        return self
+                    yield f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one"
 
 
 class Log(Parts):

@@ -1,6 +1,6 @@
 """The section `parallel`: how a model is cut and copied."""
 
-from typing import Any, List, Literal, Optional, Union
+from typing import Any, Iterator, List, Literal, Optional, Union
 
 from pydantic import Field, ValidationError, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -66,19 +66,17 @@ class Parallel(Section):
             return {**values, "virtual_stages": values.get("virtual_stages") or _VIRTUAL_STAGES}
         return values
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Parallel":
+    def faults(self) -> Iterator[str]:
         if self.schedule in ("interleaved", "sharded") and self.stages == 1:
-            raise ValueError(f"schedule {self.schedule} needs stages of 2 or more")
+            yield f"schedule {self.schedule} needs stages of 2 or more"
         if self.schedule != "interleaved" and self.virtual_stages is not None:
-            raise ValueError("virtual_stages goes with schedule interleaved; give virtual_stages=null")
+            yield "virtual_stages goes with schedule interleaved; give virtual_stages=null"
         if isinstance(self.split, list) and len(self.split) != self.parts - 1:
             each = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
-            raise ValueError(
+            yield (
                 f"split names {len(self.split)} cut points but {self.stages} stages{each} need {self.parts - 1}; "
                 "name them, or give split=auto"
             )
-        return self
 
     @property
     def parts(self) -> int:

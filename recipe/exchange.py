@@ -1,8 +1,8 @@
 """The section `exchange`: how replicas combine their gradients."""
 
-from typing import Any, ClassVar, Dict, List, Literal, Optional
+from typing import Any, ClassVar, Dict, Iterator, List, Literal, Optional
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 from typing_extensions import Annotated
 
 from recipe.division import count
@@ -128,13 +128,9 @@ class Dense(Exchange):
     replicas and any stages give the same bits"""
     bits: Optional[Literal[8, 4]] = _few_bits("gradients are sent")
 
-    @model_validator(mode="after")
-    def _bits_in_no_tree(self) -> "Dense":
+    def faults(self) -> Iterator[str]:
         if self.bits and self.order == "tree":
-            raise ValueError(
-                "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
-            )
-        return self
+            yield ("order tree promises equal bits for all topologies, which bits rounds away; use order=fast")
 
 
 class Half(Exchange):
@@ -164,11 +160,9 @@ class _Selecting(Exchange):
     """how stages share the values to send: size, in proportion to their parameters; threshold, to where the largest of
     the whole model are"""
 
-    @model_validator(mode="after")
-    def _momentum_to_mask(self) -> "_Selecting":
+    def faults(self) -> Iterator[str]:
         if self.factor_masking and self.compress == "gradient":
-            raise ValueError("factor_masking clears momentum, which needs compress update; give compress=update")
-        return self
+            yield "factor_masking clears momentum, which needs compress update; give compress=update"
 
     def masks(self, optimizer: Optimizer, density: float) -> bool:
         masks = density <= _MASKED if self.factor_masking is None else self.factor_masking
@@ -256,16 +250,12 @@ class Local(Exchange):
     dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
     dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
 
-    @model_validator(mode="after")
-    def _as_many_fragments_as_steps(self) -> "Local":
+    def faults(self) -> Iterator[str]:
         if self.fragments > self.local_steps:
-            raise ValueError(f"{self.fragments} fragments need as many updates between two means; raise local_steps")
+            yield f"{self.fragments} fragments need as many updates between two means; raise local_steps"
         if self.delay >= self.local_steps:
             late = count(self.delay, "step")
-            raise ValueError(
-                f"a mean {late} late comes after the next; use a delay below local_steps {self.local_steps}"
-            )
-        return self
+            yield (f"a mean {late} late comes after the next; use a delay below local_steps {self.local_steps}")
 
     @property
     def beside(self) -> float:

@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, List, Literal, Optional, Tuple
+from typing import Any, ClassVar, Iterator, List, Literal, Optional, Tuple
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from recipe import credentials
 from recipe.bounded import read_json
@@ -61,11 +61,9 @@ class Data(Kind):
             raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
         return value
 
-    @model_validator(mode="after")
-    def _reader_of_files(self) -> "Data":
+    def faults(self) -> Iterator[str]:
         if self.reader == "dali" and not self.files:
-            raise ValueError(f"reader dali reads files, but source is {self.source}; use reader torch")
-        return self
+            yield f"reader dali reads files, but source is {self.source}; use reader torch"
 
     @field_validator("image_sizes")
     @classmethod
@@ -92,10 +90,9 @@ class Data(Kind):
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
         if classes not in self.possible_classes:
-            most = f"{self.possible_classes[-1]} classes{' at most' if len(self.possible_classes) > 1 else ''}"
-            raise ConfigError(
-                f"data.source={self.source}: {most}, but model.classes is {classes}; correct model.classes"
-            )
+            most, at_most = self.possible_classes[-1], " at most" if len(self.possible_classes) > 1 else ""
+            fault = f"data.source={self.source}: {most} classes{at_most}, but model.classes is {classes}"
+            raise ConfigError(f"{fault}; set model.classes={most}")
 
     def count_classes(self) -> int:
         """Classes of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be known."""

@@ -255,6 +255,9 @@ def _suggest(section: str, key: str | None = None) -> str:
     """Suggestion for an unknown section or key: the nearest name, else all names."""
     keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
     anywhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
+    outer, _, inner = section.partition(".")
+    if inner in keys.get(outer, ()):
+        return f"; write it as `{outer}: {{{inner}: ...}}`"
     near = {name: f"{section}.{name}" for name in keys[section]} if key is not None else {name: name for name in keys}
     for choices in (near, anywhere):
         matches = difflib.get_close_matches(key or section, choices, n=1)

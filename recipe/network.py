@@ -1,6 +1,6 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, ClassVar, Dict, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,11 +41,9 @@ class Model(Kind):
     init_weights: Literal["trained", "step_average", "epoch_average"] = "trained"
     """which weights of a run folder or checkpoint to start from"""
 
-    @model_validator(mode="after")
-    def _weights_of_something(self) -> "Model":
+    def faults(self) -> Iterator[str]:
         if self.init_weights != "trained" and self.init_from is None:
-            raise ValueError("init_weights says nothing without init_from; name the run folder or checkpoint there")
-        return self
+            yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
 
     @field_validator("std")
     @classmethod
@@ -89,11 +87,10 @@ class EfficientNet(Model):
         scale = SCALES.get(str(values.get("name", cls.default_name())), {}) if isinstance(values, dict) else {}
         return {**values, **{key: size for key, size in scale.items() if values.get(key) is None}} if scale else values
 
-    @model_validator(mode="after")
-    def _proxy_fits(self) -> "Model":
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
         if self.proxy_norm and self.norm == "batch":
-            raise ValueError("proxy_norm goes with norm group or layer, not with batch")
-        return self
+            yield "proxy_norm goes with norm group or layer, not with batch"
 
     @property
     def batch_statistics(self) -> bool:

@@ -1,8 +1,8 @@
 """The sections that describe how weights change: `precision`, `optimizer`, `schedule` and `average`."""
 
-from typing import ClassVar, Dict, List, Literal, NamedTuple, Optional
+from typing import ClassVar, Dict, Iterator, List, Literal, NamedTuple, Optional
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from recipe.kinds import Kind
 from recipe.section import Section, exactly_one
@@ -79,11 +79,9 @@ class Sgd(Optimizer):
     weight_decay: float = Field(1e-4, ge=0, description="weight decay; skipped parameters have none")
     nesterov: bool = Field(False, description="Nesterov's momentum")
 
-    @model_validator(mode="after")
-    def _momentum_to_look_ahead(self) -> "Sgd":
+    def faults(self) -> Iterator[str]:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
+            yield "nesterov needs a momentum above 0"
 
     @property
     def slots(self) -> Dict[str, Slot]:
@@ -147,15 +145,13 @@ class Schedule(Kind):
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Schedule":
-        exactly_one(self, ("peak", "peak_per_image"), required=True)
-        exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
+    def faults(self) -> Iterator[str]:
+        yield from exactly_one(self, ("peak", "peak_per_image"), required=True)
+        yield from exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
         if self.batch_rule == "none" and self.reference_batch is not None:
-            raise ValueError("reference_batch has no effect without batch_rule linear or sqrt; give one, or remove it")
+            yield "reference_batch has no effect without batch_rule linear or sqrt; give one, or remove it"
         if self.batch_rule != "none" and (self.peak is None or self.reference_batch is None):
-            raise ValueError(f"batch_rule {self.batch_rule} needs peak, and reference_batch, which peak is meant for")
-        return self
+            yield f"batch_rule {self.batch_rule} needs peak, and reference_batch, which peak is meant for"
 
 
 class Polynomial(Schedule):

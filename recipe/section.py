@@ -1,8 +1,8 @@
 """Base class of all sections of a recipe: strict types, no unknown keys, immutable."""
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -16,6 +16,16 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def faults(self) -> Iterator[str]:
+        """What is wrong with keys that each are valid, but do not go together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _faultless(self) -> "Section":
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
+
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
         """The keys in a file, with their fields."""
@@ -26,11 +36,11 @@ class Section(BaseModel):
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
 
-def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> None:
-    """Raises ValueError if more than one of the keys `names` is given, or none where one is required."""
+def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Iterator[str]:
+    """The fault if more than one of the keys `names` is given, or none where one is required."""
     given = [name for name in names if getattr(section, name) is not None]
     if len(given) > 1 or (required and not given):
-        raise ValueError(f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}")
+        yield f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}"
 
 
 def shares(values: List[float]) -> List[float]:
@@ -41,7 +51,7 @@ def shares(values: List[float]) -> List[float]:
 
 
 def check_pairs(pairs: List[list], first: str, second: str) -> None:
-    """Raises ValueError unless these are pairs of which the first numbers begin at 0 and rise."""
+    """Raises ValueError unless these are pairs whose first numbers begin at 0 and rise."""
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
     starts = [pair[0] for pair in pairs]
