@@ -37,8 +37,7 @@ class Lengths:
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     """The batch of `recipe` over `replicas` (the recipe's own number if None; one where that is auto).
 
-    Raises:
-        ConfigError: the global batch is no multiple of micro batch x replicas; names the nearest that are.
+    Raises ConfigError with the nearest batches for one that is no multiple of micro batch x replicas.
     """
     replicas = replicas or recipe.parallel.replicas or 1
     total, micro = recipe.batch.global_, recipe.batch.micro
@@ -75,9 +74,7 @@ def planned(recipe: Recipe) -> Batch:
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
     """The run in steps for `train_images` images an epoch.
 
-    Raises:
-        DataError: fewer images than one global batch.
-        ConfigError: a warm-up, or a delay of the gradients, as long as the run.
+    Raises DataError for fewer images than one global batch, ConfigError for a warm-up or a delay as long as the run.
     """
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
@@ -86,9 +83,8 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         each, portion = train_images // replicas, recipe.batch.micro * replicas
         fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
-        raise DataError(
-            f"batch.global {size} is more than the {train_images} training images; give more images or {remedy}"
-        )
+        fault = f"batch.global {size} is more than the {train_images} training images"
+        raise DataError(f"{fault}; give more images or {remedy}")
     run, schedule = recipe.run, recipe.schedule
     total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
     warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
@@ -96,10 +92,8 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         remedy = "lower schedule.warmup_epochs or lengthen run.epochs"
         raise ConfigError(f"the warm-up of {warmup} steps is not shorter than the run of {total}; {remedy}")
     if recipe.exchange.delay >= total:
-        raise ConfigError(
-            f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}: no "
-            "gradient would ever be applied; lower it or lengthen the run"
-        )
+        fault = f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}"
+        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or lengthen the run")
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 
 

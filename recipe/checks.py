@@ -34,40 +34,30 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if exchange.compresses_update(optimizer):
         if not optimizer.replica_update:
             nesterov = " with nesterov" if getattr(optimizer, "nesterov", False) else ""
-            yield (
-                f"exchange.compress update goes with lars and with sgd without nesterov, but the optimizer is "
-                f"{optimizer.name}{nesterov}; use one of these, or exchange.compress=gradient"
-            )
+            goes = "exchange.compress update goes with lars, and with sgd without nesterov"
+            yield f"{goes}, not with {optimizer.name}{nesterov}; use exchange.compress=gradient"
         if delay:
-            yield (
-                "exchange.compress update makes updates from the weights of their step, which exchange.delay changes; "
-                "use exchange.compress=gradient or exchange.delay=0"
-            )
+            goes = "exchange.compress update needs the weights of its step, which exchange.delay has changed"
+            yield f"{goes}; use exchange.compress=gradient or exchange.delay=0"
     if statistics and exchange.method == "local":
         yield "exchange.method local: each replica would have its own running statistics; use model.norm=group"
     if statistics and delay:
         yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
     if delay and exchange.method != "local" and recipe.precision.dynamic_loss_scale:
-        yield (
-            "exchange.delay and precision.dynamic_loss_scale: a gradient that overflows would lower the scale of steps "
-            "that are computed already; use dynamic_loss_scale=false"
-        )
+        late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
+        yield f"{late}; use precision.dynamic_loss_scale=false"
     # Nothing may count updates, or sum in an order that depends on how many micro batches an update has.
     plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not delay
     if schedule is not None and not plain:
-        yield (
-            f"batch.schedule goes with exchange.method dense in the order fast, without delay, but the recipe has "
-            f"{exchange.describe(optimizer)}; use exchange.method=dense exchange.order=fast exchange.delay=0"
-        )
+        remedy = "use exchange.method=dense exchange.order=fast exchange.delay=0"
+        yield f"batch.schedule does not go with {exchange.describe(optimizer)}; {remedy}"
     if schedule is not None and statistics:
         yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
     if schedule == "noise" and not recipe.log.noise_scale:
         yield "batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto"
     if schedule == "noise" and batch.micro == batch.global_:
-        yield (
-            f"batch.schedule noise needs several micro batches in batch.global {batch.global_} to measure the noise "
-            f"scale; lower batch.micro {batch.micro}"
-        )
+        several = f"several micro batches in batch.global {batch.global_}"
+        yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
     if recipe.run.device != "ipu":
         yield from _schedule_faults(recipe, batch.accumulation)
 
@@ -79,16 +69,11 @@ def _schedule_faults(recipe: Recipe, accumulation: int) -> Iterator[str]:
     if name == "sharded":
         yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
     elif name in ("1f1b", "interleaved") and stages > 1 and accumulation < stages:
-        yield (
-            f"parallel.schedule {name} needs as many micro batches as stages, but accumulation is {accumulation} and "
-            f"parallel.stages {stages}; lower batch.micro, or use gpipe"
-        )
+        found = f"accumulation is {accumulation} and parallel.stages {stages}"
+        yield f"parallel.schedule {name} needs a micro batch a stage, but {found}; lower batch.micro, or use gpipe"
     elif name == "interleaved" and accumulation % rounds:
-        yield (
-            f"parallel.schedule interleaved needs an accumulation that is a multiple of {rounds} (accumulation // "
-            f"stages), not {accumulation}; use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple "
-            f"of {stages} stages"
-        )
+        remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
+        yield f"parallel.schedule interleaved needs a multiple of {rounds} micro batches, not {accumulation}; {remedy}"
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:

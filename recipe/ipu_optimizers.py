@@ -38,10 +38,9 @@ class Group(NamedTuple):
 class DeviceOptimizer(NamedTuple):
     """An optimizer of poptorch.optim.
 
-    options: arguments of its constructor besides params and lr. The learning rate belongs there, too, lest PopTorch
-    compile it in. constant: attributes for `variable_attrs.markAsConstant`, which are compiled in. sources: for each
-    option the keys of the recipe that it comes from, or "always: " and why. slots: PopART's prefix of each state tensor
-    (willow/src/patterns/*decompose.cpp).
+    options: arguments of its constructor besides params and lr (which PopTorch compiles in unless it is one, too).
+    constant: attributes that are compiled in. sources: the keys of the recipe that each option comes from, or "always:
+    " and why. slots: PopART's prefix of each state tensor (willow/src/patterns/*decompose.cpp).
     """
 
     name: str
@@ -102,15 +101,12 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     """
     if section.trust == "gradient":
         raise ConfigError(
-            "optimizer.trust gradient on IPUs: PopTorch has no LARS, and its LAMB, which stands in for it, divides by "
-            "the norm of the momentum; use optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large "
-            "(docs/results/lars_forms.md)"
+            "optimizer.trust gradient on IPUs: PopTorch has no LARS, and its LAMB divides by the momentum's norm; use "
+            "optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)"
         )
     if section.eps != 0:
-        raise ConfigError(
-            f"optimizer.eps {section.eps} on IPUs: LARS runs as PopTorch's LAMB, whose trust ratio has no epsilon; use "
-            "optimizer.eps=0"
-        )
+        fault = f"optimizer.eps {section.eps} on IPUs: LARS runs as LAMB, whose trust ratio has no epsilon"
+        raise ConfigError(f"{fault}; use optimizer.eps=0")
     state = _state(precision)
     epsilon = 1.0 if state is _FLOAT else 2.0**-8
     options = {
@@ -145,10 +141,8 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
 def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
     """SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
     if section.nesterov:
-        raise ConfigError(
-            "optimizer.nesterov on IPUs: PopART adds the gradient to Nesterov's step without dividing it by "
-            "accumulation and replicas; use optimizer.nesterov=false"
-        )
+        fault = "optimizer.nesterov on IPUs: PopART adds a gradient that is not divided by accumulation and replicas"
+        raise ConfigError(f"{fault}; use optimizer.nesterov=false")
     options = {
         "momentum": (section.momentum or None, "optimizer.momentum"),
         "use_combined_accum": (False, "always: accumulator and momentum apart"),

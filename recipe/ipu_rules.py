@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Iterable, Mapping, NamedTuple, Optional, Tuple
 
 from recipe.config import Recipe
-from recipe.division import Batch
+from recipe.division import Batch, count
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
 from recipe.ipu_optimizers import form
@@ -77,10 +77,9 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
         (clip is not None, f"optimizer.clip_norm {clip}",
          "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
         (decay is not None, f"average.step_decay {decay}",
-         "the weights would have to leave the device after every update; use average.step_decay=null; "
-         "average.epoch_decay works"),
+         "the weights would leave the device after every update; use average.step_decay=null (epoch_decay works)"),
         (exchange.method not in ("dense", "auto"), f"exchange.method {exchange.method}",
-         "PopART exchanges gradients itself, completely and in the accumulator's float32; use exchange.method=dense"),
+         "PopART exchanges gradients itself, completely and in float32; use exchange.method=dense"),
         (exchange.delay > 0, f"exchange.delay {exchange.delay}",
          "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
         (recipe.batch.schedule is not None, "batch.schedule",
@@ -94,34 +93,30 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
         (data.reader == "dali", "data.reader dali",
          "PopTorch's loader reads by worker processes of its own; use data.reader=torch"),
         (len(sizes) > 1, f"data.image_sizes {data.image_sizes}",
-         "every size is another program to compile; use one size, or a run for each that starts from the one before "
-         "(model.init_from)"),
+         "every size is another program to compile; use one size, or a run for each (model.init_from)"),
         (compute == "bfloat16", "precision.compute bfloat16",
          "the IPU has float16 and float32 only; use precision.compute=float16"),
         (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
          f"weights live on the device, in the format that it computes in; use precision.weights={compute} or "
          f"precision.compute={precision.weights}"),
         (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
-         "PopART finds the scale from float16 gradients, and float32 has none; use precision.dynamic_loss_scale=false"),
+         "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"),
         (parallel.schedule == "interleaved", "parallel.schedule interleaved",
          "PopART pipelines in one way of its own, one stage an IPU; use parallel.schedule=1f1b"),
         (isinstance(parallel.recompute, list), "parallel.recompute as a list",
-         "PopART recomputes all blocks or none, and is told which outputs to keep; use parallel.recompute=true, and "
-         "ipu.keep_activations for the blocks whose output is kept"),
+         "PopART recomputes all blocks or none; use parallel.recompute=true, and ipu.keep_activations for exceptions"),
         (ipu.keep_activations and not parallel.recompute, "ipu.keep_activations",
          "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
         (recipe.log.trace > 0, f"log.trace {recipe.log.trace}",
-         "the host does not see what the IPUs of a replica do when; use log.trace=0, and ipu.profile=FOLDER for "
-         "Poplar's own profile"),
+         "the host does not see what IPUs do when; use log.trace=0, or ipu.profile=FOLDER for Poplar's own profile"),
         (ipu.overlap_io and pipelined(recipe), "ipu.overlap_io with pipelined stages",
-         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches '
-         "only, or parallel.schedule=sharded, or parallel.stages=1"),
+         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, or '
+         "parallel.schedule=sharded, or parallel.stages=1"),
         (ipu.overlap_io and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
-         "the next micro batch moves while this one is computed, and an update has only one; use ipu.overlap_io=null, "
-         "or a smaller batch.micro"),
+         "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"),
         *((found != value, f"engine.{key} {found}",
-           "Poplar compiles the model, chooses its layouts and has kernels of its own; use "
-           f"engine.{key}={str(value).lower()}") for key, found, value in changed),
+           f"Poplar compiles with layouts and kernels of its own; use engine.{key}={str(value).lower()}")
+          for key, found, value in changed),
         (shares is not None and len(shares) not in (1, stages), f"ipu.available_memory_proportion {shares}",
          f"{stages} stages have {stages} IPUs; give one number, or one for each stage"),
         (iterations is not None and pipelined(recipe) and iterations < stages,
@@ -136,26 +131,24 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:
-    """Whether poprun's replicas have the IPUs that the recipe's stages need. Raises ConfigError."""
+    """Raises ConfigError where poprun's replicas have other IPUs than the recipe's stages need."""
     stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
     replicas, served, given = launched
     if given != stages:
         least = -(-replicas * stages // _MAX_IPUS)
         raise ConfigError(
-            f"poprun gives each replica {given} IPU{'' if given == 1 else 's'}, but parallel.stages is {stages}; start "
-            f"it as `poprun --num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py "
-            f"...` (N divides {replicas} and is {least} or more; of a POD with more than {replicas} x {stages} = "
-            f"{replicas * stages} IPUs the rest stays idle), or use parallel.stages=auto, which takes what there is"
+            f"poprun gives each replica {count(given, 'IPU')}, but parallel.stages is {stages}; start it as `poprun "
+            f"--num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py ...` (N divides "
+            f"{replicas} and is {least} or more), or use parallel.stages=auto, which takes what there is"
         )
     if wanted is not None and wanted != replicas:
-        raise ConfigError(
-            f"poprun started {replicas} replicas, but parallel.replicas is {wanted}; use parallel.replicas=auto"
-        )
+        fault = f"poprun started {replicas} replicas, but parallel.replicas is {wanted}"
+        raise ConfigError(f"{fault}; use parallel.replicas=auto")
     check_served(served, stages, replicas)
 
 
 def check_served(served: int, stages: int, replicas: int) -> None:
-    """Whether one process can have so many IPUs. Args: served: its replicas, of all. Raises ConfigError."""
+    """Raises ConfigError where one process cannot have so many IPUs. Args: served: its replicas, of all."""
     if not _is_power(served) or served * stages > _MAX_IPUS:
         raise ConfigError(
             f"one process would have {served} replicas x {stages} IPUs = {served * stages}, but PopTorch takes a power "

@@ -166,18 +166,18 @@ def _chain(path: Path) -> list:
     """(place, mapping) of `path` and the files it extends, the base first."""
     layers: list = []
     seen: list = []
-    while True:
-        layer = _read(path, child=layers[0][0] if layers else None)
-        if os.path.realpath(path) in seen:
-            raise ConfigError(f"{layers[0][0]}: extends itself through {path}; break the circle")
-        seen.append(os.path.realpath(path))
-        base = layer.pop("extends", None)
-        layers.insert(0, (str(path), layer))
-        if base is None:
-            return layers
+    child, base = None, path.name
+    while base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{path}: extends: {base!r} is not the name of a file")
         path = path.parent / base
+        layer = _read(path, child)
+        if os.path.realpath(path) in seen:
+            raise ConfigError(f"{child}: extends itself through {path}; break the circle")
+        seen.append(os.path.realpath(path))
+        child, base = str(path), layer.pop("extends", None)
+        layers.insert(0, (child, layer))
+    return layers
 
 
 def _read(path: Path, child: str | None) -> dict:
