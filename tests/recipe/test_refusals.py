@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.batch import divide, lengths
+from recipe.batch import divide
 from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
@@ -131,12 +131,3 @@ def test_sections_that_do_not_go_together_are_refused_when_the_batch_is_divided(
 )
 def test_neighbours_of_what_is_refused_pass(overrides):
     divide(load(QUICKSTART, overrides.split()))
-
-
-def test_a_run_that_ends_before_its_warm_up_or_its_first_gradient_is_refused():
-    late = ["schedule.warmup_epochs=null", "schedule.warmup_steps=2", "exchange.delay=8"]
-    assert lengths(load(QUICKSTART, [*late, "run.steps=9"]), 1437).total == 9
-    with pytest.raises(ConfigError, match=r"^exchange\.delay 8 is not shorter than the run of 8 steps: .*; lower it "):
-        lengths(load(QUICKSTART, [*late, "run.steps=8"]), 1437)
-    with pytest.raises(ConfigError, match=r"^the warm-up of 2 steps is not shorter than the run of 2; lower schedule"):
-        lengths(load(QUICKSTART, [*late, "run.steps=2"]), 1437)
