@@ -182,15 +182,14 @@ def _chain(path: Path) -> list:
 
 def _read(path: Path, child: str | None) -> dict:
     """The mapping in `path`, which the recipe `child` extends; None: which the user named."""
+    place = f"{child}: extends {path}" if child else str(path)
+    remedy = "correct the name or make the file" if child else "name an existing recipe, e.g. configs/quickstart.yaml"
     try:
         return _mapping(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        place, remedy = path, "name an existing recipe, e.g. --config configs/quickstart.yaml"
-        if child:
-            place, remedy = f"{child}: extends {path}", "correct the name or make the file"
         raise ConfigError(f"{place}: {error.strerror}; {remedy}") from None
     except ValueError:  # also for a name that no file can have
-        raise ConfigError(f"{path}: not a text file; a recipe is YAML in UTF-8") from None
+        raise ConfigError(f"{place}: not a text file; a recipe is YAML in UTF-8") from None
 
 
 def _mapping(text: str, place: str) -> dict:
