@@ -222,19 +222,3 @@ def test_every_key_of_the_section_has_an_effect():
     for key, value in changed.items():
         other = small("parallel.recompute=true", f"ipu.{key}={value}")
         assert any(options(other, model) != options(plain, model) for model in ("training", "evaluation")), key
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ipu.available_memory_proportion=[]", "one or more numbers"),
-        ("ipu.available_memory_proportion=[0]", "above 0"),
-        ("ipu.available_memory_proportion=[1.5]", "at most 1"),
-        ("ipu.io_tiles=33", "even"),
-        ("ipu.io_tiles=30", "greater than or equal to 32"),
-        ("ipu.io_tiles=194", "less than or equal to 192"),
-    ],
-)
-def test_values_that_poptorch_would_refuse(text, words):
-    with pytest.raises(Exception, match=words):
-        small(text)
