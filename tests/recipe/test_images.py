@@ -21,16 +21,9 @@ def test_auto_counts_the_class_folders(tmp_path):
     assert recipe.model.classes == 3
     assert loading.loads(loading.dump(recipe), "again").model.classes == 3, "a run keeps the number"
     assert loading.load(QUICKSTART, ["model.classes=auto"]).model.classes == 10
-
-
-def test_auto_counts_the_classes_that_shards_name(tmp_path):
-    given = folders(tmp_path, ".")
+    assert loading.load(QUICKSTART, ["data.source=folder", "model.classes=auto"]).model.classes == 1000, "a plan"
     (tmp_path / "train" / "shards.json").write_text('{"format": 1, "classes": ["a", "b", "c", "d"], "shards": []}')
     assert loading.load(QUICKSTART, ["data.source=shards", *given]).model.classes == 4
-
-
-def test_a_plan_without_images_takes_a_thousand():
-    assert loading.load(QUICKSTART, ["data.source=folder", "model.classes=auto"]).model.classes == 1000
 
 
 @pytest.mark.parametrize(
