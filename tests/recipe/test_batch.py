@@ -74,38 +74,25 @@ def test_lengths_of_the_published_run():
 
 
 @pytest.mark.parametrize(
-    ("run", "steps"),
+    ("unit", "length", "steps"),
     [
-        ({"epochs": 1}, 208),
-        ({"epochs": 0.5}, 104),
-        ({"epochs": 1.0024}, 208),  # 208.4992
-        ({"epochs": 1.0025}, 209),  # 208.52
-        ({"epochs": 1e-9}, 1),
-        ({"steps": 77}, 77),
-        ({"images": 6144}, 1),
-        ({"images": 6145}, 2),
-        ({"images": IMAGENET}, 209),
+        ("epochs", 1, 208), ("epochs", 0.5, 104), ("epochs", 1.0024, 208), ("epochs", 1.0025, 209),  # 208.50, 208.52
+        ("epochs", 1e-9, 0), ("steps", 77, 77), ("images", 6144, 1), ("images", 6145, 2), ("images", IMAGENET, 209),
     ],
-    ids=lambda value: str(value),
-)
-def test_a_run_is_as_long_as_it_says_in_epochs_steps_or_images(run, steps):
-    """Epochs to the nearest step; images to the step that has seen them all; at least one step."""
-    assert lengths(recipe(run=run, schedule={"warmup_steps": 0}), IMAGENET).total == steps
-
-
-def test_warm_ups_are_measured_alike():
-    for schedule, steps in (
-        ({"warmup_epochs": 0.5}, 104),
-        ({"warmup_epochs": 1e-9}, 0),
-        ({"warmup_steps": 77}, 77),
-        ({"warmup_images": 6145}, 2),
-        ({"power": 1}, 0),
-    ):
-        assert lengths(recipe(schedule=schedule), IMAGENET).warmup == steps
+)  # fmt: skip
+def test_a_run_and_its_warm_up_are_as_long_as_they_say_in_epochs_steps_or_images(unit, length, steps):
+    """Epochs to the nearest step; images to the step that has seen them all; a run has at least one step."""
+    assert lengths(recipe(run={unit: length}, schedule={"warmup_steps": 0}), IMAGENET).total == max(1, steps)
+    assert lengths(recipe(schedule={f"warmup_{unit}": length}), IMAGENET).warmup == steps
+    assert lengths(recipe(schedule={"power": 1}), IMAGENET).warmup == 0
     assert in_steps(None, None, None, 208, 6144) == in_steps(None, 0, None, 208, 6144) == 0
 
 
-def test_a_warm_up_ends_before_the_run():
+def test_a_warm_up_ends_and_gradients_are_applied_before_the_run_ends():
+    late = {"exchange": {"delay": 3}, "schedule": {"warmup_steps": 1}}
+    assert lengths(recipe(run={"steps": 4}, **late), IMAGENET).total == 4
+    with pytest.raises(ConfigError, match=r"^exchange\.delay 3 is not shorter than the run of 3 steps: .*; lower it "):
+        lengths(recipe(run={"steps": 3}, **late), IMAGENET)
     lengths(recipe(run={"steps": 11}, schedule={"warmup_steps": 10}), IMAGENET)
     with pytest.raises(ConfigError, match="the warm-up of 10 steps is not shorter than the run of 10; lower "):
         lengths(recipe(run={"steps": 10}, schedule={"warmup_steps": 10}), IMAGENET)
@@ -146,8 +133,8 @@ def test_the_peak_follows_the_rule_of_the_batch(rule, size, expected):
 
 
 def test_images_that_need_no_folder_are_counted_by_the_recipe():
+    digits = Data(source="digits", train_images=5, validation_images=5)
     for split in ("train", "validation"):
-        digits = Data(source="digits", train_images=5, validation_images=5)
         assert digits.images(split) == len(DigitsSource(split))
     glyphs = Data(source="glyphs", train_images=123)
     assert (glyphs.images("train"), glyphs.images("validation")) == (123, 2000)
@@ -162,12 +149,10 @@ def test_the_training_size_changes_with_the_epoch():
     assert [training_image_size(growing, epoch) for epoch in range(7)] == [160, 160, 160, 252, 252, 380, 380]
 
 
-@pytest.mark.parametrize(
-    ("source", "fitting", "wrong"), [("digits", 10, 9), ("digits", 10, 11), ("glyphs", 1000, 1001), ("glyphs", 2, 1001)]
-)
+@pytest.mark.parametrize(("source", "fitting", "wrong"), [("digits", 10, 9), ("digits", 10, 11), ("glyphs", 2, 1001)])
 def test_the_plan_refuses_classes_that_a_source_has_not(source, fitting, wrong):
     batch.describe(recipe(6, model={"classes": fitting}, data={"source": source}))
-    with pytest.raises(ConfigError, match=rf"data\.source={source}: 10+ classes.*, but model.classes is {wrong}; "):
+    with pytest.raises(ConfigError, match=rf"data\.source={source}: 10+ classes.*, but model.classes is {wrong}; set "):
         batch.describe(recipe(6, model={"classes": wrong}, data={"source": source}))
 
 
@@ -221,15 +206,6 @@ def test_the_plan_has_a_place_for_everything_that_may_be_chosen():
     assert "interleaved over 4 stages of 2 parts, split auto; recomputing all blocks\n" in plan
     assert batch.training_image_sizes(recipe(model={"image_size": 380})) == {380}
     assert "\nparallel" not in batch.describe(recipe(96, stages=1, **DIGITS))
-
-
-def test_gradients_are_applied_before_the_run_ends():
-    def run(steps):
-        return recipe(48, run={"steps": steps}, schedule={"warmup_steps": 1}, exchange={"delay": 3}, **DIGITS)
-
-    assert lengths(run(4), 1437).total == 4
-    with pytest.raises(ConfigError, match=r"^exchange\.delay 3 is not shorter than the run of 3 steps: .*; lower it "):
-        lengths(run(3), 1437)
 
 
 LAUNCHED = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "POPDIST_NUM_LOCAL_REPLICAS": "2", "POPDIST_NUM_IPUS_PER_REPLICA": "2"}
