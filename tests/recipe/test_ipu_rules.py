@@ -85,24 +85,6 @@ def test_what_is_refused_and_why(overrides, reason, remedy):
         check(*overrides, remedy)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        (*TWO, "parallel.schedule=sharded", "batch.micro=64"),
-        (*TWO, "ipu.evaluation_iterations=2", "ipu.available_memory_proportion=[0.1]"),
-        (*TWO, "parallel.schedule=sharded", "ipu.evaluation_iterations=1", "ipu.overlap_io=true"),
-        (*TWO, "parallel.replicas=2", "average.epoch_decay=0.9", "ipu.available_memory_proportion=[0.1, 0.2]"),
-        ("precision.compute=float16", "precision.dynamic_loss_scale=true", "data.image_sizes=[[0, 28]]"),
-        ("optimizer.name=sgd",),
-        ("optimizer.name=rmsprop",),
-        ("optimizer.name=lamb",),
-    ],
-)
-def test_neighbours_of_what_is_refused_pass(overrides):
-    check(*overrides)
-
-
 def test_an_optimizer_without_a_form_is_refused_by_name():
     class Adagrad(Optimizer):
         name: str = "adagrad"

@@ -42,8 +42,6 @@ def test_unknown_keys_come_with_the_nearest_name(write):
     for text, line in (
         ("optimizer: {momentun: 0.9}", "optimizer.momentun: unknown key; did you mean optimizer.momentum?"),
         ("optimiser: {momentum: 0.9}", "optimiser: unknown key; did you mean optimizer?"),
-        ("optimiser:", "optimiser: unknown key; did you mean optimizer?"),
-        ("rum: 5", "rum: unknown key; did you mean run?"),
         ("seed: 5", "seed: unknown key; did you mean run.seed?"),
         ("run.seed: 5", "run.seed: unknown key; write it as `run: {seed: ...}`"),
         ("batch: {globl: 6144}", "batch.globl: unknown key; did you mean batch.global?"),
@@ -51,7 +49,6 @@ def test_unknown_keys_come_with_the_nearest_name(write):
         ("run: {tensorboard: true}", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
         ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, trust_ratios, noise_scale, "),
         ("xyz: {}", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
-        ("run: {extends: 1}", "run.extends: unknown key; run has "),
     ):
         write(SMALLEST, "base.yaml")
         assert refusal(write("extends: base.yaml\n" + text)).startswith(f"mine.yaml: {line}")
@@ -77,21 +74,15 @@ def test_an_error_names_the_layer_that_made_it(write):
     ("override", "fault"),
     [
         ("run.seed=true", "must be a valid integer, found True"),
-        ("run.seed='1'", "must be a valid integer, found '1'"),
-        ("run.seed={a: 1}", "must be a valid integer, found {'a': 1}"),
         ("run.seed=null", "must be a valid integer, found None"),
         ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
         ("run.name=5", "must be a valid string, found 5"),
         ("run.device=gpu", "must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
-        ("model.name=[1]", "must be 'efficientnet_b0', "),
         ("model.mean=[true, 0.5, 0.5]", "[0] must be a valid number, found True"),
         ("model.mean=[1, 2]", "[2] Field required, found [1, 2]"),
-        ("model.mean=[1, 2, 3, 4]", "must have at most 3 items after validation, not 4, found [1, 2, 3, 4]"),
-        ("optimizer.weight_decay=.inf", "must be a valid number, found '.inf'"),
         ("optimizer.weight_decay=1e999", "must be a finite number, found inf"),
         ("optimizer.skip=bias", "must be a valid list, found 'bias'"),
         ("optimizer.skip=[bias, mean]", "[1] must be 'bias' or 'norm', found 'mean'"),
-        ("parallel.replicas=some", "must be a valid integer, found 'some'"),
     ],
 )
 def test_wrong_values_are_shown_with_what_is_expected(write, override, fault):
@@ -123,14 +114,10 @@ def test_scalars_are_those_of_yaml_1_2():
     [
         ("run:\n  epochs: 1\n  epochs: 2\n", "mine.yaml:3: not valid YAML: key epochs is given twice"),
         ("run: {epochs: 1}\n1: {}\n", "mine.yaml:2: not valid YAML: key 1 is not text"),
-        ("run:\n  [a]: 1\n", "mine.yaml:2: not valid YAML: key ['a'] is not text"),
-        ("run:\n  epochs: 1\n seed: 2\n", "mine.yaml:3: not valid YAML: "),
         ("run: {epochs: 1\n", "mine.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
-        ("run: *base\n", "mine.yaml:1: not valid YAML: found undefined alias 'base'"),
         ("run: &run {log: *run}\n", "mine.yaml:1: not valid YAML: found unconstructable recursive node"),
         ("---\nrun:\n---\nlog:\n", "mine.yaml:3: not valid YAML: but found another document"),
         ("run: {seed: !!int abc}\n", "mine.yaml:1: not valid YAML: tag tag:yaml.org,2002:int has no place in a recipe"),
-        ("run: !!python/object:os.system {}\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: '\x01'\n", "mine.yaml: not valid YAML: unacceptable character"),
         ("run: " + "[" * 400, "mine.yaml:1: not valid YAML: lists and mappings are nested more than 32 levels deep"),
         ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
@@ -227,27 +214,17 @@ def test_overrides_are_section_dot_key_equals_value(write):
     assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
 
 
-def test_an_alternative_replaces_another_of_an_earlier_layer(write):
+def test_an_alternative_replaces_another_of_an_earlier_layer_but_one_layer_gives_one(write):
     write("run: {epochs: 3}\nschedule: {peak: 1, warmup_epochs: 1}", "base.yaml")
     path = write("extends: base.yaml\nrun: {steps: 9}\nschedule: {peak_per_image: 0.1, warmup_images: 5}")
-    recipe = load(path)
-    assert (recipe.run.epochs, recipe.run.steps) == (None, 9)
-    assert (recipe.schedule.peak, recipe.schedule.peak_per_image) == (None, 0.1)
+    recipe = load(path, ["run.images=null"])
+    assert (recipe.run.epochs, recipe.run.steps, recipe.schedule.peak) == (None, 9, None)
     assert (recipe.schedule.warmup_epochs, recipe.schedule.warmup_images) == (None, 5)
-    recipe = load(path, ["run.images=7", "run.epochs=2", "schedule.warmup_steps=0"])
-    assert (recipe.run.epochs, recipe.run.steps, recipe.run.images) == (2.0, None, None)
-    assert (recipe.schedule.warmup_images, recipe.schedule.warmup_steps) == (None, 0)
-    assert load(path, ["run.images=null"]).run.steps == 9
-
-
-def test_alternatives_in_one_layer_are_refused_where_they_are(write):
-    """Also if a later layer takes a third one: the file is wrong whatever is laid over it."""
+    run = load(path, ["run.images=7", "run.epochs=2"]).run
+    assert (run.epochs, run.steps, run.images) == (2.0, None, None)
     write("run: {epochs: 3, steps: 4}\nschedule: {peak: 1}", "base.yaml")
-    path = write("extends: base.yaml\nrun: {seed: 4}")
-    for overrides in ((), ("run.images=5",)):
+    for overrides in ((), ("run.images=5",)):  # the file is wrong whatever is laid over it
         assert refusal(path, *overrides) == "base.yaml: run: epochs and steps are both given; keep one"
-    path = write("run: {epochs: 3, steps: null}\nschedule: {peak: 1, warmup_images: 1, warmup_steps: 0}")
-    assert refusal(path) == "mine.yaml: schedule: warmup_steps and warmup_images are both given; keep one"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

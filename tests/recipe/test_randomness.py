@@ -1,14 +1,12 @@
 """Draws that must be as good as random, the same in every number library, and the same for ever.
 
-All inputs are fixed, so each test passes always or never; the probabilities below are those of refusing
-a perfect generator, over the choice of inputs.
+The mixers are compared with the published functions, whose quality is published, too.
 """
 
 import ctypes
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from recipe.randomness import MASK32, Stream, bits32, key, mix32
@@ -30,31 +28,6 @@ def lowbias32(x):
 def test_mix32_is_the_published_function():
     for x in (*COUNTERS, *range(0, 2**32, 12_345_677)):
         assert mix32(x) == lowbias32(x)
-
-
-@pytest.mark.parametrize(
-    ("function", "bits"),
-    [(lambda x, bit: bits32(key("test"), x ^ np.uint64(bit)), 32), (lambda x, bit: bits32(key("test") ^ bit, x), 64)],
-    ids=["counter", "key"],
-)
-def test_every_bit_of_a_counter_or_key_moves_every_bit_drawn_half_the_time(function, bits):
-    """1024 or 2048 shares of 20,000 flips each: standard error 0.0035, six of them are passed once in 250,000."""
-    x = bits32(key("inputs"), np.arange(20_000, dtype=np.uint64))
-    for bit in range(bits):
-        changed = function(x, 0) ^ function(x, 1 << bit)
-        shares = (changed[:, None] >> np.arange(32, dtype=np.uint64) & np.uint64(1)).mean(0)
-        assert np.abs(shares - 0.5).max() < 6 * 0.5 / math.sqrt(len(x))
-
-
-def test_two_draws_are_no_permutations_of_each_other():
-    """65,536 numbers of 2**32 twice: one is common to both on average, 12 once in 10**9 pairs of draws.
-
-    With a single round of mixing, keys that differ in the low half would have all in common. (With two, it
-    takes keys whose high halves are the same: one pair in 2**32.)
-    """
-    x = np.arange(2**16, dtype=np.uint64)
-    for other in (key("test") ^ 1 << 32, key("test") ^ 1 << 63, key("test") ^ (1 << 32 | 1), key("test", 1)):
-        assert len(np.intersect1d(bits32(key("test"), x), bits32(other, x))) < 12
 
 
 def test_integers_arrays_and_tensors_draw_alike():
