@@ -1,7 +1,4 @@
-"""The arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps.
-
-The only place with this arithmetic.
-"""
+"""All arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ def steps_per_epoch(train_images: int, global_batch: int) -> int:
 
 
 def in_steps(epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int) -> int:
-    """A duration in whole steps, of which an epoch has `per_epoch`; 0 if none of the three is given.
-
-    Epochs round to the nearest step, images up to a whole one.
-    """
+    """A duration in whole steps (epochs to the nearest, images rounded up); 0 if none of the three is given."""
     if steps is not None:
         return steps
     if images is not None:

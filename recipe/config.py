@@ -1,6 +1,5 @@
 """The schema of a recipe: sections, keys, types, units and ranges.
 
-How YAML files become a recipe is in loading.py; the batch arithmetic is in batch.py.
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
@@ -34,11 +33,9 @@ class Run(Section):
     lock: bool = Field(True, description="lock the run folder against other processes; needs POSIX locks")
     deterministic: bool = Field(False, description="CUDA runs repeat bit for bit, but slower (CPU runs always do)")
     threads: Optional[int] = Field(None, gt=0)
-    """threads with which each rank computes on CPUs; another number rounds sums differently; null: OMP_NUM_THREADS, or
-    all cores of the host over its ranks"""
+    """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores over its ranks"""
     loss_limit: float = Field(10.0, gt=1)
-    """the run ends as diverged when the training loss exceeds this multiple of the loss of guessing (ln classes) in
-    three consecutive lines of the log"""
+    """the run ends as diverged if three log lines in a row have a loss above this multiple of ln classes (guessing)"""
 
     def faults(self) -> Iterator[str]:
         yield from exactly_one(self, ("epochs", "steps", "images"), required=True)
@@ -76,8 +73,7 @@ class Log(Parts):
     every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
-    """estimate the gradient noise scale, the batch beyond which larger ones pay less; auto: where a step has several
-    micro batches; layers: also for each parameter"""
+    """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
     trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
 
 

@@ -23,8 +23,7 @@ def masked(text: str) -> str:
 def take(url: str) -> str:
     """`url` without its credentials, which `restored` gives back; this process's command line loses them as well.
 
-    Raises:
-        ValueError: the end of the password is ambiguous.
+    Raises ValueError where the end of the password is ambiguous.
     """
     public = masked(url)
     place = public.rpartition("://")[2]

@@ -24,9 +24,8 @@ class Parallel(Section):
     split: Union[Literal["counted"], List[str], None] = Field(
         None, json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}})
     )
-    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the stages by what each
-    block costs, measured once in a run, or counted where the cut changes what is learned; counted, by its
-    multiply-adds"""
+    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances stages by measured costs
+    of blocks, or by multiply-adds where the cut changes what is learned; counted: always by multiply-adds"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = "gpipe"
     """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which holds fewer
     activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
@@ -39,8 +38,7 @@ class Parallel(Section):
     replicas: Optional[int] = Field(None, ge=1, json_schema_extra=_or_auto({"type": "integer", "minimum": 1}))
     """copies of the model; auto (or null) takes what the launcher started"""
     silence: float = Field(300.0, ge=1, le=86_400)
-    """seconds of silence after which a rank counts as lost (stopped, hung, or its host gone) and the run ends; a rank
-    that dies is noticed at once"""
+    """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -86,8 +84,7 @@ class Parallel(Section):
     def in_flight(self, accumulation: int) -> List[int]:
         """Micro batches whose activations each part holds at once, on CPUs and GPUs.
 
-        GPipe's schedule: all of a step (Huang et al., 1811.06965); 1F1B and interleaved: as many as parts from here
-        to the last (Narayanan et al., 1806.03377).
+        GPipe: all of a step (1811.06965); 1F1B and interleaved: one for each part from here to the last (1806.03377).
         """
         if self.schedule == "gpipe":
             return [accumulation] * self.parts

@@ -34,10 +34,9 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes such as \\x1b for control characters, line breaks and what cannot be encoded.
+    """Return `text`, which others may have written, with escapes such as \\x1b for what cannot be printed or encoded.
 
-    For every name and message that others may have written: of files, classes, hosts. A byte of a file's name that is
-    no UTF-8 becomes \\xe9 and the like.
+    A byte of a file's name that is no UTF-8 becomes \\xe9 and the like.
     """
     return "".join(map(_shown, text))
 

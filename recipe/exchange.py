@@ -17,14 +17,6 @@ _ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
 _MASKED = 0.01
 
 
-def _few_bits(what: str) -> Any:
-    return Field(
-        None,
-        description=f"bits in which {what}, with a scale for each 256 values; what rounding takes off is sent later; "
-        "null: no rounding, or that of wire",
-    )
-
-
 class Exchange(Kind):
     """How replicas combine their gradients, once an update."""
 
@@ -34,11 +26,9 @@ class Exchange(Kind):
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(0.001, gt=0, le=1)
-    """share of a gradient's values that a replica sends by topk and gtopk; other methods do not use it, but predictions
-    for topk and gtopk do"""
+    """share of a gradient's values that a replica sends by topk and gtopk, and that their predictions assume"""
     delay: int = Field(0, ge=0, le=64)
-    """apply gradients, or means of weights, so many steps late; with 1 the exchange runs beside the next step's
-    computation"""
+    """steps by which gradients, or means of weights, are late; with 1 the exchange runs beside the next step"""
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
@@ -95,7 +85,7 @@ class Exchange(Kind):
     @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
-        return self.method
+        return f"{self.method} {self.pattern}" if self.sparse and hasattr(self, "pattern") else self.method
 
     @property
     def label(self) -> str:
@@ -124,9 +114,9 @@ class Dense(Exchange):
 
     method: Literal["dense"] = "dense"
     order: Literal["fast", "tree"] = "fast"
-    """order of the sum over micro batches: fast, as they come; tree, one fixed binary tree, so that 1, 2, 4 ...
-    replicas and any stages give the same bits"""
-    bits: Optional[Literal[8, 4]] = _few_bits("gradients are sent")
+    """order of sums: as micro batches come, or one binary tree, so that 1, 2, 4 ... replicas give the same bits"""
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which gradients are sent, with a scale for each 256 values; rounding errors are sent later"""
 
     def faults(self) -> Iterator[str]:
         if self.bits and self.order == "tree":
@@ -147,18 +137,15 @@ class _Selecting(Exchange):
     """of what the largest values are sent: update, of what a replica's own gradient would change, with lars and sgd;
     gradient, as published; null: update with lars, unless delayed, else gradient"""
     sketch: int = Field(61, ge=1, le=1 << 16)
-    """with compress update: values a layer by which replicas find the norm of their mean gradient, to 1 / sqrt(2
-    sketch); a prime number is best"""
+    """with compress update: values a layer that tell the norm of the mean gradient, to 1 / sqrt(2 sketch); a prime"""
     density_warmup: Annotated[List[float], AfterValidator(shares)] = Field(default_factory=list)
     """densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]"""
     dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
     dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
     factor_masking: Optional[bool] = None
-    """with compress update: momentum of what is sent starts again from 0; null: in updates with a density of 0.01 or
-    less"""
+    """with compress update: momentum of what is sent starts again from 0; null: if the density is 0.01 or less"""
     stage_share: Literal["size", "threshold"] = "size"
-    """how stages share the values to send: size, in proportion to their parameters; threshold, to where the largest of
-    the whole model are"""
+    """values that a stage sends: in proportion to its parameters (size), or to the largest of the model (threshold)"""
 
     def faults(self) -> Iterator[str]:
         if self.factor_masking and self.compress == "gradient":
@@ -179,7 +166,8 @@ class Sparse(_Selecting):
 
     sparse: ClassVar[bool] = True
     wire: Literal["float32", "float16"] = Field("float32", description="type of the values that travel")
-    bits: Optional[Literal[8, 4]] = _few_bits("values are sent")
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which values are sent, with a scale for each 256; rounding errors are sent later; null: as wire"""
 
     @property
     def sent(self) -> str:
@@ -220,18 +208,13 @@ class _Merging(Exchange):
     hops, more work for the processors); owners adds everything, a region on each replica, and keeps the largest of the
     whole sum (fewest bytes for many replicas)"""
     conserve: bool = True
-    """the replica that leaves values out of a sum keeps them for later steps; false is the published rule, by which a
-    part of them is lost"""
+    """keep values that are left out of a sum for later steps; false: the published rule, which loses a part of them"""
 
 
 class GTopK(_Merging, Sparse):
     """Keeps as many values of the replicas' sum as each replica sends (Shi et al., 1901.04359)."""
 
     method: Literal["gtopk"] = "gtopk"
-
-    @property
-    def variant(self) -> str:
-        return f"gtopk {self.pattern}"
 
 
 class Local(Exchange):
@@ -242,11 +225,11 @@ class Local(Exchange):
     fragments: int = Field(1, ge=1, le=1000)
     """parts of the weights, whose means are taken at different updates; up to local_steps"""
     outer: Literal["mean", "nesterov"] = "mean"
-    """what replicas go on from: mean, the mean of their weights; nesterov, a step of Nesterov's momentum along the way
-    that the mean has moved (DiLoCo)"""
+    """replicas go on from the mean of weights, or from a step of Nesterov's momentum along its movement (DiLoCo)"""
     outer_lr: float = Field(0.7, gt=0, le=2, description="with outer nesterov: its learning rate")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="with outer nesterov: its momentum")
-    bits: Optional[Literal[8, 4]] = _few_bits("the way that weights have moved is sent")
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which movements of weights are sent, with a scale for each 256; rounding errors are sent later"""
     dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
     dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
 
@@ -289,8 +272,7 @@ class Auto(_Merging, _Selecting):
 
     method: Literal["auto"] = "auto"
     accept_loss: float = Field(0.5, ge=0, le=100)
-    """points of top-1 that the method may lose, as far as that was measured (docs/exchange.md); 100 also admits what
-    was not measured"""
+    """points of top-1 that the method may lose, as measured (docs/exchange.md); 100: even if not measured"""
     wire: Optional[Literal["float32", "float16"]] = None
     """type of the values that travel; null is float16 with half, float32 with the others"""
 

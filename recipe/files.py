@@ -14,12 +14,9 @@ from typing import Iterator, Union
 def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterator[Path]:
     """A path beside `path` to write a file to, which takes the place of `path` once the block ends without an error.
 
-    Args:
-        durable: whether content and name are on the disk when this returns, as after a power cut.
-        shared: whether other processes may be writing the same file.
+    Args: durable: whether content and name are on the disk then. shared: whether other processes may write this file.
 
-    Raises:
-        OSError: writing failed; `path` is as it was, and no partial file is left.
+    Raises OSError if writing failed; `path` is as it was, and no partial file is left.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:

@@ -26,11 +26,9 @@ class Ipu(Section):
     """run.device=ipu: what the compiler may use, and how data moves. docs/ipu.md says what each key becomes."""
 
     pod: Optional[int] = Field(None, ge=1)
-    """IPUs of the pod that the recipe is for: plans, and run_pod.sh without --replicas, fill it with replicas if
-    parallel.replicas is auto; a run counts the IPUs that it was given; null: unknown"""
+    """IPUs of the pod: plans, and run_pod.sh without --replicas, fill it if parallel.replicas is auto; null: unknown"""
     available_memory_proportion: Optional[Annotated[List[float], AfterValidator(shares)]] = None
-    """share of an IPU's memory that convolutions and matrix products may use for temporary data: one number for all
-    IPUs of a replica, or one each; null: Poplar's own (0.6)"""
+    """share of memory for temporary data: one number for all IPUs of a replica, or one each; null: Poplar's (0.6)"""
     partials: Optional[Literal["half", "float"]] = None
     """what convolutions and matrix products add up in; null: half with float16, else float"""
     convolution_dithering: bool = Field(False, description="start convolutions on different tiles: balances memory")
@@ -41,8 +39,7 @@ class Ipu(Section):
     profile: Optional[str] = Field(None, description="folder for Poplar's profile (slow, large); null: none")
     io_tiles: int = Field(32, ge=32, le=192, description="tiles of each IPU that only move data, where I/O overlaps")
     overlap_io: Optional[bool] = None
-    """move data while the device computes, on tiles of their own; impossible with pipelined stages; null: whenever it
-    is possible"""
+    """move data while the device computes; impossible with pipelined stages; null: whenever it is possible"""
     prefetch_depth: int = Field(3, ge=1, le=64, description="micro batches that the host keeps ready for each replica")
     keep_activations: List[str] = []
     """parallel.recompute=true: blocks whose output is kept nonetheless, e.g. [blocks.2.3]"""

@@ -42,8 +42,7 @@ class Data(Kind):
     cutmix: Optional[float] = Field(None, ge=0.62, le=1)
     """about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); null is off"""
     image_sizes: Optional[List[List[int]]] = None
-    """training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at
-    model.image_size, where evaluation always is"""
+    """[first epoch, pixels] pairs of training sizes, e.g. [[0, 252], [300, 380]]; null, and evaluation: image_size"""
     crop_fraction: float = Field(0.875, gt=0, le=1)
     """evaluation resizes the short side to image_size / crop_fraction, then crops the centre"""
     bad_images: Literal["error", "skip"] = "error"

@@ -57,10 +57,7 @@ def evaluation_iterations(recipe: Recipe) -> int:
 
 
 def overlaps(recipe: Recipe, batch: Batch) -> bool:
-    """Whether images and results of training move while the device computes.
-
-    PopART overlaps the turns of a loop; one micro batch an update has none (willow/src/transforms/mainloops.cpp).
-    """
+    """Whether images and results of training move while the device computes: in turns of a loop (mainloops.cpp)."""
     return recipe.ipu.overlap_io is not False and not pipelined(recipe) and batch.accumulation > 1
 
 
@@ -87,9 +84,7 @@ def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
     """The options of the training model, in the order in which they are to be set.
 
-    Args:
-        served: replicas of this process.
-        under_poprun: the options are popdist.poptorch.Options, which bring the replicas along.
+    Args: served: replicas of this process. under_poprun: the options are popdist's, which bring the replicas along.
     """
     return [
         *_common(recipe, served, under_poprun, overlaps(recipe, batch)),

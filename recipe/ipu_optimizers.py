@@ -25,8 +25,7 @@ class Name(NamedTuple):
 class Group(NamedTuple):
     """Parameters that are stepped alike: the skipped ones (optim.factory.skipped_names), or all others.
 
-    lr_scale: the group's learning rate is the schedule's times this. options: what else the group sets. source: the
-    keys of the recipe that it comes from.
+    lr_scale: factor on the schedule's learning rate. options: what else the group sets. source: keys of the recipe.
     """
 
     skipped: bool

@@ -57,10 +57,7 @@ class _Open(Section):
 
 
 class Kind(_Open):
-    """Base of sections that come in kinds.
-
-    A subclass whose `tag` is a Literal is a kind, under each name of the Literal; others only share keys.
-    """
+    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names."""
 
     tag: ClassVar[str] = "name"
     kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name

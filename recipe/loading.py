@@ -1,7 +1,6 @@
 """From YAML files and command-line overrides to a checked recipe.
 
-A file may `extend` another; overrides (`section.key=value`) come last. Every error is one line that
-names the place (file, or command line), the key and the remedy.
+Every error is one line that names the place (file, or command line), the key and the remedy.
 """
 
 from __future__ import annotations
@@ -100,11 +99,7 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` (see `find`) with its `extends` chain, then `overrides` ("section.key=value") applied.
-
-    Raises:
-        ConfigError: unreadable file, bad YAML, unknown key, wrong type or range, circular `extends`.
-    """
+    """The recipe in `path` (see `find`), what it extends, and `overrides` ("section.key=value"). Raises ConfigError."""
     path = find(path)
     return _checked(_chain(path), overrides, default=str(path))
 
@@ -130,7 +125,6 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
     _settle_stages(merged["parallel"])
     try:
         if merged["model"].get("classes") == "auto":
-            # The sections must be known before the images can be looked at.
             merged["model"]["classes"] = _ANY_CLASSES
             merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
         return Recipe.model_validate(merged)

@@ -22,11 +22,9 @@ def key(*words: Union[int, str]) -> int:
 
 
 def mix32(x: Any) -> Any:
-    """Bijection of 32-bit integers with full avalanche, elementwise.
+    """Bijection of 32-bit integers, elementwise: `lowbias32` of Wellons, "Prospecting for Hash Functions" (2018).
 
     Args: x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low 32 bits count.
-
-    Source: Wellons, "Prospecting for Hash Functions" (2018), the function `lowbias32`.
     """
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
@@ -34,11 +32,9 @@ def mix32(x: Any) -> Any:
 
 
 def bits32(draw: int, counter: Any) -> Any:
-    """32 random bits for each counter of the draw with 64-bit key `draw`, elementwise.
+    """32 random bits for each `counter` in [0, 2**32), elementwise as `mix32`, of the draw with 64-bit key `draw`.
 
     With a single round of mixing, two draws would be permutations of each other.
-
-    Args: draw: from `key`. counter: element numbers in [0, 2**32), as for `mix32`.
     """
     return mix32((mix32(counter ^ (draw & MASK32)) + (draw >> 32)) & MASK32)
 
