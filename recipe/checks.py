@@ -58,14 +58,11 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if schedule == "noise" and batch.micro == batch.global_:
         several = f"several micro batches in batch.global {batch.global_}"
         yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
-    if recipe.run.device != "ipu":
-        yield from _schedule_faults(recipe, batch.accumulation)
-
-
-def _schedule_faults(recipe: Recipe, accumulation: int) -> Iterator[str]:
-    """The same for the schedules of torch.distributed.pipelining and their number of micro batches."""
-    name, stages = recipe.parallel.schedule, recipe.parallel.stages
+    # The schedules of torch.distributed.pipelining, and their number of micro batches.
+    name, stages, accumulation = recipe.parallel.schedule, batch.stages, batch.accumulation
     rounds = accumulation // stages
+    if recipe.run.device == "ipu":
+        return
     if name == "sharded":
         yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
     elif name in ("1f1b", "interleaved") and stages > 1 and accumulation < stages:

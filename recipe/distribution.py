@@ -4,25 +4,21 @@ from typing import Any, Iterator, List, Literal, Optional, Union
 
 from pydantic import Field, ValidationError, ValidationInfo, field_serializer, field_validator, model_validator
 
-from recipe.section import Section, number_or_auto
+from recipe.section import Section, or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
+_BLOCKS = {"type": "array", "items": {"type": "string"}}
 _WORDS = {"split": "auto, counted", "recompute": "true, false"}
-
-
-def _or_auto(*choices: dict) -> dict:
-    """JSON Schema of a key that is one of some values, or auto (or null)."""
-    return {"anyOf": [{"const": "auto"}, *choices, {"type": "null"}]}
 
 
 class Parallel(Section):
     """How the model is cut and copied. A single process runs all stages itself."""
 
-    stages: int = Field(1, ge=1, json_schema_extra=number_or_auto)
+    stages: int = Field(1, ge=1, json_schema_extra=or_auto)
     """pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun gives a replica,
     elsewhere 1, and cuts anew where split is a list for another number"""
     split: Union[Literal["counted"], List[str], None] = Field(
-        None, json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}})
+        None, json_schema_extra={"anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]}
     )
     """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances stages by measured costs
     of blocks, or by multiply-adds where the cut changes what is learned; counted: always by multiply-adds"""
@@ -31,11 +27,9 @@ class Parallel(Section):
     activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
     order that PopART has, sharded lets one stage work at a time, and I/O overlap it"""
     virtual_stages: Optional[int] = Field(None, ge=2, description="interleaved: parts of the model on each device (2)")
-    recompute: Union[bool, List[str]] = Field(
-        False, json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]}
-    )
+    recompute: Union[bool, List[str]] = Field(False, json_schema_extra={"anyOf": [{"type": "boolean"}, _BLOCKS]})
     """compute activations again in the backward pass instead of keeping them: true, false, or a list of blocks"""
-    replicas: Optional[int] = Field(None, ge=1, json_schema_extra=_or_auto({"type": "integer", "minimum": 1}))
+    replicas: Optional[int] = Field(None, ge=1, json_schema_extra=or_auto)
     """copies of the model; auto (or null) takes what the launcher started"""
     silence: float = Field(300.0, ge=1, le=86_400)
     """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""

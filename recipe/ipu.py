@@ -10,9 +10,9 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.ipu_optimizers import DeviceOptimizer, Name, form
+from recipe.ipu_optimizers import Name, optimizer  # noqa: F401
 
-# The rules are part of this module's interface.
+# The rules and the optimizer are part of this module's interface.
 from recipe.ipu_rules import (  # noqa: F401
     Launched,
     check,
@@ -212,11 +212,6 @@ _PUBLISHED = (
 
 def _popart(name: str, value: object, source: str) -> Setting:
     return Setting("Options._Popart.set", (name, value), source)
-
-
-def optimizer(recipe: Recipe) -> DeviceOptimizer:
-    """The optimizer of poptorch.optim that updates as the recipe's does, apart from rounding."""
-    return form(recipe.optimizer, recipe.precision)
 
 
 def shown(value: object) -> str:

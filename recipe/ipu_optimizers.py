@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Callable, Dict, NamedTuple, Tuple
 
+from recipe.config import Recipe
 from recipe.errors import ConfigError
 from recipe.kinds import Registry
 from recipe.optimization import Lamb, Lars, Optimizer, Precision, RmsProp, Sgd
@@ -58,12 +59,13 @@ _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accu
 _BOTH_CAST = (_FLOAT, "always: the first moment is cast to its type")
 
 
-def form(section: Optimizer, precision: Precision) -> DeviceOptimizer:
+def optimizer(recipe: Recipe) -> DeviceOptimizer:
     """The optimizer that updates as the recipe's does, apart from rounding. Raises ConfigError where there is none."""
+    section = recipe.optimizer
     if not FORMS.all_of(section):
         names = ", ".join(registered.default_name() for registered, _ in FORMS.items())
         raise ConfigError(f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}")
-    return FORMS.of(section)(section, precision)
+    return FORMS.of(section)(section, recipe.precision)
 
 
 def _device(

@@ -11,7 +11,7 @@ from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
-from recipe.ipu_optimizers import form
+from recipe.ipu_optimizers import optimizer
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
@@ -57,7 +57,7 @@ def pipelined(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe, batch: Batch) -> None:
     """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
-    form(recipe.optimizer, recipe.precision)
+    optimizer(recipe)
     for broken, key, reason in _rules(recipe, batch):
         if broken:
             raise ConfigError(f"{key} on IPUs: {reason}")

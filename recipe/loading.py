@@ -80,10 +80,9 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     seen = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key} is given twice", key_node.start_mark)
+        if not isinstance(key, str) or key in seen:
+            fault = f"key {key} is given twice" if isinstance(key, str) else f"key {key!r} is not text"
+            raise yaml.constructor.ConstructorError(None, None, fault, key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 

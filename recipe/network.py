@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 from pydantic import Field, field_validator, model_validator
 
 from recipe.kinds import Kind
-from recipe.section import number_or_auto
+from recipe.section import or_auto
 
 # Compound scaling: Tan and Le, 1905.11946; the figures are those of the authors' published code.
 SCALES: Dict[str, Dict[str, Any]] = {
@@ -29,7 +29,7 @@ class Model(Kind):
     name: str = Field("efficientnet_b4", description="family of models and size")
     image_size: Optional[int] = Field(None, ge=8, le=8192)
     """pixels a side in training and evaluation; null takes the name's"""
-    classes: int = Field(1000, ge=2, json_schema_extra=number_or_auto)
+    classes: int = Field(1000, ge=2, json_schema_extra=or_auto)
     """classes of the data; auto counts class folders, or those that local shards name"""
     mean: Tuple[float, float, float] = Field((0.485, 0.456, 0.406), strict=False)
     """subtracted from the RGB values in [0, 1]"""

@@ -59,7 +59,7 @@ def check_pairs(pairs: List[list], first: str, second: str) -> None:
         raise ValueError(f"the first pair must begin at 0 {first}, and each later pair after the one before it")
 
 
-def number_or_auto(schema: dict) -> None:
-    """JSON Schema of a number that a file may leave open as auto; a loaded recipe has the number."""
-    number = {key: schema.pop(key) for key in ("type", "minimum")}
-    schema["anyOf"] = [{"const": "auto"}, number]
+def or_auto(schema: dict) -> None:
+    """JSON Schema of a number that a file may leave open as auto."""
+    options = schema.get("anyOf") or [{key: schema.pop(key) for key in ("type", "minimum")}]
+    schema["anyOf"] = [{"const": "auto"}, *({**each} for each in options)]
