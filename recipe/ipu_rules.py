@@ -5,6 +5,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 
 from __future__ import annotations
 
+import json
 from typing import Iterable, Mapping, NamedTuple, Optional, Tuple
 
 from recipe.config import Recipe
@@ -55,9 +56,33 @@ def pipelined(recipe: Recipe) -> bool:
     return recipe.parallel.stages > 1 and recipe.parallel.schedule != "sharded"
 
 
+# The key, the values that IPUs take (the first is the remedy), and why.
+_POPLAR = "Poplar compiles with layouts and kernels of its own"
+_TAKEN = (
+    ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
+    ("average.step_decay", (None,), "the weights would leave the device after every update (epoch_decay works)"),
+    ("exchange.method", ("dense", "auto"), "PopART exchanges gradients itself, completely and in float32"),
+    ("exchange.delay", (0,), "PopART makes each update from the gradients of its own step"),
+    ("exchange.order", ("fast",), "PopART decides in which order gradients are added"),
+    ("batch.schedule", (None,), "the accumulation is compiled into the program"),
+    ("data.bad_images", ("error",), "a compiled program takes whole micro batches only"),
+    ("data.reader", ("torch",), "PopTorch's loader reads by worker processes of its own"),
+    ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
+    ("parallel.schedule", ("1f1b", "gpipe", "sharded"), "PopART pipelines in one way of its own, one stage an IPU"),
+    ("log.trace", (0,), "the host does not see what IPUs do when (ipu.profile=FOLDER writes Poplar's own profile)"),
+    *((f"engine.{key}", (default,), _POPLAR) for key, default in EngineSection()),
+)
+
+
 def check(recipe: Recipe, batch: Batch) -> None:
     """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
     optimizer(recipe)
+    for key, taken, reason in _TAKEN:
+        section, _, name = key.partition(".")
+        found = getattr(getattr(recipe, section), name, taken[0])
+        if found not in taken:
+            remedy = taken[0] if isinstance(taken[0], str) else json.dumps(taken[0])
+            raise ConfigError(f"{key} {found} on IPUs: {reason}; use {key}={remedy}")
     for broken, key, reason in _rules(recipe, batch):
         if broken:
             raise ConfigError(f"{key} on IPUs: {reason}")
@@ -66,57 +91,30 @@ def check(recipe: Recipe, batch: Batch) -> None:
 
 
 def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
-    """Whether it is broken, the key with its value, the reason and the remedy of each rule."""
-    clip, decay, exchange, data = recipe.optimizer.clip_norm, recipe.average.step_decay, recipe.exchange, recipe.data
+    """Whether it is broken, the key with its value, the reason and the remedy of each rule about several keys."""
     precision, compute, parallel, ipu = recipe.precision, compute_dtype(recipe), recipe.parallel, recipe.ipu
     shares, iterations, stages = ipu.available_memory_proportion, ipu.evaluation_iterations, parallel.stages
-    sizes = {pixels for _, pixels in data.image_sizes or ()}
-    changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
+    sizes = {pixels for _, pixels in recipe.data.image_sizes or ()}
     numbers = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
     return (
-        (clip is not None, f"optimizer.clip_norm {clip}",
-         "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
-        (decay is not None, f"average.step_decay {decay}",
-         "the weights would leave the device after every update; use average.step_decay=null (epoch_decay works)"),
-        (exchange.method not in ("dense", "auto"), f"exchange.method {exchange.method}",
-         "PopART exchanges gradients itself, completely and in float32; use exchange.method=dense"),
-        (exchange.delay > 0, f"exchange.delay {exchange.delay}",
-         "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
-        (recipe.batch.schedule is not None, "batch.schedule",
-         "the accumulation is compiled into the program; use batch.schedule=null"),
-        (exchange.in_tree, "exchange.order tree",
-         "PopART decides in which order gradients are added; use exchange.order=fast"),
         (recipe.model.batch_statistics, "model.norm batch",
          "running statistics would be each replica's own; use model.norm=group or layer"),
-        (data.bad_images == "skip", "data.bad_images skip",
-         "a compiled program takes whole micro batches only; use data.bad_images=error"),
-        (data.reader == "dali", "data.reader dali",
-         "PopTorch's loader reads by worker processes of its own; use data.reader=torch"),
-        (len(sizes) > 1, f"data.image_sizes {data.image_sizes}",
+        (len(sizes) > 1, f"data.image_sizes {recipe.data.image_sizes}",
          "every size is another program to compile; use one size, or a run for each (model.init_from)"),
-        (compute == "bfloat16", "precision.compute bfloat16",
-         "the IPU has float16 and float32 only; use precision.compute=float16"),
         (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
          f"weights live on the device, in the format that it computes in; use precision.weights={compute} or "
          f"precision.compute={precision.weights}"),
         (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
          "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"),
-        (parallel.schedule == "interleaved", "parallel.schedule interleaved",
-         "PopART pipelines in one way of its own, one stage an IPU; use parallel.schedule=1f1b"),
         (isinstance(parallel.recompute, list), "parallel.recompute as a list",
          "PopART recomputes all blocks or none; use parallel.recompute=true, and ipu.keep_activations for exceptions"),
         (ipu.keep_activations and not parallel.recompute, "ipu.keep_activations",
          "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
-        (recipe.log.trace > 0, f"log.trace {recipe.log.trace}",
-         "the host does not see what IPUs do when; use log.trace=0, or ipu.profile=FOLDER for Poplar's own profile"),
         (ipu.overlap_io and pipelined(recipe), "ipu.overlap_io with pipelined stages",
          '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, or '
          "parallel.schedule=sharded, or parallel.stages=1"),
         (ipu.overlap_io and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
          "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"),
-        *((found != value, f"engine.{key} {found}",
-           f"Poplar compiles with layouts and kernels of its own; use engine.{key}={str(value).lower()}")
-          for key, found, value in changed),
         (shares is not None and len(shares) not in (1, stages), f"ipu.available_memory_proportion {shares}",
          f"{stages} stages have {stages} IPUs; give one number, or one for each stage"),
         (iterations is not None and pipelined(recipe) and iterations < stages,
