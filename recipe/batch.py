@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Set
 
-from recipe import checks, ipu, ipu_plan
+from recipe import checks, images, ipu, ipu_plan
 from recipe.config import Exchange, Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
@@ -151,6 +151,7 @@ def describe(recipe: Recipe) -> str:
         "optimizer": f"{optimizer.name}, {recipe.schedule.name} schedule, {decay}"
         f"peak learning rate {peak_learning_rate(recipe):.6g}",
         "data": _describe_data(recipe),
+        "images": images.describe(recipe.data),
         "length": length or "known once data.root is read (or data.train_images given)",
     }
     plan = [f"{name:<10} {text}" for name, text in lines.items() if text]

@@ -170,6 +170,7 @@ def test_the_plan_says_what_the_recipe_determines():
         "precision  auto compute, float16 weights, stochastic rounding",
         "optimizer  lars, polynomial schedule, weight decay 2.5e-06, peak learning rate 8.48529",
         "data       folder",
+        "images     not found here: data.root is not set; name the folder of the images: data.root=/path/to/images",
         f"length     1281167 training images; {lengths(recipe(), IMAGENET).describe()}",
     ]
     assert "known once data.root is read" in batch.describe(recipe())

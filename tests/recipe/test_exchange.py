@@ -82,8 +82,7 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
     ],
 )  # fmt: skip
 def test_the_plan_says_what_is_exchanged(overrides, text):
-    asked = recipe(*overrides)
-    assert text in describe(asked)
+    assert text in describe(recipe(*overrides))
 
 
 @pytest.mark.parametrize(

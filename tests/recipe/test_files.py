@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, errors name the file, and JSON of others is bounded."""
+"""Files are written whole or not at all; JSON and names of others do no harm."""
 
 import errno
 import json
@@ -7,6 +7,7 @@ import os
 import pytest
 
 from recipe import bounded
+from recipe.errors import UserError, printable
 from recipe.files import replacing, write, write_text, writing
 
 
@@ -69,3 +70,24 @@ def test_a_larger_file_is_not_read_whole(tmp_path, monkeypatch):
     path.write_text(json.dumps("x" * 99))
     with pytest.raises(ValueError, match="101 bytes of JSON, more than 100"):
         bounded.read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("café 日本\u3000🦜 c:\\new", "café 日本\u3000🦜 c:\\new"),
+        ("\x1b]0;owned\x07\x1b[2J", r"\x1b]0;owned\x07\x1b[2J"),
+        ("one\r\ntwo\u2028three\x85", r"one\r\ntwo\u2028three\x85"),
+        ("\x9b31m\x7f\0", r"\x9b31m\x7f\x00"),
+        ("gpj.\u202eexe", r"gpj.\u202eexe"),
+        (os.fsdecode(b"caf\xe9"), r"caf\xe9"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_steers_a_terminal_is_shown_as_its_escape(text, shown):
+    assert printable(text) == shown
+    assert printable(text).encode("utf-8")
+
+
+def test_an_error_is_one_printable_line():
+    assert str(UserError("a\nb\x1b[31m: wrong")) == r"a b\x1b[31m: wrong"
