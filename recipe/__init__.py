@@ -1,8 +1,6 @@
 """What a run is: the schema of a recipe, YAML with `extends` and overrides, checks across sections, batch arithmetic,
 keys of random draws.
 
-Nothing here imports torch, so a mistake in a recipe costs a second. `randomness` is in this lowest room because
-models, optimizer and data all draw from it; its mixers use operators only, so one function serves Python integers,
-NumPy arrays and tensors. Meanings of a recipe on IPUs are data (`ipu`, `ipu_rules`, `ipu_optimizers`), so plans need
-no PopTorch.
+Nothing here imports torch, so a mistake in a recipe costs a second. `randomness` is here because models, optimizer and
+data all draw from it. Options of IPUs are data (`ipu`, `ipu_rules`, `ipu_optimizers`), so plans need no PopTorch.
 """

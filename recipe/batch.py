@@ -1,7 +1,4 @@
-"""The arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps.
-
-The only place with this arithmetic.
-"""
+"""All arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps."""
 
 from __future__ import annotations
 
@@ -37,18 +34,16 @@ class Lengths:
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     """The batch of `recipe` over `replicas` (the recipe's own number if None; one where that is auto).
 
-    Raises:
-        ConfigError: the global batch is no multiple of micro batch x replicas; names the nearest that are.
+    Raises ConfigError with the nearest batches for one that is no multiple of micro batch x replicas.
     """
     replicas = replicas or recipe.parallel.replicas or 1
     total, micro = recipe.batch.global_, recipe.batch.micro
     portion = micro * replicas
     if total % portion:
-        below, above = total // portion * portion, -(-total // portion) * portion
-        nearest = f"{below} or {above}" if below else f"{above}"
+        below = total // portion * portion
         raise ConfigError(
             f"batch.global {total} is not a multiple of {micro} micro x {count(replicas, 'replica')} = {portion}; "
-            f"nearest: {nearest}"
+            f"nearest: {f'{below} or ' if below else ''}{below + portion}"
         )
     batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
     checks.check(recipe, batch)
@@ -76,34 +71,26 @@ def planned(recipe: Recipe) -> Batch:
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
     """The run in steps for `train_images` images an epoch.
 
-    Raises:
-        DataError: fewer images than one global batch.
-        ConfigError: a warm-up, or a delay of the gradients, as long as the run.
+    Raises DataError for fewer images than one global batch, ConfigError for a warm-up or a delay as long as the run.
     """
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
         replicas = recipe.parallel.replicas or 1
-        each = train_images // replicas
-        portion = recipe.batch.micro * replicas
+        each, portion = train_images // replicas, recipe.batch.micro * replicas
         fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
-        raise DataError(
-            f"batch.global {size} is more than the {train_images} training images; give more images or {remedy}"
-        )
+        fault = f"batch.global {size} is more than the {train_images} training images"
+        raise DataError(f"{fault}; give more images or {remedy}")
     run, schedule = recipe.run, recipe.schedule
     total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
     warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
     if warmup >= total:
-        raise ConfigError(
-            f"the warm-up of {warmup} steps is not shorter than the run of {total}; "
-            f"lower schedule.warmup_epochs or lengthen run.epochs"
-        )
+        remedy = "lower schedule.warmup_epochs or lengthen run.epochs"
+        raise ConfigError(f"the warm-up of {warmup} steps is not shorter than the run of {total}; {remedy}")
     if recipe.exchange.delay >= total:
-        raise ConfigError(
-            f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}: no "
-            "gradient would ever be applied; lower it or lengthen the run"
-        )
+        fault = f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}"
+        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or lengthen the run")
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 
 
@@ -113,10 +100,7 @@ def steps_per_epoch(train_images: int, global_batch: int) -> int:
 
 
 def in_steps(epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int) -> int:
-    """A duration in whole steps, of which an epoch has `per_epoch`; 0 if none of the three is given.
-
-    Epochs round to the nearest step, images up to a whole one.
-    """
+    """A duration in whole steps (epochs to the nearest, images rounded up); 0 if none of the three is given."""
     if steps is not None:
         return steps
     if images is not None:
@@ -152,44 +136,37 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 
 def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
-    batch = planned(recipe)
+    batch, number = planned(recipe), recipe.data.images("train")
     recipe.data.check_classes(recipe.model.classes)
-    model, precision, data, optimizer = recipe.model, recipe.precision, recipe.data, recipe.optimizer
+    model, precision, optimizer = recipe.model, recipe.precision, recipe.optimizer
     decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
-    lines = [
-        f"run        {recipe.run.name} -> {output_folder(recipe)}",
-        f"model      {model.describe()}, {model.image_size} px, {model.classes} classes",
-        f"batch      {batch.describe()}",
-        *_describe_growth(recipe),
-        *_describe_parallel(recipe),
-        f"precision  {precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
-        f"optimizer  {optimizer.name}, {recipe.schedule.name} schedule, "
-        f"{decay}peak learning rate {peak_learning_rate(recipe):.6g}",
-    ]
-    lines.append(f"data       {_describe_data(recipe)}")
-    lines += images.describe(data)
-    number = data.images("train")
-    if number:
-        lines.append(f"length     {number} training images; {lengths(recipe, number).describe()}")
-    else:
-        lines.append("length     known once data.root is read (or data.train_images given)")
-    if recipe.run.device == "ipu":
-        lines += ipu_plan.lines(recipe, batch)
-    return "\n".join(lines)
+    length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
+    lines = {
+        "run": f"{recipe.run.name} -> {output_folder(recipe)}",
+        "model": f"{model.describe()}, {model.image_size} px, {model.classes} classes",
+        "batch": batch.describe(),
+        "growing": _describe_growth(recipe),
+        "parallel": _describe_parallel(recipe),
+        "precision": f"{precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
+        "optimizer": f"{optimizer.name}, {recipe.schedule.name} schedule, {decay}"
+        f"peak learning rate {peak_learning_rate(recipe):.6g}",
+        "data": _describe_data(recipe),
+        "images": images.describe(recipe.data),
+        "length": length or "known once data.root is read (or data.train_images given)",
+    }
+    plan = [f"{name:<10} {text}" for name, text in lines.items() if text]
+    return "\n".join([*plan, *(ipu_plan.lines(recipe, batch) if recipe.run.device == "ipu" else ())])
 
 
-def _describe_growth(recipe: Recipe) -> list:
-    """The line about a batch that grows."""
+def _describe_growth(recipe: Recipe) -> str:
     schedule, largest = recipe.batch.schedule, recipe.batch.largest
-    if schedule is None:
-        return []
-    if not isinstance(schedule, list):
-        return [f"growing    {recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"]
-    return [f"growing    {', '.join(f'{batch:,g} from {images:,g} images on' for images, batch in schedule)}"]
+    if schedule == "noise":
+        return f"{recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"
+    return ", ".join(f"{batch:,g} from {images:,g} images on" for images, batch in schedule or ())
 
 
-def _describe_parallel(recipe: Recipe) -> list:
-    """The line about stages and exchange, where there is anything to say."""
+def _describe_parallel(recipe: Recipe) -> str:
+    """Stages and exchange, where there is anything to say."""
     parallel, exchange, parts = recipe.parallel, recipe.exchange, []
     if parallel.stages > 1:
         each = f" of {parallel.virtual_stages} parts" if parallel.virtual_stages else ""
@@ -199,7 +176,7 @@ def _describe_parallel(recipe: Recipe) -> list:
         parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
     if exchange != Exchange():
         parts.append(exchange.describe(recipe.optimizer))
-    return [f"parallel   {'; '.join(parts)}"] if parts else []
+    return "; ".join(parts)
 
 
 def _describe_data(recipe: Recipe) -> str:

@@ -1,7 +1,9 @@
-"""All checks of a recipe that concern more than one section. Those of one section stand with its keys; what IPUs ask is
-in ipu_rules.py."""
+"""All checks of a recipe that concern more than one section. Those of one section stand with its keys; what IPUs refuse
+is in ipu_rules.py."""
 
 from __future__ import annotations
+
+from typing import Iterator
 
 from recipe import ipu_rules
 from recipe.config import Recipe
@@ -11,103 +13,64 @@ from recipe.errors import ConfigError
 
 def check(recipe: Recipe, batch: Batch) -> None:
     """Raises ConfigError for sections that do not go together, on the recipe's device."""
-    _check_micro_batch(recipe)
-    _check_exchange(recipe)
-    _check_growing_batch(recipe, batch)
+    for fault in _faults(recipe, batch):
+        raise ConfigError(fault)
     if recipe.run.device == "ipu":
         ipu_rules.check(recipe, batch)
-    else:
-        _check_schedule(recipe, batch.accumulation)
 
 
-def _check_micro_batch(recipe: Recipe) -> None:
-    """Check that a micro batch is large enough for mixing and for batch normalisation."""
-    data, micro = recipe.data, recipe.batch.micro
-    if micro == 1 and recipe.model.batch_statistics:
-        raise ConfigError("model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it")
-    if micro == 1 and (data.mixup or data.cutmix is not None):
-        key = "data.mixup" if data.mixup else "data.cutmix"
-        off = "0" if data.mixup else "null"
-        raise ConfigError(f"{key} mixes images of one micro batch, but batch.micro is 1; raise it, or {key}={off}")
-
-
-def _check_growing_batch(recipe: Recipe, batch: Batch) -> None:
-    """Check that nothing counts updates, or sums in an order that depends on how many micro batches an update has."""
-    if recipe.batch.schedule is None:
+def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """What is wrong, and the remedy, for each rule that the recipe breaks."""
+    data, exchange, optimizer = recipe.data, recipe.exchange, recipe.optimizer
+    delay, statistics, schedule = exchange.delay, recipe.model.batch_statistics, recipe.batch.schedule
+    if batch.micro == 1:
+        alone = "mixes images of one micro batch, but batch.micro is 1; raise it, or"
+        if statistics:
+            yield "model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it"
+        if data.mixup:
+            yield f"data.mixup {alone} data.mixup=0"
+        if data.cutmix is not None:
+            yield f"data.cutmix {alone} data.cutmix=null"
+    if exchange.compresses_update(optimizer):
+        if not optimizer.replica_update:
+            nesterov = " with nesterov" if getattr(optimizer, "nesterov", False) else ""
+            goes = "exchange.compress update goes with lars, and with sgd without nesterov"
+            yield f"{goes}, not with {optimizer.name}{nesterov}; use exchange.compress=gradient"
+        if delay:
+            goes = "exchange.compress update needs the weights of its step, which exchange.delay has changed"
+            yield f"{goes}; use exchange.compress=gradient or exchange.delay=0"
+    if statistics and exchange.method == "local":
+        yield "exchange.method local: each replica would have its own running statistics; use model.norm=group"
+    if statistics and delay:
+        yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
+    if delay and exchange.method != "local" and recipe.precision.dynamic_loss_scale:
+        late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
+        yield f"{late}; use precision.dynamic_loss_scale=false"
+    # Nothing may count updates, or sum in an order that depends on how many micro batches an update has.
+    plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not delay
+    if schedule is not None and not plain:
+        remedy = "use exchange.method=dense exchange.order=fast exchange.delay=0"
+        yield f"batch.schedule does not go with {exchange.describe(optimizer)}; {remedy}"
+    if schedule is not None and statistics:
+        yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
+    if schedule == "noise" and not recipe.log.noise_scale:
+        yield "batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto"
+    if schedule == "noise" and batch.micro == batch.global_:
+        several = f"several micro batches in batch.global {batch.global_}"
+        yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
+    # The schedules of torch.distributed.pipelining, and their number of micro batches.
+    name, stages, accumulation = recipe.parallel.schedule, batch.stages, batch.accumulation
+    rounds = accumulation // stages
+    if recipe.run.device == "ipu":
         return
-    exchange = recipe.exchange
-    if exchange.method not in ("dense", "none", "auto") or exchange.in_tree or exchange.delay:
-        raise ConfigError(
-            f"batch.schedule goes with exchange.method dense in the order fast, without delay, but the recipe has "
-            f"{exchange.describe(recipe.optimizer)}; use exchange.method=dense exchange.order=fast exchange.delay=0"
-        )
-    if recipe.model.batch_statistics:
-        raise ConfigError(
-            "batch.schedule and model.norm batch: running statistics depend on the order of micro batches; use "
-            "model.norm=group"
-        )
-    if recipe.batch.schedule != "noise":
-        return
-    if not recipe.log.noise_scale:
-        raise ConfigError("batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto")
-    if batch.micro == batch.global_:
-        raise ConfigError(
-            f"batch.schedule noise follows the noise scale, which needs several micro batches in batch.global "
-            f"{batch.global_}; lower batch.micro {batch.micro}"
-        )
-
-
-def _check_exchange(recipe: Recipe) -> None:
-    """Check that the optimizer, the model and the loss scale go with the exchange."""
-    exchange, optimizer = recipe.exchange, recipe.optimizer
-    if exchange.compresses_update(optimizer) and not optimizer.replica_update:
-        raise ConfigError(
-            f"exchange.compress update goes with lars and with sgd without nesterov, but the optimizer is "
-            f"{optimizer.form()}; use one of these, or exchange.compress=gradient"
-        )
-    if exchange.compresses_update(optimizer) and exchange.delay:
-        raise ConfigError(
-            "exchange.compress update makes updates from the weights of their step, which exchange.delay has changed "
-            "by then; use exchange.compress=gradient or exchange.delay=0"
-        )
-    if exchange.method == "local" and recipe.model.batch_statistics:
-        raise ConfigError(
-            "exchange.method local and model.norm batch: running statistics would be each replica's own; use "
-            "model.norm=group"
-        )
-    if exchange.delay and recipe.model.batch_statistics:
-        raise ConfigError(
-            "exchange.delay and model.norm batch: running statistics would be ahead of the weights; use "
-            "model.norm=group or exchange.delay=0"
-        )
-    if exchange.delay and exchange.method != "local" and recipe.precision.dynamic_loss_scale:
-        raise ConfigError(
-            "exchange.delay and precision.dynamic_loss_scale: a gradient that overflows would lower the scale of steps "
-            "that are computed already; use dynamic_loss_scale=false"
-        )
-
-
-def _check_schedule(recipe: Recipe, accumulation: int) -> None:
-    """Check the number of micro batches against the schedules of torch.distributed.pipelining."""
-    parallel = recipe.parallel
-    if parallel.schedule == "sharded":
-        raise ConfigError(
-            f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
-        )
-    if parallel.schedule == "gpipe" or parallel.stages == 1:
-        return
-    if accumulation < parallel.stages:
-        raise ConfigError(
-            f"parallel.schedule {parallel.schedule} needs as many micro batches as stages, but accumulation is "
-            f"{accumulation} and parallel.stages {parallel.stages}; lower batch.micro, or use gpipe"
-        )
-    rounds = accumulation // parallel.stages
-    if parallel.schedule == "interleaved" and accumulation % rounds:
-        raise ConfigError(
-            f"parallel.schedule interleaved needs an accumulation that is a multiple of {rounds} (accumulation // "
-            f"stages), not {accumulation}; use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple "
-            f"of {parallel.stages} stages"
-        )
+    if name == "sharded":
+        yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
+    elif name in ("1f1b", "interleaved") and stages > 1 and accumulation < stages:
+        found = f"accumulation is {accumulation} and parallel.stages {stages}"
+        yield f"parallel.schedule {name} needs a micro batch a stage, but {found}; lower batch.micro, or use gpipe"
+    elif name == "interleaved" and accumulation % rounds:
+        remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
+        yield f"parallel.schedule interleaved needs a multiple of {rounds} micro batches, not {accumulation}; {remedy}"
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:

@@ -1,10 +1,9 @@
 """The schema of a recipe: sections, keys, types, units and ranges.
 
-How YAML files become a recipe is in loading.py; the batch arithmetic is in batch.py.
 Annotations are evaluated by pydantic at run time and must work on Python 3.8.
 """
 
-from typing import List, Literal, Optional, Union
+from typing import Iterator, List, Literal, Optional, Union
 
 from pydantic import Field, model_validator
 
@@ -15,53 +14,31 @@ from recipe.images import Data
 from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
-from recipe.section import Section, exactly_one
+from recipe.section import Section, check_pairs, exactly_one
 
 
 class Run(Section):
     """One run: its name, place, device and length."""
 
-    name: str = Field(
-        "run", pattern=r"^\w[\w.-]*$", description="names the run in logs and in the default output folder"
-    )
+    name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
-    device: Literal["auto", "cpu", "cuda", "ipu"] = Field(
-        "auto", description="auto takes CUDA if there is any, else the CPU; IPUs are used only if named"
-    )
+    device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
+    """auto takes CUDA if there is any, else the CPU; IPUs are used only if named"""
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw of the run is a function of it")
-    epochs: Optional[float] = Field(
-        None, gt=0, le=1e6, description="length of the run in epochs (or give steps or images)"
-    )
+    epochs: Optional[float] = Field(None, gt=0, le=1e6, description="length of the run in epochs (or steps, or images)")
     steps: Optional[int] = Field(None, gt=0, le=10**12, description="length of the run in optimizer updates")
     images: Optional[int] = Field(None, gt=0, le=10**15, description="length of the run in training images")
-    resume: Literal["auto", "never"] = Field(
-        "auto",
-        description="auto continues from the newest good checkpoint of the run folder; never refuses a used folder",
-    )
-    lock: bool = Field(
-        True,
-        description="lock the run folder against other processes; false where its file system has no POSIX locks",
-    )
-    deterministic: bool = Field(
-        False, description="CUDA runs repeat bit for bit, at a cost in speed (CPU runs always do)"
-    )
-    threads: Optional[int] = Field(
-        None,
-        gt=0,
-        description="threads with which each rank computes on CPUs; another number rounds sums differently; null: "
-        "OMP_NUM_THREADS, or all cores of the host over its ranks",
-    )
-    loss_limit: float = Field(
-        10.0,
-        gt=1,
-        description="the run ends as diverged when the training loss exceeds this multiple of the loss of guessing "
-        "(ln classes) in three consecutive lines of the log",
-    )
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the newest good checkpoint of the run folder; never refuses a used folder"""
+    lock: bool = Field(True, description="lock the run folder against other processes; needs POSIX locks")
+    deterministic: bool = Field(False, description="CUDA runs repeat bit for bit, but slower (CPU runs always do)")
+    threads: Optional[int] = Field(None, gt=0)
+    """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores over its ranks"""
+    loss_limit: float = Field(10.0, gt=1)
+    """the run ends as diverged if three log lines in a row have a loss above this multiple of ln classes (guessing)"""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> "Run":
-        exactly_one(self, ("epochs", "steps", "images"), required=True)
-        return self
+    def faults(self) -> Iterator[str]:
+        yield from exactly_one(self, ("epochs", "steps", "images"), required=True)
 
 
 class BatchSection(Section):
@@ -70,53 +47,34 @@ class BatchSection(Section):
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
     micro: int = Field(3, gt=0, description="images per forward pass of one stage")
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
-    schedule: Union[Literal["noise"], List[List[float]], None] = Field(
-        None,
-        description="a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise, which "
-        "doubles it at the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which "
-        "remains the unit of steps, rates and warm-ups; null keeps batch.global",
-    )
+    schedule: Union[Literal["noise"], List[List[float]], None] = None
+    """a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise, which doubles it at
+    the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which remains the unit of
+    steps, rates and warm-ups; null keeps batch.global"""
     largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
 
-    @model_validator(mode="after")
-    def _multiples_of_one_batch(self) -> "BatchSection":
+    def faults(self) -> Iterator[str]:
         pairs, largest = self.schedule, self.largest
         if (pairs == "noise") != (largest is not None):
             fault = "schedule noise needs" if largest is None else "there is no schedule noise for"
-            raise ValueError(f"{fault} largest, the bound of the batch; give both or neither")
+            yield f"{fault} largest, the bound of the batch; give both or neither"
         if largest is not None and largest < 2 * self.global_:
-            raise ValueError(f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow")
-        if pairs is None or pairs == "noise":
-            return self
-        if not pairs or any(len(pair) != 2 for pair in pairs):
-            raise ValueError("schedule must be [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]]")
-        starts = [images for images, _ in pairs]
-        if starts[0] != 0 or any(after <= before for before, after in zip(starts, starts[1:])):
-            raise ValueError("schedule must begin at 0 images, and each later pair after the one before it")
-        odd = next((batch for _, batch in pairs if batch < self.global_ or batch % self.global_), None)
-        if odd is not None:
-            raise ValueError(f"schedule: {odd:g} is not a multiple of global {self.global_}; correct one of them")
-        return self
+            yield f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow"
+        if isinstance(pairs, list):
+            check_pairs(pairs, "images", "batch")
+            for _, batch in pairs:
+                if batch < self.global_ or batch % self.global_:
+                    yield f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one"
 
 
 class Log(Parts):
     """What is recorded during training; each logger adds its keys."""
 
-    every_steps: int = Field(
-        50, gt=0, description="updates between two lines of the log; only these updates wait for the device"
-    )
+    every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
     trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
-    noise_scale: Union[bool, Literal["auto", "layers"]] = Field(
-        "auto",
-        description="estimate the gradient noise scale, the batch beyond which larger ones pay less; auto: where a "
-        "step has several micro batches; layers: also for each parameter",
-    )
-    trace: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="number of updates, from the second of a session on, whose timeline is recorded and drawn",
-    )
+    noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
+    """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
+    trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
 
 
 class TensorBoard(Log):
@@ -147,9 +105,7 @@ class Checkpoint(Section):
     """When the run is saved, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, le=1, description="epochs between checkpoints")
-    keep_last: int = Field(
-        2, ge=2, description="newest checkpoints that are kept; at least two, in case the newest is damaged"
-    )
+    keep_last: int = Field(2, ge=2, description="newest checkpoints to keep; two, in case the newest is damaged")
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
 

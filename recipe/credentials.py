@@ -23,8 +23,7 @@ def masked(text: str) -> str:
 def take(url: str) -> str:
     """`url` without its credentials, which `restored` gives back; this process's command line loses them as well.
 
-    Raises:
-        ValueError: the end of the password is ambiguous.
+    Raises ValueError where the end of the password is ambiguous.
     """
     public = masked(url)
     place = public.rpartition("://")[2]
@@ -58,12 +57,10 @@ def environment() -> Dict[str, str]:
 
 def _with_netrc(place: str) -> str:
     host = _HOST.search(place)
-    if host is None:
-        return place
     try:
-        entry = netrc.netrc(os.environ.get("NETRC")).hosts.get(host.group(1))
-    except (OSError, ValueError, netrc.NetrcParseError):  # a file of other programs, which need not concern this run
-        return place
+        entry = netrc.netrc(os.environ.get("NETRC")).hosts.get(host.group(1)) if host else None
+    except (OSError, ValueError, netrc.NetrcParseError):  # a file of other programs
+        entry = None
     if entry is None:
         return place
     user, _, password = entry

@@ -1,86 +1,51 @@
 """The section `parallel`: how a model is cut and copied."""
 
-from typing import Any, List, Literal, Optional, Union
+from typing import Any, Iterator, List, Literal, Optional, Union
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_serializer, field_validator, model_validator
 
-from recipe.section import Section, number_or_auto
+from recipe.section import Section, or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
-
-
-def _or_auto(*choices: dict) -> dict:
-    """JSON Schema of a key that is one of some values, or auto (or null)."""
-    return {"anyOf": [{"const": "auto"}, *choices, {"type": "null"}]}
+_BLOCKS = {"type": "array", "items": {"type": "string"}}
+_WORDS = {"split": "auto, counted", "recompute": "true, false"}
 
 
 class Parallel(Section):
     """How the model is cut and copied. A single process runs all stages itself."""
 
-    stages: int = Field(
-        1,
-        ge=1,
-        description="pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun "
-        "gives a replica, elsewhere 1, and cuts anew where split is a list for another number",
-        json_schema_extra=number_or_auto,
-    )
+    stages: int = Field(1, ge=1, json_schema_extra=or_auto)
+    """pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun gives a replica,
+    elsewhere 1, and cuts anew where split is a list for another number"""
     split: Union[Literal["counted"], List[str], None] = Field(
-        None,
-        description="block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances the "
-        "stages by what each block costs, measured once in a run, or counted where the cut changes what is learned; "
-        "counted, by its multiply-adds",
-        json_schema_extra=_or_auto({"const": "counted"}, {"type": "array", "items": {"type": "string"}}),
+        None, json_schema_extra={"anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]}
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = Field(
-        "gpipe",
-        description="order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which "
-        "holds fewer activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe "
-        "and 1f1b are the one order that PopART has, sharded lets one stage work at a time, and I/O overlap it",
-    )
-    virtual_stages: Optional[int] = Field(
-        None, ge=2, description="interleaved: parts of the model that each of the `stages` devices has (2)"
-    )
-    recompute: Union[bool, List[str]] = Field(
-        False,
-        description="compute activations again in the backward pass instead of keeping them: true, false, or a list "
-        "of blocks",
-        json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
-    )
-    replicas: Optional[int] = Field(
-        None,
-        ge=1,
-        description="copies of the model; auto (or null) takes what the launcher started",
-        json_schema_extra=_or_auto({"type": "integer", "minimum": 1}),
-    )
-
-    silence: float = Field(
-        300.0,
-        ge=1,
-        le=86_400,
-        description="seconds of silence after which a rank counts as lost (stopped, hung, or its host gone) and the "
-        "run ends; a rank that dies is noticed at once",
-    )
+    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances stages by measured costs
+    of blocks, or by multiply-adds where the cut changes what is learned; counted: always by multiply-adds"""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = "gpipe"
+    """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which holds fewer
+    activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
+    order that PopART has, sharded lets one stage work at a time, and I/O overlap it"""
+    virtual_stages: Optional[int] = Field(None, ge=2, description="interleaved: parts of the model on each device (2)")
+    recompute: Union[bool, List[str]] = Field(False, json_schema_extra={"anyOf": [{"type": "boolean"}, _BLOCKS]})
+    """compute activations again in the backward pass instead of keeping them: true, false, or a list of blocks"""
+    replicas: Optional[int] = Field(None, ge=1, json_schema_extra=or_auto)
+    """copies of the model; auto (or null) takes what the launcher started"""
+    silence: float = Field(300.0, ge=1, le=86_400)
+    """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""
 
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
 
-    @field_validator("split", mode="before")
+    @field_validator("split", "recompute", mode="wrap")
     @classmethod
-    def _known_split(cls, value: object) -> object:
-        if value is None or value == "auto":
-            return None
-        if value == "counted" or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            return value
-        raise ValueError(f"must be auto, counted or a list of blocks, found {value!r}")
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _switch_or_blocks(cls, value: object) -> object:
-        if isinstance(value, bool) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            return value
-        raise ValueError(f"must be true, false or a list of blocks, found {value!r}")
+    def _word_or_blocks(cls, value: object, handler: Any, info: ValidationInfo) -> object:
+        try:
+            return handler(None if value == "auto" else value)
+        except ValidationError:
+            raise ValueError(f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}") from None
 
     @field_serializer("replicas", "split")
     def _say_auto(self, value: Any) -> Any:
@@ -93,19 +58,17 @@ class Parallel(Section):
             return {**values, "virtual_stages": values.get("virtual_stages") or _VIRTUAL_STAGES}
         return values
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Parallel":
+    def faults(self) -> Iterator[str]:
         if self.schedule in ("interleaved", "sharded") and self.stages == 1:
-            raise ValueError(f"schedule {self.schedule} needs stages of 2 or more")
+            yield f"schedule {self.schedule} needs stages of 2 or more"
         if self.schedule != "interleaved" and self.virtual_stages is not None:
-            raise ValueError("virtual_stages goes with schedule interleaved; give virtual_stages=null")
+            yield "virtual_stages goes with schedule interleaved; give virtual_stages=null"
         if isinstance(self.split, list) and len(self.split) != self.parts - 1:
             each = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
-            raise ValueError(
+            yield (
                 f"split names {len(self.split)} cut points but {self.stages} stages{each} need {self.parts - 1}; "
                 "name them, or give split=auto"
             )
-        return self
 
     @property
     def parts(self) -> int:
@@ -115,8 +78,7 @@ class Parallel(Section):
     def in_flight(self, accumulation: int) -> List[int]:
         """Micro batches whose activations each part holds at once, on CPUs and GPUs.
 
-        GPipe's schedule: all of a step (Huang et al., 1811.06965); 1F1B and interleaved: as many as parts from here
-        to the last (Narayanan et al., 1806.03377).
+        GPipe: all of a step (1811.06965); 1F1B and interleaved: one for each part from here to the last (1806.03377).
         """
         if self.schedule == "gpipe":
             return [accumulation] * self.parts

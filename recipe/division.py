@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Batch:
-    """Division of the images of one step.
-
-    `global_` images make one step (an optimizer update): each of `replicas` copies of the model, cut
-    into `stages`, takes `accumulation` micro batches of `micro` images.
-    """
+    """`global_` images make a step (an optimizer update): each of `replicas` copies of the model, cut into `stages`,
+    takes `accumulation` micro batches of `micro` images."""
 
     global_: int
     micro: int

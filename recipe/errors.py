@@ -34,20 +34,16 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes such as \\x1b for control characters, line breaks and what cannot be encoded.
+    """Return `text`, which others may have written, with escapes such as \\x1b for what cannot be printed or encoded.
 
-    For every name and message that others may have written: of files, classes, hosts. A byte of a file's name that is
-    no UTF-8 becomes \\xe9 and the like.
+    A byte of a file's name that is no UTF-8 becomes \\xe9 and the like.
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() or unicodedata.category(character) == "Zs" else _escape(character)
-        for character in text
-    )
+    return "".join(map(_shown, text))
 
 
-def _escape(character: str) -> str:
+def _shown(character: str) -> str:
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
     if "\udc80" <= character <= "\udcff":  # how os.fsdecode keeps a byte that is no UTF-8
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode()

@@ -1,12 +1,14 @@
 """The section `exchange`: how replicas combine their gradients."""
 
-from typing import Any, ClassVar, Dict, List, Literal, Optional
+from typing import Any, ClassVar, Dict, Iterator, List, Literal, Optional
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field
+from typing_extensions import Annotated
 
 from recipe.division import count
 from recipe.kinds import Kind
 from recipe.optimization import Optimizer
+from recipe.section import shares
 
 # Keys of the sparse methods that change what is learned: another method refuses them, unless they say what it does.
 _ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
@@ -15,41 +17,18 @@ _ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
 _MASKED = 0.01
 
 
-def _few_bits(what: str) -> Any:
-    return Field(
-        None,
-        description=f"bits in which {what}, with a scale for each 256 values; what rounding takes off is sent later; "
-        "null: no rounding, or that of wire",
-    )
-
-
 class Exchange(Kind):
     """How replicas combine their gradients, once an update."""
 
     tag = "method"
     resets = False
     sparse: ClassVar[bool] = False  # whether a replica sends only a share of its gradient
-    in_tree: ClassVar[bool] = False  # whether micro batches are added up in one fixed binary tree
-    whole_1d: ClassVar[bool] = False  # whether gradients of biases and norms are sent whole, beside a share of the rest
-    sent: ClassVar[str] = "float32"  # type of the values that travel
-    sent_bits: ClassVar[Optional[int]] = None  # 8 or 4 where these are whole multiples of a scale
-    _sends: ClassVar[str] = "gradients"
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
-    density: float = Field(
-        0.001,
-        gt=0,
-        le=1,
-        description="share of a gradient's values that a replica sends by topk and gtopk; other methods do not use it, "
-        "but predictions for topk and gtopk do",
-    )
-    delay: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="apply gradients, or means of weights, so many steps late; with 1 the exchange runs beside the "
-        "next step's computation",
-    )
+    density: float = Field(0.001, gt=0, le=1)
+    """share of a gradient's values that a replica sends by topk and gtopk, and that their predictions assume"""
+    delay: int = Field(0, ge=0, le=64)
+    """steps by which gradients, or means of weights, are late; with 1 the exchange runs beside the next step"""
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
@@ -79,6 +58,26 @@ class Exchange(Kind):
         return False
 
     @property
+    def in_tree(self) -> bool:
+        """Whether micro batches are added up in one fixed binary tree."""
+        return getattr(self, "order", "fast") == "tree"
+
+    @property
+    def whole_1d(self) -> bool:
+        """Whether gradients of biases and norms are sent whole, beside a share of the rest."""
+        return getattr(self, "dense_1d", False)
+
+    @property
+    def sent(self) -> str:
+        """Type of the values that travel."""
+        return getattr(self, "wire", None) or "float32"
+
+    @property
+    def sent_bits(self) -> Optional[int]:
+        """8 or 4 where the values that travel are whole multiples of a scale."""
+        return getattr(self, "bits", None)
+
+    @property
     def beside(self) -> float:
         """Steps, in each step, that the exchange may take while the next ones are computed."""
         return float(self.delay > 0)
@@ -86,58 +85,42 @@ class Exchange(Kind):
     @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
-        return self.method
+        return f"{self.method} {self.pattern}" if self.sparse and hasattr(self, "pattern") else self.method
 
     @property
     def label(self) -> str:
         """A name that also tells how much is sent, e.g. `gtopk owners 0.01` or `local 8, 4 bits`."""
-        amount = f" {self._amount()}" if self._amount() else ""
-        return f"{self.variant}{amount}{f', {self.sent_bits} bits' if self.sent_bits else ''}"
-
-    def _amount(self) -> str:
-        return ""
+        amount = f"{self.density:g}" if self.sparse else getattr(self, "local_steps", "")
+        return f"{self.variant} {amount}".rstrip() + (f", {self.sent_bits} bits" if self.sent_bits else "")
 
     def describe(self, optimizer: Optimizer) -> str:
         """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001 of the update, conserving`."""
-        late = [f"{self._sends} {count(self.delay, 'step')} late"] if self.delay else []
-        return ", ".join([f"exchange {self._form()}", *self._details(optimizer), *late])
+        pattern = f"{self.pattern}, " if self.sparse and hasattr(self, "pattern") else ""
+        form = f" ({pattern}{self.sent})" if self.sparse or self.sent != "float32" else ""
+        what = "means" if hasattr(self, "local_steps") else "gradients"
+        late = {f"{what} {count(self.delay, 'step')} late": self.delay}
+        return ", ".join([f"exchange {self.method}{form}", *_true({**self._details(optimizer), **late})])
 
-    def _form(self) -> str:
-        return self.method
-
-    def _details(self, optimizer: Optimizer) -> List[str]:
-        return ["order fast"]
+    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
+        """Words of the description, each with whether it is true."""
+        return {
+            f"in {self.sent_bits} bits": self.sent_bits,
+            f"order {getattr(self, 'order', 'fast')}": not self.sent_bits,
+        }
 
 
 class Dense(Exchange):
     """Sends float32."""
 
     method: Literal["dense"] = "dense"
-    order: Literal["fast", "tree"] = Field(
-        "fast",
-        description="order of the sum over micro batches: fast, as they come; tree, one fixed binary tree, so that "
-        "1, 2, 4 ... replicas and any stages give the same bits",
-    )
-    bits: Optional[Literal[8, 4]] = _few_bits("gradients are sent")
+    order: Literal["fast", "tree"] = "fast"
+    """order of sums: as micro batches come, or one binary tree, so that 1, 2, 4 ... replicas give the same bits"""
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which gradients are sent, with a scale for each 256 values; rounding errors are sent later"""
 
-    @model_validator(mode="after")
-    def _bits_in_no_tree(self) -> "Dense":
+    def faults(self) -> Iterator[str]:
         if self.bits and self.order == "tree":
-            raise ValueError(
-                "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
-            )
-        return self
-
-    @property
-    def sent_bits(self) -> Optional[int]:
-        return self.bits
-
-    @property
-    def in_tree(self) -> bool:
-        return self.order == "tree"
-
-    def _details(self, optimizer: Optimizer) -> List[str]:
-        return [f"in {self.bits} bits" if self.bits else f"order {self.order}"]
+            yield ("order tree promises equal bits for all topologies, which bits rounds away; use order=fast")
 
 
 class Half(Exchange):
@@ -146,60 +129,27 @@ class Half(Exchange):
     method: Literal["half"] = "half"
     wire: Literal["float16", "bfloat16"] = Field("float16", description="type of the values that travel")
 
-    @property
-    def sent(self) -> str:
-        return self.wire
-
-    def _form(self) -> str:
-        return f"half ({self.wire})"
-
 
 class _Selecting(Exchange):
     """Keys of the methods that send the largest values of a vector and keep the rest for later steps."""
 
-    compress: Optional[Literal["update", "gradient"]] = Field(
-        None,
-        description="of what the largest values are sent: update, of what a replica's own gradient would change, with "
-        "lars and sgd; gradient, as published; null: update with lars, unless delayed, else gradient",
-    )
-    sketch: int = Field(
-        61,
-        ge=1,
-        le=1 << 16,
-        description="with compress update: values a layer by which replicas find the norm of their mean gradient, to "
-        "1 / sqrt(2 sketch); a prime number is best",
-    )
-    density_warmup: List[float] = Field(
-        default_factory=list,
-        description="densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]",
-    )
+    compress: Optional[Literal["update", "gradient"]] = None
+    """of what the largest values are sent: update, of what a replica's own gradient would change, with lars and sgd;
+    gradient, as published; null: update with lars, unless delayed, else gradient"""
+    sketch: int = Field(61, ge=1, le=1 << 16)
+    """with compress update: values a layer that tell the norm of the mean gradient, to 1 / sqrt(2 sketch); a prime"""
+    density_warmup: Annotated[List[float], AfterValidator(shares)] = Field(default_factory=list)
+    """densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]"""
     dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
     dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
-    factor_masking: Optional[bool] = Field(
-        None,
-        description="with compress update: momentum of what is sent starts again from 0; null: in updates "
-        "with a density of 0.01 or less",
-    )
-    stage_share: Literal["size", "threshold"] = Field(
-        "size",
-        description="how stages share the values to send: size, in proportion to their parameters; threshold, to where "
-        "the largest of the whole model are",
-    )
+    factor_masking: Optional[bool] = None
+    """with compress update: momentum of what is sent starts again from 0; null: if the density is 0.01 or less"""
+    stage_share: Literal["size", "threshold"] = "size"
+    """values that a stage sends: in proportion to its parameters (size), or to the largest of the model (threshold)"""
 
-    @field_validator("density_warmup")
-    @classmethod
-    def _shares(cls, value: List[float]) -> List[float]:
-        if not all(0 < density <= 1 for density in value):
-            raise ValueError(f"density_warmup takes shares between 0 and 1, found {value}")
-        return value
-
-    @model_validator(mode="after")
-    def _momentum_to_mask(self) -> "_Selecting":
+    def faults(self) -> Iterator[str]:
         if self.factor_masking and self.compress == "gradient":
-            raise ValueError(
-                "factor_masking clears momentum that replicas have with compress update; give compress=update"
-            )
-        return self
+            yield "factor_masking clears momentum, which needs compress update; give compress=update"
 
     def masks(self, optimizer: Optimizer, density: float) -> bool:
         masks = density <= _MASKED if self.factor_masking is None else self.factor_masking
@@ -210,43 +160,31 @@ class _Selecting(Exchange):
             return optimizer.replica_update and not optimizer.linear and not self.delay
         return self.compress == "update"
 
-    @property
-    def whole_1d(self) -> bool:
-        return self.dense_1d
-
 
 class Sparse(_Selecting):
     """Base of the methods that send a share of a gradient."""
 
     sparse: ClassVar[bool] = True
-    _residuals: ClassVar[List[str]] = []  # the rule for what is kept, where there are several
     wire: Literal["float32", "float16"] = Field("float32", description="type of the values that travel")
-    bits: Optional[Literal[8, 4]] = _few_bits("values are sent")
-
-    @property
-    def sent_bits(self) -> Optional[int]:
-        return self.bits
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which values are sent, with a scale for each 256; rounding errors are sent later; null: as wire"""
 
     @property
     def sent(self) -> str:
         return f"int{self.bits}" if self.bits else self.wire
 
-    def _amount(self) -> str:
-        return f"{self.density:g}"
-
-    def _form(self) -> str:
-        return f"{self.method} ({self.sent})"
-
-    def _details(self, optimizer: Optimizer) -> List[str]:
+    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
         warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
-        return [
-            f"density {self.density:g} of the {'update' if self.compresses_update(optimizer) else 'gradient'}",
-            *([f"after {warmup} in the first epochs"] if warmup else []),
-            *([f"dense for {self.dense_steps} steps"] if self.dense_steps else []),
-            *self._residuals,
-            *(["factor masking"] if self.masks(optimizer, self.density) else []),
-            *(["dense 1d"] if self.dense_1d else []),
-        ]
+        of = "update" if self.compresses_update(optimizer) else "gradient"
+        return {
+            f"density {self.density:g} of the {of}": True,
+            f"after {warmup} in the first epochs": warmup,
+            f"dense for {self.dense_steps} steps": self.dense_steps,
+            "conserving": getattr(self, "conserve", False),
+            "published residual rule": not getattr(self, "conserve", True),
+            "factor masking": self.masks(optimizer, self.density),
+            "dense 1d": self.dense_1d,
+        }
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
         """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the first `dense_steps`."""
@@ -265,17 +203,12 @@ class TopK(Sparse):
 class _Merging(Exchange):
     """Keys of the methods that keep the largest values of sums."""
 
-    pattern: Literal["tree", "butterfly", "owners"] = Field(
-        "tree",
-        description="tree adds up to replica 0 and sends back (2 log2 P hops); butterfly adds in pairs on all replicas "
-        "at once (log2 P hops, more work for the processors); owners adds everything, a region on each replica, and "
-        "keeps the largest of the whole sum (fewest bytes for many replicas)",
-    )
-    conserve: bool = Field(
-        True,
-        description="the replica that leaves values out of a sum keeps them for later steps; false is the published "
-        "rule, by which a part of them is lost",
-    )
+    pattern: Literal["tree", "butterfly", "owners"] = "tree"
+    """tree adds up to replica 0 and sends back (2 log2 P hops); butterfly adds in pairs on all replicas at once (log2 P
+    hops, more work for the processors); owners adds everything, a region on each replica, and keeps the largest of the
+    whole sum (fewest bytes for many replicas)"""
+    conserve: bool = True
+    """keep values that are left out of a sum for later steps; false: the published rule, which loses a part of them"""
 
 
 class GTopK(_Merging, Sparse):
@@ -283,81 +216,48 @@ class GTopK(_Merging, Sparse):
 
     method: Literal["gtopk"] = "gtopk"
 
-    @property
-    def variant(self) -> str:
-        return f"gtopk {self.pattern}"
-
-    def _form(self) -> str:
-        return f"gtopk ({self.pattern}, {self.sent})"
-
-    @property
-    def _residuals(self) -> List[str]:
-        return ["conserving" if self.conserve else "published residual rule"]
-
 
 class Local(Exchange):
     """Replicas make some updates alone, then take the mean of their weights (local SGD, DiLoCo)."""
 
     method: Literal["local"] = "local"
-    _sends: ClassVar[str] = "means"
     local_steps: int = Field(8, ge=1, le=10_000, description="updates between two means of the same weights")
-    fragments: int = Field(
-        1,
-        ge=1,
-        le=1000,
-        description="parts of the weights, whose means are taken at different updates; up to local_steps",
-    )
-    outer: Literal["mean", "nesterov"] = Field(
-        "mean",
-        description="what replicas go on from: mean, the mean of their weights; nesterov, a step of Nesterov's "
-        "momentum along the way that the mean has moved (DiLoCo)",
-    )
+    fragments: int = Field(1, ge=1, le=1000)
+    """parts of the weights, whose means are taken at different updates; up to local_steps"""
+    outer: Literal["mean", "nesterov"] = "mean"
+    """replicas go on from the mean of weights, or from a step of Nesterov's momentum along its movement (DiLoCo)"""
     outer_lr: float = Field(0.7, gt=0, le=2, description="with outer nesterov: its learning rate")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="with outer nesterov: its momentum")
-    bits: Optional[Literal[8, 4]] = _few_bits("the way that weights have moved is sent")
+    bits: Optional[Literal[8, 4]] = None
+    """bits in which movements of weights are sent, with a scale for each 256; rounding errors are sent later"""
     dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
     dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
 
-    @model_validator(mode="after")
-    def _as_many_fragments_as_steps(self) -> "Local":
+    def faults(self) -> Iterator[str]:
         if self.fragments > self.local_steps:
-            raise ValueError(f"{self.fragments} fragments need as many updates between two means; raise local_steps")
+            yield f"{self.fragments} fragments need as many updates between two means; raise local_steps"
         if self.delay >= self.local_steps:
-            raise ValueError(
-                f"a mean that is {count(self.delay, 'step')} late comes after the next one has begun; use a delay "
-                f"below local_steps {self.local_steps}"
-            )
-        return self
-
-    @property
-    def sent_bits(self) -> Optional[int]:
-        return self.bits
+            late = count(self.delay, "step")
+            yield (f"a mean {late} late comes after the next; use a delay below local_steps {self.local_steps}")
 
     @property
     def beside(self) -> float:
         return min(1.0, self.delay * self.fragments / self.local_steps)
 
-    def _amount(self) -> str:
-        return str(self.local_steps)
-
     def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:
         """Whether update `step`, from 0, is made of the whole gradient."""
         return step < max(self.dense_steps, self.dense_epochs * (steps_per_epoch or 0))
 
-    def _details(self, optimizer: Optimizer) -> List[str]:
-        parts = [f"mean of the weights every {count(self.local_steps, 'step')}"]
-        if self.outer == "nesterov":
-            parts = [
-                f"outer Nesterov {self.outer_lr:g}, {self.outer_momentum:g} every {count(self.local_steps, 'step')}"
-            ]
-        first = [f"{self.dense_steps:,} steps"] * bool(self.dense_steps)
-        first += [f"{self.dense_epochs:g} epochs"] * bool(self.dense_epochs)
-        return [
-            *parts,
-            *([f"in {self.fragments} fragments"] if self.fragments > 1 else []),
-            *([f"in {self.bits} bits"] if self.bits else []),
-            *([f"dense for {' and '.join(first)}"] if first else []),
-        ]
+    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
+        nesterov = f"outer Nesterov {self.outer_lr:g}, {self.outer_momentum:g}"
+        outer = nesterov if self.outer == "nesterov" else "mean of the weights"
+        first = {f"{self.dense_steps:,} steps": self.dense_steps, f"{self.dense_epochs:g} epochs": self.dense_epochs}
+        return {
+            f"{outer} every {count(self.local_steps, 'step')}": True,
+            f"in {self.fragments} fragments": self.fragments > 1,
+            f"in {self.bits} bits": self.bits,
+            f"dense for {' and '.join(_true(first))}": _true(first),
+        }
 
 
 class NoExchange(Exchange):
@@ -371,17 +271,11 @@ class Auto(_Merging, _Selecting):
     were measured to keep accuracy."""
 
     method: Literal["auto"] = "auto"
-    accept_loss: float = Field(
-        0.5,
-        ge=0,
-        le=100,
-        description="points of top-1 that the method may lose, as far as that was measured (docs/exchange.md); 100 "
-        "also admits what was not measured",
-    )
-    wire: Optional[Literal["float32", "float16"]] = Field(
-        None, description="type of the values that travel; null is float16 with half, float32 with the others"
-    )
+    accept_loss: float = Field(0.5, ge=0, le=100)
+    """points of top-1 that the method may lose, as measured (docs/exchange.md); 100: even if not measured"""
+    wire: Optional[Literal["float32", "float16"]] = None
+    """type of the values that travel; null is float16 with half, float32 with the others"""
 
-    @property
-    def sent(self) -> str:
-        return self.wire or "float32"
+
+def _true(words: Dict[str, Any]) -> List[str]:
+    return [word for word, holds in words.items() if holds]

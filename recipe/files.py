@@ -14,12 +14,9 @@ from typing import Iterator, Union
 def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterator[Path]:
     """A path beside `path` to write a file to, which takes the place of `path` once the block ends without an error.
 
-    Args:
-        durable: whether content and name are on the disk when this returns, as after a power cut.
-        shared: whether other processes may be writing the same file.
+    Args: durable: whether content and name are on the disk then. shared: whether other processes may write this file.
 
-    Raises:
-        OSError: writing failed; `path` is as it was, and no partial file is left.
+    Raises OSError if writing failed; `path` is as it was, and no partial file is left.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -37,18 +34,18 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
 
 
 def write(path: Path, content: Union[bytes, memoryview], durable: bool = False) -> None:
-    """Writes a file whole or not at all; see `replacing`."""
+    """Write a file whole or not at all; see `replacing`."""
     with replacing(path, durable) as temporary, open(temporary, "wb") as stream:
         stream.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file in UTF-8, whole or not at all; what UTF-8 has no bytes for is escaped (names of folders)."""
+    """Write a file in UTF-8, whole or not at all; what UTF-8 has no bytes for is escaped (names of folders)."""
     write(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,17 +69,14 @@ def check_same(path: Path, descriptor: int) -> None:
 
     What is open keeps its inode's number, so nothing that takes its place can have the same.
     """
-    try:
-        same = os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except (FileNotFoundError, NotADirectoryError):
-        same = False
-    if not same:
-        what = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
-        raise OSError(errno.ESTALE, what, str(path))
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return
+    what = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
+    raise OSError(errno.ESTALE, what, str(path))
 
 
 def stored_plainly(archive: zipfile.ZipFile, size: int) -> bool:
     """Whether the members of a zip file of `size` bytes are not compressed: such could swell a thousandfold."""
-    entries = archive.infolist()
-    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    return plain and sum(entry.file_size for entry in entries) <= size
+    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+    return plain and sum(entry.file_size for entry in archive.infolist()) <= size

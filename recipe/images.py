@@ -2,15 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, List, Literal, Optional, Tuple
+from typing import Any, ClassVar, Iterator, List, Literal, Optional, Tuple
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from recipe import credentials
 from recipe.bounded import read_json
 from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
+from recipe.section import check_pairs
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -22,61 +23,32 @@ class Data(Kind):
     tag = "source"
     resets = False
     files: ClassVar[bool] = False  # whether images are files that are read, and decoded
+    possible_classes: ClassVar[range] = range(2, 2**31)  # numbers of classes that a model can learn
 
     source: str = Field("folder", description="where images come from")
-    reader: Literal["torch", "dali"] = Field(
-        "torch",
-        description="decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one",
-    )
-    workers: int = Field(
-        8,
-        ge=0,
-        description="processes that decode and augment (threads with DALI); 0 does it in the training process",
-    )
+    reader: Literal["torch", "dali"] = "torch"
+    """decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one"""
+    workers: int = Field(8, ge=0, description="processes (DALI: threads) that decode; 0: the training process does")
     prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
-    crop_area: Tuple[float, float] = Field(
-        (0.05, 1.0), strict=False, description="share of the image's area a random crop takes, low and high"
-    )
-    crop_aspect: Tuple[float, float] = Field(
-        (0.75, 4 / 3), strict=False, description="width over height of a random crop, low and high"
-    )
+    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False, description="share of the area of a random crop")
+    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False, description="width over height of a crop")
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = Field(
-        "none", description="what else is done to each image after crop and flip"
-    )
+    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
+    """what else is done to each image after crop and flip"""
     randaugment_operations: int = Field(2, ge=1, le=16, description="operations that RandAugment strings together")
     randaugment_magnitude: int = Field(9, ge=0, le=30, description="strength of RandAugment's operations, of 30")
-    mixup: float = Field(
-        0.0,
-        ge=0,
-        le=100,
-        description="alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off",
-    )
-    cutmix: Optional[float] = Field(
-        None,
-        ge=0.62,
-        le=1,
-        description="about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); "
-        "null is off",
-    )
-    image_sizes: Optional[List[List[int]]] = Field(
-        None,
-        description="training image sizes as [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]; null trains at "
-        "model.image_size, where evaluation always is",
-    )
-    crop_fraction: float = Field(
-        0.875,
-        gt=0,
-        le=1,
-        description="evaluation resizes the short side to image_size / crop_fraction, then crops the centre",
-    )
-    bad_images: Literal["error", "skip"] = Field(
-        "error", description="an unreadable image: error stops the run, skip leaves the image out and counts it"
-    )
-    changed_images: Literal["error", "accept"] = Field(
-        "error",
-        description="a resumed run finds other images (names, labels or shards): error stops it, accept continues",
-    )
+    mixup: float = Field(0.0, ge=0, le=100)
+    """alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off"""
+    cutmix: Optional[float] = Field(None, ge=0.62, le=1)
+    """about the share of an image that is its own under cutmix, as the G16 recipe draws it (0.85); null is off"""
+    image_sizes: Optional[List[List[int]]] = None
+    """[first epoch, pixels] pairs of training sizes, e.g. [[0, 252], [300, 380]]; null, and evaluation: image_size"""
+    crop_fraction: float = Field(0.875, gt=0, le=1)
+    """evaluation resizes the short side to image_size / crop_fraction, then crops the centre"""
+    bad_images: Literal["error", "skip"] = "error"
+    """an unreadable image: error stops the run, skip leaves the image out and counts it"""
+    changed_images: Literal["error", "accept"] = "error"
+    """a resumed run finds other images (names, labels or shards): error stops it, accept continues"""
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
 
     @field_validator("crop_area", "crop_aspect")
@@ -88,24 +60,17 @@ class Data(Kind):
             raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
         return value
 
-    @model_validator(mode="after")
-    def _reader_of_files(self) -> "Data":
+    def faults(self) -> Iterator[str]:
         if self.reader == "dali" and not self.files:
-            raise ValueError(f"reader dali reads files, but source is {self.source}; use reader torch")
-        return self
+            yield f"reader dali reads files, but source is {self.source}; use reader torch"
 
     @field_validator("image_sizes")
     @classmethod
     def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
-        if value is None:
-            return None
-        if not value or any(len(pair) != 2 for pair in value):
-            raise ValueError("must be [first epoch, pixels] pairs, e.g. [[0, 252], [300, 380]]")
-        epochs = [epoch for epoch, _ in value]
-        if epochs[0] != 0 or any(after <= before for before, after in zip(epochs, epochs[1:])):
-            raise ValueError("the first pair must begin at epoch 0, and each later one after the one before it")
-        if not all(8 <= pixels <= 8192 for _, pixels in value):
-            raise ValueError("every size must be 8 to 8192 pixels")
+        if value is not None:
+            check_pairs(value, "epochs", "pixels")
+            if not all(8 <= pixels <= 8192 for _, pixels in value):
+                raise ValueError("every size must be 8 to 8192 pixels")
         return value
 
     @classmethod
@@ -115,7 +80,7 @@ class Data(Kind):
     @property
     def place(self) -> str:
         """Where the images are."""
-        return self.source
+        return getattr(self, "root", None) or self.source
 
     def images(self, split: str) -> Optional[int]:
         """Images of the "train" or "validation" split that the recipe alone gives; None: those that are found."""
@@ -123,9 +88,15 @@ class Data(Kind):
 
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
+        if classes not in self.possible_classes:
+            most, at_most = self.possible_classes[-1], " at most" if len(self.possible_classes) > 1 else ""
+            fault = f"data.source={self.source}: {most} classes{at_most}, but model.classes is {classes}"
+            raise ConfigError(f"{fault}; set model.classes={most}")
 
     def count_classes(self) -> int:
-        """Of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be counted."""
+        """Classes of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be known."""
+        if len(self.possible_classes) == 1:
+            return self.possible_classes[0]
         raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
 
 
@@ -134,28 +105,19 @@ class Files(Data):
 
     files: ClassVar[bool] = True
     urls: ClassVar[bool] = False  # whether root may be a URL
-    root: Optional[str] = Field(
-        None,
-        description="folder that holds the training and the validation folder; for shards also a URL that fsspec "
-        "knows, such as s3://bucket/imagenet; credentials in it are used and never stored",
-    )
+    root: Optional[str] = None
+    """folder that holds the training and the validation folder; for shards also a URL that fsspec knows, such as
+    s3://bucket/imagenet; credentials in it are used and never stored"""
     train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
     validation_folder: str = Field("val", description="the same, for evaluation")
-    train_images: Optional[int] = Field(
-        None, gt=0, le=2**31, description="expected training images on disk: another count is an error"
-    )
-    validation_images: Optional[int] = Field(
-        None, gt=0, le=2**31, description="expected validation images on disk: another count is an error"
-    )
+    train_images: Optional[int] = Field(None, gt=0, le=2**31)
+    """expected training images on disk: another count is an error"""
+    validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")
 
     @field_validator("root")
     @classmethod
     def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
         return value and credentials.take(value)
-
-    @property
-    def place(self) -> str:
-        return str(self.root)
 
     def count_classes(self) -> int:
         if self.root is None:
@@ -167,10 +129,6 @@ class Files(Data):
         if found < 2:
             raise ConfigError(f"model.classes auto: {self.root}: {count(found, 'class', 'classes')}; a model needs two")
         return found
-
-    def _classes_in(self, folder: str) -> int:
-        """Of the training folder; what is raised says why they cannot be counted."""
-        raise NotImplementedError
 
 
 class Folder(Files):
@@ -187,12 +145,7 @@ class Shards(Files):
 
     urls: ClassVar[bool] = True
     source: Literal["shards"] = "shards"
-    shuffle_window: int = Field(
-        16_384,
-        ge=1,
-        le=2**31,
-        description="images among which those of shards are shuffled: more mix better, fewer read in a row",
-    )
+    shuffle_window: int = Field(16_384, ge=1, le=2**31, description="images of shards that are shuffled together")
 
     def _classes_in(self, folder: str) -> int:
         if "://" in folder:
@@ -203,33 +156,23 @@ class Shards(Files):
 class Digits(Data):
     """The 1,797 digits that come along."""
 
+    possible_classes: ClassVar[range] = range(10, 11)
     source: Literal["digits"] = "digits"
 
     def images(self, split: str) -> Optional[int]:
         return 1437 if split == "train" else 360
 
-    def count_classes(self) -> int:
-        return 10
-
-    def check_classes(self, classes: int) -> None:
-        if classes != 10:
-            raise ConfigError(f"data.source=digits: 10 classes, but model.classes is {classes}; set model.classes=10")
-
 
 class Glyphs(Data):
     """Glyphs that are drawn when they are needed."""
 
+    possible_classes: ClassVar[range] = range(2, 1001)
     source: Literal["glyphs"] = "glyphs"
     train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
     validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
     glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
-    glyph_difficulty: float = Field(
-        0.5, ge=0, le=1, description="from centred black glyphs (0) to distorted ones in colour among clutter (1)"
-    )
-
-    def check_classes(self, classes: int) -> None:
-        if classes > 1000:
-            raise ConfigError(f"data.source=glyphs: 1000 classes at most, but model.classes is {classes}; lower it")
+    glyph_difficulty: float = Field(0.5, ge=0, le=1)
+    """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
 
 
 def split_folder(data: Files, split: str) -> str:
@@ -253,12 +196,12 @@ def below(root: str, name: str) -> str:
     return f"{root.rstrip('/')}/{name}" if "://" in root else os.path.join(root, name)
 
 
-def describe(data: Data) -> List[str]:
-    """The plan's line about folders on this machine: whether they are there; none for other sources."""
+def describe(data: Data) -> str:
+    """The plan's line about folders on this machine: whether they are there; empty for other sources."""
     if not data.files:
-        return []
+        return ""
     try:
         folders = [split_folder(data, split) for split in ("train", "validation")]
     except DataError as error:
-        return [f"images     not found here: {error}"]
-    return [] if "://" in folders[0] else [f"images     found: {', '.join(folders)}"]
+        return f"not found here: {error}"
+    return "" if "://" in folders[0] else f"found: {', '.join(folders)}"

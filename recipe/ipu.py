@@ -10,9 +10,9 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.ipu_optimizers import FORMS, DeviceOptimizer, Name
+from recipe.ipu_optimizers import Name, optimizer  # noqa: F401
 
-# The rules are part of this module's interface.
+# The rules and the optimizer are part of this module's interface.
 from recipe.ipu_rules import (  # noqa: F401
     Launched,
     check,
@@ -52,19 +52,12 @@ class Setting(NamedTuple):
 
 
 def evaluation_iterations(recipe: Recipe) -> int:
-    """Batches that a replica scores in one call.
-
-    A pipeline takes stages - 1 rounds more to fill and drain: 4 x stages keep that below a fifth.
-    """
+    """Batches that a replica scores in one call: 4 x stages keep filling and draining a pipeline below a fifth."""
     return recipe.ipu.evaluation_iterations or 4 * recipe.parallel.stages
 
 
 def overlaps(recipe: Recipe, batch: Batch) -> bool:
-    """Whether images and results of training move while the device computes.
-
-    PopART overlaps the turns of a loop; with one micro batch an update there is none, and explicit main loops without a
-    loop are an error where results are summed (willow/src/transforms/mainloops.cpp).
-    """
+    """Whether images and results of training move while the device computes: in turns of a loop (mainloops.cpp)."""
     return recipe.ipu.overlap_io is not False and not pipelined(recipe) and batch.accumulation > 1
 
 
@@ -79,32 +72,24 @@ def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
     if ipu.synthetic_data:
         found.append("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones")
     if ipu.shard_optimizer_state and served == 1:
-        found.append(
-            "ipu.shard_optimizer_state has no effect: state is divided within an instance, and each has one replica; "
-            "start fewer instances"
-        )
+        found.append("ipu.shard_optimizer_state has no effect with one replica an instance; start fewer instances")
     if recipe.log.noise_scale in (True, "layers"):
         found.append("log.noise_scale: not measured, as PopTorch sums gradients on the device")
     if pipelined(recipe):
-        found.append(
-            f"pipelined stages: {ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap computing; "
-            "parallel.schedule=sharded overlaps it, with one stage at work at a time"
-        )
+        prefetched = f"pipelined stages: {ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap"
+        found.append(f"{prefetched}; parallel.schedule=sharded overlaps it, with one stage at work at a time")
     return tuple(found)
 
 
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
     """The options of the training model, in the order in which they are to be set.
 
-    Args:
-        served: replicas of this process.
-        under_poprun: the options are popdist.poptorch.Options, which bring the replicas along.
+    Args: served: replicas of this process. under_poprun: the options are popdist's, which bring the replicas along.
     """
     return [
         *_common(recipe, served, under_poprun, overlaps(recipe, batch)),
-        *_gradients(recipe, batch),
-        *_recomputation(recipe),
-        *_published(),
+        *_updates(recipe, batch),
+        *(_popart(name, value, f"always: {reason}") for name, value, reason in _PUBLISHED),
     ]
 
 
@@ -178,9 +163,10 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
         yield Setting("Options.enableSyntheticData", (True,), "ipu.synthetic_data")
 
 
-def _gradients(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
-    """Accumulation, reduction, loss scale and rounding of the updates."""
+def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
+    """Accumulation, reduction, loss scale, rounding and recomputation."""
     precision, division = recipe.precision, "batch.global, batch.micro, parallel.replicas"
+    recompute, source = recipe.parallel.recompute, "parallel.recompute"
     # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in their own float16,
     # where a mean that is kept as it goes cannot overflow.
     strategy = Name("poptorch.MeanReductionStrategy." + ("Post" if batch.accumulation > 1 else "Running"))
@@ -200,47 +186,32 @@ def _gradients(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
         calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
         location = Chain("poptorch.TensorLocationSettings", calls)
         yield Setting("Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state")
-
-
-# PopART's RecomputationType, by number: PopTorch has no names for it (willow/include/popart/sessionoptions.hpp).
-_RECOMPUTE_NONE, _RECOMPUTE_STANDARD, _RECOMPUTE_PIPELINE, _RECOMPUTE_ALL = 0, 1, 3, 4
-
-
-def _recomputation(recipe: Recipe) -> Iterator[Setting]:
-    recompute, source = recipe.parallel.recompute, "parallel.recompute"
     if pipelined(recipe):  # which PopTorch recomputes by default
         yield _popart("autoRecomputation", _RECOMPUTE_PIPELINE if recompute else _RECOMPUTE_NONE, source)
     elif recompute:
         yield _popart("explicitRecomputation", True, source)
-        if recipe.ipu.keep_activations:
-            yield _popart("autoRecomputation", _RECOMPUTE_ALL, f"{source}, ipu.keep_activations")
-        else:
-            yield _popart("autoRecomputation", _RECOMPUTE_STANDARD, source)
+        kept = recipe.ipu.keep_activations
+        kind, source = (_RECOMPUTE_ALL, f"{source}, ipu.keep_activations") if kept else (_RECOMPUTE_STANDARD, source)
+        yield _popart("autoRecomputation", kind, source)
 
 
-def _published() -> Iterator[Setting]:
-    """Other options of Graphcore's published PyTorch recipe of this model (vision/cnns/pytorch, SDK 3.4).
+# PopART's RecomputationType, by number: PopTorch has no names for it (willow/include/popart/sessionoptions.hpp).
+_RECOMPUTE_NONE, _RECOMPUTE_STANDARD, _RECOMPUTE_PIPELINE, _RECOMPUTE_ALL = 0, 1, 3, 4
+_OVERLAP_MEMORY_OPTIMIZED = 3  # of AccumulateOuterFragmentSchedule
 
-    Without its disableOptimizerStateTensorStreams, which would keep the momentum on the device.
-    """
-    overlap_memory_optimized = 3  # AccumulateOuterFragmentSchedule, by number
-    for name, value, reason in (
-        ("scheduleNonWeightUpdateGradientConsumersEarly", True, "frees gradients as soon as they are added"),
-        ("accumulateOuterFragmentSettings.schedule", overlap_memory_optimized, "IPUs of a replica update together"),
-        ("replicatedCollectivesSettings.prepareScheduleForMergingCollectives", True, "few large sums over replicas"),
-        ("replicatedCollectivesSettings.mergeAllReduceCollectives", True, "few large sums over replicas"),
-        ("disableGradAccumulationTensorStreams", True, "accumulators stay on the device"),
-    ):
-        yield _popart(name, value, f"always: {reason}")
+# Other options of Graphcore's published PyTorch recipe of this model (vision/cnns/pytorch, SDK 3.4), without its
+# disableOptimizerStateTensorStreams, which would keep the momentum on the device.
+_PUBLISHED = (
+    ("scheduleNonWeightUpdateGradientConsumersEarly", True, "frees gradients as soon as they are added"),
+    ("accumulateOuterFragmentSettings.schedule", _OVERLAP_MEMORY_OPTIMIZED, "IPUs of a replica update together"),
+    ("replicatedCollectivesSettings.prepareScheduleForMergingCollectives", True, "few large sums over replicas"),
+    ("replicatedCollectivesSettings.mergeAllReduceCollectives", True, "few large sums over replicas"),
+    ("disableGradAccumulationTensorStreams", True, "accumulators stay on the device"),
+)
 
 
 def _popart(name: str, value: object, source: str) -> Setting:
     return Setting("Options._Popart.set", (name, value), source)
-
-
-def optimizer(recipe: Recipe) -> DeviceOptimizer:
-    """The optimizer of poptorch.optim that updates as the recipe's does, apart from rounding."""
-    return FORMS.of(recipe.optimizer)(recipe.optimizer, recipe.precision).made()
 
 
 def shown(value: object) -> str:

@@ -14,26 +14,22 @@ def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
     """("training" or "evaluation", setting) of each option in this environment, and of each call on the model."""
     under_poprun = ipu.stages_of_launcher(os.environ) is not None
     for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
-        for setting in make(recipe, batch, batch.replicas, under_poprun):
-            yield model, setting
-        for setting in ipu.model_calls(recipe, batch, model == "training"):
-            yield model, setting
+        calls = ipu.model_calls(recipe, batch, model == "training")
+        yield from ((model, each) for each in [*make(recipe, batch, batch.replicas, under_poprun), *calls])
 
 
 def arguments_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     """(argument, value, source) of the optimizer's constructor; the learning rate is the schedule's."""
-    yield "lr", "the schedule's x the group's", "schedule"
     made = ipu.optimizer(recipe)
-    for name, value in made.options.items():
-        yield name, ipu.shown(value), made.sources[name]
+    yield "lr", "the schedule's x the group's", "schedule"
+    yield from ((name, ipu.shown(value), made.sources[name]) for name, value in made.options.items())
 
 
 def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     """(which parameters, how they are stepped, source) of each group."""
-    made = ipu.optimizer(recipe)
-    for group, source in zip(made.groups, made.group_sources):
+    for group in ipu.optimizer(recipe).groups:
         options = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
-        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {options}", source
+        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {options}", group.source
 
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:
@@ -49,11 +45,11 @@ def lines(recipe: Recipe, batch: Batch) -> List[str]:
 
 def as_data(recipe: Recipe, batch: Batch) -> dict:
     """The same as JSON has it. Names and objects of PopTorch are text."""
-    options = []
-    for model, setting in settings(recipe, batch):
-        arguments = [_plain(each) for each in setting.arguments]
-        options.append({"model": model, "call": setting.call, "arguments": arguments, "from": setting.source})
     made = ipu.optimizer(recipe)
+    options = [
+        {"model": model, "call": each.call, "arguments": list(map(_plain, each.arguments)), "from": each.source}
+        for model, each in settings(recipe, batch)
+    ]
     optimizer = {
         "name": f"poptorch.optim.{made.name}",
         "options": {name: _plain(value) for name, value in made.options.items()},

@@ -5,13 +5,14 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 
 from __future__ import annotations
 
+import json
 from typing import Iterable, Mapping, NamedTuple, Optional, Tuple
 
 from recipe.config import Recipe
-from recipe.division import Batch
+from recipe.division import Batch, count
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
-from recipe.ipu_optimizers import refusals
+from recipe.ipu_optimizers import optimizer
 
 _MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 
@@ -31,9 +32,8 @@ def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
 
 def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
     """What poprun started; None where it did not start this process. Raises ConfigError."""
-    numbers = [
-        _number(environment, f"POPDIST_NUM_{name}") for name in ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
-    ]
+    names = ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
+    numbers = [_number(environment, f"POPDIST_NUM_{name}") for name in names]
     return None if None in numbers else Launched(*numbers)
 
 
@@ -56,117 +56,97 @@ def pipelined(recipe: Recipe) -> bool:
     return recipe.parallel.stages > 1 and recipe.parallel.schedule != "sharded"
 
 
+# The key, the values that IPUs take (the first is the remedy), and why.
+_POPLAR = "Poplar compiles with layouts and kernels of its own"
+_TAKEN = (
+    ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
+    ("average.step_decay", (None,), "the weights would leave the device after every update (epoch_decay works)"),
+    ("exchange.method", ("dense", "auto"), "PopART exchanges gradients itself, completely and in float32"),
+    ("exchange.delay", (0,), "PopART makes each update from the gradients of its own step"),
+    ("exchange.order", ("fast",), "PopART decides in which order gradients are added"),
+    ("batch.schedule", (None,), "the accumulation is compiled into the program"),
+    ("data.bad_images", ("error",), "a compiled program takes whole micro batches only"),
+    ("data.reader", ("torch",), "PopTorch's loader reads by worker processes of its own"),
+    ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
+    ("parallel.schedule", ("1f1b", "gpipe", "sharded"), "PopART pipelines in one way of its own, one stage an IPU"),
+    ("log.trace", (0,), "the host does not see what IPUs do when (ipu.profile=FOLDER writes Poplar's own profile)"),
+    *((f"engine.{key}", (default,), _POPLAR) for key, default in EngineSection()),
+)
+
+
 def check(recipe: Recipe, batch: Batch) -> None:
     """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
-    for refusal in refusals(recipe.optimizer, recipe.precision):
-        raise ConfigError(refusal)
-    for broken, key, reason in (*_algorithm(recipe), *_numbers(recipe), *_machine(recipe, batch)):
+    optimizer(recipe)
+    for key, taken, reason in _TAKEN:
+        section, _, name = key.partition(".")
+        found = getattr(getattr(recipe, section), name, taken[0])
+        if found not in taken:
+            remedy = taken[0] if isinstance(taken[0], str) else json.dumps(taken[0])
+            raise ConfigError(f"{key} {found} on IPUs: {reason}; use {key}={remedy}")
+    for broken, key, reason in _rules(recipe, batch):
         if broken:
             raise ConfigError(f"{key} on IPUs: {reason}")
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
-    _check_powers(batch)
 
 
-_Rules = Iterable[Tuple[bool, str, str]]  # whether it is broken, the key with its value, the reason and the remedy
-
-
-def _algorithm(recipe: Recipe) -> _Rules:
-    clip, decay, exchange, data = recipe.optimizer.clip_norm, recipe.average.step_decay, recipe.exchange, recipe.data
-    sizes = {pixels for _, pixels in data.image_sizes or ()}
+def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
+    """Whether it is broken, the key with its value, the reason and the remedy of each rule about several keys."""
+    precision, compute, parallel, ipu = recipe.precision, compute_dtype(recipe), recipe.parallel, recipe.ipu
+    shares, iterations, stages = ipu.available_memory_proportion, ipu.evaluation_iterations, parallel.stages
+    sizes = {pixels for _, pixels in recipe.data.image_sizes or ()}
+    numbers = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
     return (
-        (clip is not None, f"optimizer.clip_norm {clip}",
-         "PopTorch's LAMB and RMSprop cannot clip gradients; use optimizer.clip_norm=null"),
-        (decay is not None, f"average.step_decay {decay}",
-         "the weights would have to leave the device after every update; use average.step_decay=null; "
-         "average.epoch_decay works"),
-        (exchange.method not in ("dense", "auto"), f"exchange.method {exchange.method}",
-         "PopART exchanges gradients itself, completely and in the accumulator's float32; use exchange.method=dense"),
-        (exchange.delay > 0, f"exchange.delay {exchange.delay}",
-         "PopART makes each update from the gradients of its own step; use exchange.delay=0"),
-        (recipe.batch.schedule is not None, "batch.schedule",
-         "the accumulation is compiled into the program; use batch.schedule=null"),
-        (exchange.in_tree, "exchange.order tree",
-         "PopART decides in which order gradients are added; use exchange.order=fast"),
         (recipe.model.batch_statistics, "model.norm batch",
          "running statistics would be each replica's own; use model.norm=group or layer"),
-        (data.bad_images == "skip", "data.bad_images skip",
-         "a compiled program takes whole micro batches only; use data.bad_images=error"),
-        (data.reader == "dali", "data.reader dali",
-         "PopTorch's loader reads by worker processes of its own; use data.reader=torch"),
-        (len(sizes) > 1, f"data.image_sizes {data.image_sizes}",
-         "every size is another program to compile; use one size, or a run for each that starts from the one before "
-         "(model.init_from)"),
-    )  # fmt: skip
-
-
-def _numbers(recipe: Recipe) -> _Rules:
-    precision, compute = recipe.precision, compute_dtype(recipe)
-    return (
-        (compute == "bfloat16", "precision.compute bfloat16",
-         "the IPU has float16 and float32 only; use precision.compute=float16"),
+        (len(sizes) > 1, f"data.image_sizes {recipe.data.image_sizes}",
+         "every size is another program to compile; use one size, or a run for each (model.init_from)"),
         (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
          f"weights live on the device, in the format that it computes in; use precision.weights={compute} or "
          f"precision.compute={precision.weights}"),
         (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
-         "PopART finds the scale from float16 gradients, and float32 has none; use precision.dynamic_loss_scale=false"),
-    )  # fmt: skip
-
-
-def _machine(recipe: Recipe, batch: Batch) -> _Rules:
-    """Rules for schedules, memory and data movement."""
-    parallel, ipu, stages = recipe.parallel, recipe.ipu, recipe.parallel.stages
-    shares, iterations = ipu.available_memory_proportion, ipu.evaluation_iterations
-    changed = [(key, getattr(recipe.engine, key), value) for key, value in EngineSection()]
-    return (
-        (parallel.schedule == "interleaved", "parallel.schedule interleaved",
-         "PopART pipelines in one way of its own, one stage an IPU; use parallel.schedule=1f1b"),
+         "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"),
         (isinstance(parallel.recompute, list), "parallel.recompute as a list",
-         "PopART recomputes all blocks or none, and is told which outputs to keep; use parallel.recompute=true, and "
-         "ipu.keep_activations for the blocks whose output is kept"),
-        (bool(ipu.keep_activations) and not parallel.recompute, "ipu.keep_activations",
+         "PopART recomputes all blocks or none; use parallel.recompute=true, and ipu.keep_activations for exceptions"),
+        (ipu.keep_activations and not parallel.recompute, "ipu.keep_activations",
          "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
-        (recipe.log.trace > 0, f"log.trace {recipe.log.trace}",
-         "the host does not see what the IPUs of a replica do when; use log.trace=0, and ipu.profile=FOLDER for "
-         "Poplar's own profile"),
-        (bool(ipu.overlap_io) and pipelined(recipe), "ipu.overlap_io with pipelined stages",
-         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, which prefetches '
-         "only, or parallel.schedule=sharded, or parallel.stages=1"),
-        (bool(ipu.overlap_io) and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
-         "the next micro batch moves while this one is computed, and an update has only one; use ipu.overlap_io=null, "
-         "or a smaller batch.micro"),
-        *((found != value, f"engine.{key} {found}",
-           "Poplar compiles the model, chooses its layouts and has kernels of its own; use "
-           f"engine.{key}={str(value).lower()}") for key, found, value in changed),
+        (ipu.overlap_io and pipelined(recipe), "ipu.overlap_io with pipelined stages",
+         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, or '
+         "parallel.schedule=sharded, or parallel.stages=1"),
+        (ipu.overlap_io and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
+         "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"),
         (shares is not None and len(shares) not in (1, stages), f"ipu.available_memory_proportion {shares}",
          f"{stages} stages have {stages} IPUs; give one number, or one for each stage"),
         (iterations is not None and pipelined(recipe) and iterations < stages,
          f"ipu.evaluation_iterations {iterations}",
          f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
+        *((not _is_power(number), f"{key} {number}",
+           f"IPUs come in powers of two; use {1 << (number.bit_length() - 1)} or {1 << number.bit_length()}")
+          for key, number in numbers.items()),
+        (ipu.io_tiles % 2, f"ipu.io_tiles {ipu.io_tiles}",
+         f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"),
     )  # fmt: skip
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:
-    """Whether poprun's replicas have the IPUs that the recipe's stages need. Raises ConfigError."""
+    """Raises ConfigError where poprun's replicas have other IPUs than the recipe's stages need."""
     stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
     replicas, served, given = launched
     if given != stages:
         least = -(-replicas * stages // _MAX_IPUS)
         raise ConfigError(
-            f"poprun gives each replica {given} IPU{'' if given == 1 else 's'}, but parallel.stages is {stages}; start "
-            f"it as `poprun --num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py "
-            f"...` (N divides {replicas} and is {least} or more; of a POD with more than {replicas} x {stages} = "
-            f"{replicas * stages} IPUs the rest stays idle), or use parallel.stages=auto, which takes what there is"
+            f"poprun gives each replica {count(given, 'IPU')}, but parallel.stages is {stages}; start it as `poprun "
+            f"--num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py ...` (N divides "
+            f"{replicas} and is {least} or more), or use parallel.stages=auto, which takes what there is"
         )
     if wanted is not None and wanted != replicas:
-        raise ConfigError(
-            f"poprun started {replicas} replicas, but parallel.replicas is {wanted}; use parallel.replicas=auto"
-        )
+        fault = f"poprun started {replicas} replicas, but parallel.replicas is {wanted}"
+        raise ConfigError(f"{fault}; use parallel.replicas=auto")
     check_served(served, stages, replicas)
 
 
 def check_served(served: int, stages: int, replicas: int) -> None:
-    """Whether one process can have so many IPUs. Args: served: its replicas, of all. Raises ConfigError."""
+    """Raises ConfigError where one process cannot have so many IPUs. Args: served: its replicas, of all."""
     if not _is_power(served) or served * stages > _MAX_IPUS:
         raise ConfigError(
             f"one process would have {served} replicas x {stages} IPUs = {served * stages}, but PopTorch takes a power "
@@ -189,17 +169,6 @@ def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
         f"pipeline of {stages} stages needs 2 x {stages} - 1 = {needed} micro batches or more in training; use "
         f"{remedy}{', fewer replicas' if replicas > 1 else ''} or parallel.schedule=sharded"
     )
-
-
-def _check_powers(batch: Batch) -> None:
-    """PopTorch reserves IPUs in powers of two."""
-    for number, key in ((batch.stages, "parallel.stages"), (batch.replicas, "parallel.replicas")):
-        if not _is_power(number):
-            below = 1 << (number.bit_length() - 1)
-            product = f"{batch.replicas} replicas x {batch.stages} = {batch.replicas * batch.stages}"
-            raise ConfigError(
-                f"{key} {number} on IPUs: they come in powers of two, not {product}; use {below} or {2 * below}"
-            )
 
 
 def _is_power(number: int) -> bool:

@@ -1,20 +1,19 @@
 """Sections that come in kinds, sections that have parts, and the registry of what implements them.
 
 A section that comes in kinds has a base class with the keys common to all of them, and a class for each kind with its
-own keys, ranges and defaults. Writing the class is all it takes to add one, here or in a file of your own::
+own keys, ranges and defaults. To add one, write the class, here or in a file of your own::
 
     class Adagrad(Optimizer):
         name: Literal["adagrad"] = "adagrad"
         eps: float = Field(1e-10, gt=0, description="added to the divisor of the step")
 
-From then on `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`, and
-the JSON Schema, the suggestions for misspelt keys and the errors about another kind's keys know it. The first kind
-that is registered is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
+Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`; JSON Schema,
+suggestions and errors know it. The first kind is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
 
-A section that has parts (`Log`) has the keys of every subclass at once: `class Csv(Log): csv: bool = False` adds
-`log.csv`, and `isinstance(recipe.log, Csv)` holds from then on.
+A section that has parts (`Log`) has the keys of all its subclasses: `class Csv(Log): csv: bool = False` adds `log.csv`,
+and `isinstance(recipe.log, Csv)` holds.
 
-The code that does what such a class describes registers itself for the class, in a file of its own::
+The implementation registers itself for the class, in a file of its own::
 
     OPTIMIZERS = Registry("optimizer")             # one for each room, beside its users
 
@@ -42,16 +41,11 @@ class _Open(Section):
     """A section whose classes are looked up when a recipe is read, so that those defined after `Recipe` count."""
 
     @classmethod
-    def section(cls) -> Type["_Open"]:
-        """The class of the whole section, the one below Kind or Parts."""
+    def section(cls) -> Type["_Open"]:  # the class below Kind or Parts
         return cls.__mro__[cls.__mro__.index(_Open) - 2]  # type: ignore[return-value]
 
     def __new__(cls, **values: Any) -> "_Open":
         return super().__new__(cls._class_for(values) if cls is cls.section() else cls)
-
-    @classmethod
-    def _class_for(cls, values: Any) -> Type["_Open"]:
-        raise NotImplementedError
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -63,10 +57,7 @@ class _Open(Section):
 
 
 class Kind(_Open):
-    """Base of sections that come in kinds.
-
-    A subclass whose `tag` is a Literal is a kind, under each name of the Literal; others only share keys.
-    """
+    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names."""
 
     tag: ClassVar[str] = "name"
     kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name
@@ -124,11 +115,11 @@ class Kind(_Open):
         """Null stands for the default of a kind's own key, and for nothing at another kind's."""
         if not isinstance(values, dict):
             return values
-        elsewhere = {key for kind in cls.kinds.values() for key in kind.model_fields}.difference(cls.model_fields)
-        for key in elsewhere.intersection(values):
+        others = {key for kind in cls.kinds.values() for key in kind.model_fields}.difference(cls.model_fields)
+        for key in others.intersection(values):
             if values[key] is not None:
                 cls._check_foreign(key, values[key])
-        absent = {*elsewhere, *(key for key in cls.own_keys() if values.get(key) is None)}
+        absent = {*others, *(key for key in cls.own_keys() if values.get(key) is None)}
         return {key: value for key, value in values.items() if key not in absent}
 
     @classmethod
@@ -160,17 +151,18 @@ class Kind(_Open):
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
         if cls is not cls.section():
             return handler(schema)
-        kinds = list(dict.fromkeys(cls.kinds.values()))
-        references = [handler(kind.__pydantic_core_schema__) for kind in kinds]
-        properties = [handler.resolve_ref_schema(reference)["properties"] for reference in references]
-        every = {key: [own[key] for own in properties if key in own] for each in properties for key in each}
-        for kind, own in zip(kinds, properties):
+        references = {kind: handler(kind.__pydantic_core_schema__) for kind in cls.kinds.values()}
+        properties = {kind: handler.resolve_ref_schema(found)["properties"] for kind, found in references.items()}
+        every = {
+            key: [own[key] for own in properties.values() if key in own] for each in properties.values() for key in each
+        }
+        for kind, own in properties.items():
             for key in kind.own_keys():
                 _allow_null(own[key])
             for key in every:
                 own.setdefault(key, {"type": "null"})
-        if cls.resets and len(kinds) > 1:
-            return {"description": cls.__doc__, "anyOf": references}
+        if cls.resets and len(references) > 1:
+            return {"description": cls.__doc__, "anyOf": list(references.values())}
         # Keys of another kind are often ignored: one object with all keys is as exact, and much shorter.
         merged = {key: each[0] if each.count(each[0]) == len(each) else {"anyOf": each} for key, each in every.items()}
         described = cls.model_fields[cls.tag].description
@@ -201,11 +193,10 @@ class Parts(_Open):
 
     @classmethod
     def _class_for(cls, values: Any) -> Type["Parts"]:
-        count = len(cls.parts)
+        count, section = len(cls.parts), cls.section()
         if count not in cls._whole:
-            bases = (*reversed(cls.parts), cls.section())
-            name, doc = cls.section().__name__, cls.section().__doc__
-            cls._whole[count] = create_model(name, __base__=bases, __module__=__name__, __doc__=doc)
+            bases, doc = (*reversed(cls.parts), section), section.__doc__
+            cls._whole[count] = create_model(section.__name__, __base__=bases, __module__=__name__, __doc__=doc)
         return cls._whole[count]
 
     @classmethod

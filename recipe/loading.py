@@ -1,7 +1,6 @@
 """From YAML files and command-line overrides to a checked recipe.
 
-A file may `extend` another; overrides (`section.key=value`) come last. Every error is one line that
-names the place (file, or command line), the key and the remedy.
+Every error is one line that names the place (file, or command line), the key and the remedy.
 """
 
 from __future__ import annotations
@@ -81,10 +80,9 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     seen = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key} is given twice", key_node.start_mark)
+        if not isinstance(key, str) or key in seen:
+            fault = f"key {key} is given twice" if isinstance(key, str) else f"key {key!r} is not text"
+            raise yaml.constructor.ConstructorError(None, None, fault, key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -100,11 +98,7 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` (see `find`) with its `extends` chain, then `overrides` ("section.key=value") applied.
-
-    Raises:
-        ConfigError: unreadable file, bad YAML, unknown key, wrong type or range, circular `extends`.
-    """
+    """The recipe in `path` (see `find`), what it extends, and `overrides` ("section.key=value"). Raises ConfigError."""
     path = find(path)
     return _checked(_chain(path), overrides, default=str(path))
 
@@ -115,16 +109,21 @@ def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
+    """The recipe of layers, (place, mapping) each, of which the later ones win; then the overrides."""
     merged: dict = {section: {} for section in Recipe.model_fields}
     origin: dict = {}
     # Names first: they decide which keys there are, and a new one unsets the keys of the old.
     overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith((".name", ".init_from")))
-    for place, layer in [*layers, *(_override(text) for text in overrides)]:
-        _merge(merged, _with_implied(layer, place), place, origin)
+    for place, layer in [*layers, *map(_override, overrides)]:
+        try:
+            _merge(merged, layer)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+        for section, content in layer.items():
+            origin.update(dict.fromkeys([section, *(f"{section}.{key}" for key in content or ())], place))
     _settle_stages(merged["parallel"])
     try:
         if merged["model"].get("classes") == "auto":
-            # The sections must be known before the images can be looked at.
             merged["model"]["classes"] = _ANY_CLASSES
             merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
         return Recipe.model_validate(merged)
@@ -132,24 +131,12 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
         raise ConfigError(_first_line(error, origin, default)) from None
 
 
-def _with_implied(layer: dict, place: str) -> dict:
-    """The layer with the keys that weights of timm imply, where it does not give them itself."""
-    model = layer.get("model")
-    try:
-        weights = timm_weights.parse(model.get("init_from")) if isinstance(model, dict) else None
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
-    return {**layer, "model": {**timm_weights.keys(weights.name), **model}} if weights else layer
-
-
 def _settle_stages(parallel: dict) -> None:
-    """Puts the launcher's number in the place of `stages: auto`; a list of cuts for another number gives way."""
-    if parallel.get("stages") != "auto":
-        return
-    stages = parallel["stages"] = stages_of_launcher(os.environ) or 1
-    split = parallel.get("split")
-    if isinstance(split, list) and len(split) != stages - 1:
-        parallel["split"] = "auto"
+    """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by auto."""
+    if parallel.get("stages") == "auto":
+        parallel["stages"] = stages_of_launcher(os.environ) or 1
+        if isinstance(parallel.get("split"), list) and len(parallel["split"]) != parallel["stages"] - 1:
+            parallel["split"] = "auto"
 
 
 def parse_yaml(text: str, place: str) -> Any:
@@ -172,44 +159,37 @@ def _chain(path: Path) -> list:
     """(place, mapping) of `path` and the files it extends, the base first."""
     layers: list = []
     seen: list = []
-    while True:
-        layer = _read(path, child=layers[0][0] if layers else None)
-        if os.path.realpath(path) in seen:
-            raise ConfigError(f"{layers[0][0]}: extends itself through {path}; break the circle")
-        seen.append(os.path.realpath(path))
-        base = layer.pop("extends", None)
-        layers.insert(0, (str(path), layer))
-        if base is None:
-            return layers
+    child, base = None, path.name
+    while base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{path}: extends: {base!r} is not the name of a file")
         path = path.parent / base
+        layer = _read(path, child)
+        if os.path.realpath(path) in seen:
+            raise ConfigError(f"{child}: extends itself through {path}; break the circle")
+        seen.append(os.path.realpath(path))
+        child, base = str(path), layer.pop("extends", None)
+        layers.insert(0, (child, layer))
+    return layers
 
 
 def _read(path: Path, child: str | None) -> dict:
     """The mapping in `path`, which the recipe `child` extends; None: which the user named."""
+    place = f"{child}: extends {path}" if child else str(path)
+    remedy = "correct the name or make the file" if child else "name an existing recipe, e.g. configs/quickstart.yaml"
     try:
-        text = path.read_text(encoding="utf-8")
+        return _mapping(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        if child:
-            raise ConfigError(f"{child}: extends {path}: {error.strerror}; correct the name or make the file") from None
-        raise ConfigError(
-            f"{path}: {error.strerror}; name an existing recipe, e.g. --config configs/quickstart.yaml"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a recipe is YAML in UTF-8") from None
-    except ValueError as error:
-        raise ConfigError(f"{child or _COMMAND_LINE}: {str(path)!r} cannot name a file: {error}") from None
-    return _mapping(text, str(path))
+        raise ConfigError(f"{place}: {error.strerror}; {remedy}") from None
+    except ValueError:  # also for a name that no file can have
+        raise ConfigError(f"{place}: not a text file; a recipe is YAML in UTF-8") from None
 
 
 def _mapping(text: str, place: str) -> dict:
     layer = parse_yaml(text, place)
-    if layer is None:
-        return {}
-    if not isinstance(layer, dict):
+    if not isinstance(layer, (dict, type(None))):
         raise ConfigError(f"{place}: not a recipe: expected sections such as `run:` and `model:`")
-    return layer
+    return layer or {}
 
 
 def _override(text: str) -> tuple:
@@ -222,61 +202,56 @@ def _override(text: str) -> tuple:
     return _COMMAND_LINE, {parts[0]: {parts[1]: parse_yaml(value, f"{_COMMAND_LINE}: {name}")}}
 
 
-def _merge(merged: dict, layer: dict, place: str, origin: dict) -> None:
-    """Lays `layer` over `merged`, section by section, and notes in `origin` where each key came from."""
+def _merge(merged: dict, layer: dict) -> None:
+    """Lay `layer` over `merged`, section by section. Raises ConfigError."""
     for section, content in layer.items():
         if section not in merged:
-            raise ConfigError(f"{place}: {section}: unknown key{_suggest(section)}")
-        origin[section] = place
+            raise ConfigError(f"{section}: unknown key{_suggest(section)}")
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise ConfigError(f"{place}: {section}: expected keys below it, found {content!r}")
+            raise ConfigError(f"{section}: expected keys below it, found {content!r}")
         for group in ALTERNATIVES:
             names = [name.split(".")[1] for name in group if name.startswith(section + ".")]
-            given = [name for name in names if content.get(name) is not None]
-            if len(given) > 1:
-                raise ConfigError(f"{place}: {section}: {' and '.join(given)} are both given; keep one")
-            if given:
-                for name in names:
-                    merged[section].pop(name, None)
+            named = [name for name in names if content.get(name) is not None]
+            if len(named) > 1:
+                raise ConfigError(f"{section}: {' and '.join(named)} are both given; keep one")
+            for name in names if named else ():
+                merged[section].pop(name, None)
+        weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
+        given = {**timm_weights.keys(weights.name), **content} if weights else content
         annotation = Recipe.model_fields[section].annotation
-        if issubclass(annotation, Kind) and annotation.changed(merged[section], content):
+        if issubclass(annotation, Kind) and annotation.changed(merged[section], given):
             merged[section] = {key: value for key, value in merged[section].items() if key in annotation.model_fields}
-        merged[section].update(content)
-        origin.update({f"{section}.{name}": place for name in content})
+        merged[section].update(given)
 
 
 def _first_line(error: ValidationError, origin: dict, default: str) -> str:
     """The first fault as one line, and how many more there are."""
-    faults = error.errors(include_url=False)
-    fault = faults[0]
-    name = ".".join(str(part) for part in fault["loc"][:2])
-    place = origin.get(name) or origin.get(fault["loc"][0]) or default
+    fault, *more = error.errors(include_url=False)
+    section, *rest = fault["loc"]
+    name = ".".join(map(str, fault["loc"][:2]))
+    place = origin.get(name) or origin.get(section) or default
     if fault["type"] == "extra_forbidden":
-        line = f"{place}: {name}: unknown key{_suggest(*fault['loc'])}"
+        words = f"unknown key{_suggest(section, *rest)}"
+    elif fault["type"] == "value_error":
+        words = str(fault["ctx"]["error"])
     else:
-        line = f"{place}: {name}: {_wording(fault)}"
-    return line + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
-
-
-def _wording(fault: dict) -> str:
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    message = re.sub("^(Input|Value|String|Tuple|List) should", "must", fault["msg"])
-    index = "".join(f"[{part}]" for part in fault["loc"][2:])
-    return f"{index + ' ' if index else ''}{message}, found {fault['input']!r}"
+        index = "".join(f"[{part}]" for part in rest[1:])
+        message = re.sub("^(Input|Value|String|Tuple|List) should", "must", fault["msg"])
+        words = f"{index} {message}, found {fault['input']!r}".lstrip()
+    return f"{place}: {name}: {words}" + (f" (and {len(more)} more)" if more else "")
 
 
 def _suggest(section: str, key: str | None = None) -> str:
     """Suggestion for an unknown section or key: the nearest name, else all names."""
     keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
-    elsewhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
+    anywhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
     outer, _, inner = section.partition(".")
     if inner in keys.get(outer, ()):
         return f"; write it as `{outer}: {{{inner}: ...}}`"
     near = {name: f"{section}.{name}" for name in keys[section]} if key is not None else {name: name for name in keys}
-    for choices in (near, elsewhere):
+    for choices in (near, anywhere):
         matches = difflib.get_close_matches(key or section, choices, n=1)
         if matches:
             return f"; did you mean {choices[matches[0]]}?"

@@ -1,11 +1,11 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, ClassVar, Dict, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
 from recipe.kinds import Kind
-from recipe.section import number_or_auto
+from recipe.section import or_auto
 
 # Compound scaling: Tan and Le, 1905.11946; the figures are those of the authors' published code.
 SCALES: Dict[str, Dict[str, Any]] = {
@@ -27,36 +27,23 @@ class Model(Kind):
     batch_statistics: ClassVar[bool] = False
 
     name: str = Field("efficientnet_b4", description="family of models and size")
-    image_size: Optional[int] = Field(
-        None, ge=8, le=8192, description="pixels a side in training and evaluation; null takes the name's"
-    )
-    classes: int = Field(
-        1000,
-        ge=2,
-        description="classes of the data; auto counts class folders, or those that local shards name",
-        json_schema_extra=number_or_auto,
-    )
-    mean: Tuple[float, float, float] = Field(
-        (0.485, 0.456, 0.406), strict=False, description="subtracted from the RGB values in [0, 1]"
-    )
-    std: Tuple[float, float, float] = Field(
-        (0.229, 0.224, 0.225), strict=False, description="divides the RGB values after the mean"
-    )
-    init_from: Optional[str] = Field(
-        None,
-        description="weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME "
-        "(downloaded) or timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes "
-        "differ",
-    )
-    init_weights: Literal["trained", "step_average", "epoch_average"] = Field(
-        "trained", description="which weights of a run folder or checkpoint to start from"
-    )
+    image_size: Optional[int] = Field(None, ge=8, le=8192)
+    """pixels a side in training and evaluation; null takes the name's"""
+    classes: int = Field(1000, ge=2, json_schema_extra=or_auto)
+    """classes of the data; auto counts class folders, or those that local shards name"""
+    mean: Tuple[float, float, float] = Field((0.485, 0.456, 0.406), strict=False)
+    """subtracted from the RGB values in [0, 1]"""
+    std: Tuple[float, float, float] = Field((0.229, 0.224, 0.225), strict=False)
+    """divides the RGB values after the mean"""
+    init_from: Optional[str] = None
+    """weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME (downloaded) or
+    timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ"""
+    init_weights: Literal["trained", "step_average", "epoch_average"] = "trained"
+    """which weights of a run folder or checkpoint to start from"""
 
-    @model_validator(mode="after")
-    def _weights_of_something(self) -> "Model":
+    def faults(self) -> Iterator[str]:
         if self.init_weights != "trained" and self.init_from is None:
-            raise ValueError("init_weights says nothing without init_from; name the run folder or checkpoint there")
-        return self
+            yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
 
     @field_validator("std")
     @classmethod
@@ -77,60 +64,41 @@ class EfficientNet(Model):
         "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3",
         "efficientnet_b4", "efficientnet_b5", "efficientnet_b6", "efficientnet_b7",
     ] = Field("efficientnet_b4", description="compound scale: sets width, depth, image size and dropout")  # fmt: skip
-    width: Optional[float] = Field(
-        None, gt=0, le=100, description="channel multiplier; null takes the name's (B4: 1.4)"
-    )
+    width: Optional[float] = Field(None, gt=0, le=100, description="channel multiplier; null: the name's (B4: 1.4)")
     depth: Optional[float] = Field(None, gt=0, le=10, description="layer multiplier; null takes the name's (B4: 1.8)")
     group_size: int = Field(16, ge=1, description="channels per group of the spatial convolutions; 1 is depthwise")
     expansion: int = Field(4, ge=1, description="expansion of the inverted bottlenecks (4 with G16, 6 in the original)")
-    norm: Literal["group", "layer", "batch"] = Field(
-        "group",
-        description="normalisation over groups of channels, over all channels, or over the micro batch",
-    )
+    norm: Literal["group", "layer", "batch"] = "group"
+    """normalisation over groups of channels, over all channels, or over the micro batch"""
     norm_groups: int = Field(4, ge=1, description="groups of a group normalisation")
     norm_eps: float = Field(1e-3, gt=0, description="epsilon of the normalisation")
-    norm_momentum: float = Field(
-        0.01, gt=0, le=1, description="share of each micro batch in the running statistics of a batch normalisation"
-    )
-    proxy_norm: bool = Field(
-        False, description="proxy normalisation of the activations after a group or layer normalisation"
-    )
+    norm_momentum: float = Field(0.01, gt=0, le=1)
+    """share of each micro batch in the running statistics of a batch normalisation"""
+    proxy_norm: bool = Field(False, description="proxy normalisation of activations after group or layer norms")
     proxy_eps: float = Field(0.03, gt=0, description="epsilon of the proxy normalisation")
-    padding: Literal["same", "torch"] = Field(
-        "same", description="same pads as TensorFlow does; torch pads symmetrically"
-    )
-    dropout: Optional[float] = Field(
-        None, ge=0, lt=1, description="dropout before the classifier; null takes the name's"
-    )
-    drop_path: float = Field(
-        0.2,
-        ge=0,
-        lt=1,
-        description="stochastic depth: block i of n drops its branch at this rate x i / n, the first never",
-    )
+    padding: Literal["same", "torch"] = Field("same", description="same pads as TensorFlow; torch pads symmetrically")
+    dropout: Optional[float] = Field(None, ge=0, lt=1, description="dropout before the classifier; null: the name's")
+    drop_path: float = Field(0.2, ge=0, lt=1)
+    """stochastic depth: block i of n drops its branch at this rate x i / n, the first never"""
 
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
-        name = values.get("name", cls.default_name()) if isinstance(values, dict) else None
-        scale = SCALES.get(name, {}) if isinstance(name, str) else {}
+        scale = SCALES.get(str(values.get("name", cls.default_name())), {}) if isinstance(values, dict) else {}
         return {**values, **{key: size for key, size in scale.items() if values.get(key) is None}} if scale else values
 
-    @model_validator(mode="after")
-    def _proxy_fits(self) -> "Model":
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
         if self.proxy_norm and self.norm == "batch":
-            raise ValueError("proxy_norm goes with norm group or layer, not with batch")
-        return self
+            yield "proxy_norm goes with norm group or layer, not with batch"
 
     @property
     def batch_statistics(self) -> bool:
         return self.norm == "batch"
 
     def describe(self) -> str:
-        return (
-            f"{self.name}, width {self.width:g}, depth {self.depth:g}, groups of {self.group_size} channels, "
-            f"expansion {self.expansion}"
-        )
+        size = f"width {self.width:g}, depth {self.depth:g}"
+        return f"{self.name}, {size}, groups of {self.group_size} channels, expansion {self.expansion}"
 
     def defaults(self) -> Dict[str, Any]:
         return {**super().defaults(), **SCALES[self.name]}

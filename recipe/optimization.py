@@ -1,8 +1,8 @@
 """The sections that describe how weights change: `precision`, `optimizer`, `schedule` and `average`."""
 
-from typing import ClassVar, Dict, List, Literal, NamedTuple, Optional
+from typing import ClassVar, Dict, Iterator, List, Literal, NamedTuple, Optional
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from recipe.kinds import Kind
 from recipe.section import Section, exactly_one
@@ -11,25 +11,13 @@ from recipe.section import Section, exactly_one
 class Precision(Section):
     """Number formats: of the arithmetic, and of the weights that persist."""
 
-    compute: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        "auto",
-        description="dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU",
-    )
-    weights: Literal["float16", "float32"] = Field(
-        "float16", description="dtype of the persistent weights and momentum"
-    )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="how updates enter float16 weights and momentum"
-    )
-    loss_scale: float = Field(
-        128.0, gt=0, description="factor on the loss; the first one when dynamic_loss_scale is on"
-    )
-    dynamic_loss_scale: bool = Field(
-        False, description="halve the scale after a non-finite step, double it after 2000 finite ones"
-    )
-    max_skipped_steps: int = Field(
-        20, ge=0, description="consecutive non-finite steps that are skipped before the run stops"
-    )
+    compute: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU"""
+    weights: Literal["float16", "float32"] = Field("float16", description="dtype of persistent weights and momentum")
+    rounding: Literal["stochastic", "nearest"] = Field("stochastic", description="rounding of updates of float16 state")
+    loss_scale: float = Field(128.0, gt=0, description="factor on the loss; with dynamic_loss_scale, the first one")
+    dynamic_loss_scale: bool = Field(False, description="halve the scale after a non-finite step, double it after 2000")
+    max_skipped_steps: int = Field(20, ge=0, description="consecutive non-finite steps before the run stops")
 
 
 class Slot(NamedTuple):
@@ -52,22 +40,14 @@ class Optimizer(Kind):
     scratch: ClassVar[bool] = True
 
     name: str = Field("lars", description="how a gradient becomes an update")
-    skip: List[Literal["bias", "norm"]] = Field(
-        ["bias", "norm"],
-        description="parameters without trust ratio and weight decay: biases; scales of normalisation layers",
-    )
-    clip_norm: Optional[float] = Field(
-        None, gt=0, description="largest norm of the whole gradient; a longer one is shortened to it; null: none"
-    )
+    skip: List[Literal["bias", "norm"]] = ["bias", "norm"]
+    """parameters without trust ratio and weight decay: biases; scales of normalisation layers"""
+    clip_norm: Optional[float] = Field(None, gt=0, description="largest norm of the whole gradient; null: no limit")
 
     @property
     def slots(self) -> Dict[str, Slot]:
         """The state tensors that are kept with these keys."""
         return self.all_slots
-
-    def form(self) -> str:
-        """The name, with what matters to those that work with some forms of an optimizer only."""
-        return self.name
 
 
 class Lars(Optimizer):
@@ -79,24 +59,13 @@ class Lars(Optimizer):
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.885, ge=0, lt=1, description="momentum coefficient")
-    weight_decay: float = Field(
-        2.5e-6, ge=0, description="weight decay inside the trust ratio; skipped parameters have none"
-    )
+    weight_decay: float = Field(2.5e-6, ge=0)
+    """weight decay inside the trust ratio; skipped parameters have none"""
     eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
-    trust_coefficient: float = Field(
-        0.001, gt=0, description="eta: step length relative to the weight norm at learning rate 1"
-    )
-    trust: Literal["gradient", "momentum"] = Field(
-        "gradient",
-        description="norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the "
-        "momentum's",
-    )
-    skip_lr_scale: float = Field(
-        1.0, gt=0, description="learning rate of the skipped parameters relative to the others'"
-    )
-
-    def form(self) -> str:
-        return f"lars with trust {self.trust}"
+    trust_coefficient: float = Field(0.001, gt=0, description="eta: step relative to the weight norm at rate 1")
+    trust: Literal["gradient", "momentum"] = "gradient"
+    """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
+    skip_lr_scale: float = Field(1.0, gt=0, description="learning rate of skipped parameters relative to the others")
 
 
 class Sgd(Optimizer):
@@ -110,11 +79,9 @@ class Sgd(Optimizer):
     weight_decay: float = Field(1e-4, ge=0, description="weight decay; skipped parameters have none")
     nesterov: bool = Field(False, description="Nesterov's momentum")
 
-    @model_validator(mode="after")
-    def _momentum_to_look_ahead(self) -> "Sgd":
+    def faults(self) -> Iterator[str]:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
+            yield "nesterov needs a momentum above 0"
 
     @property
     def slots(self) -> Dict[str, Slot]:
@@ -123,9 +90,6 @@ class Sgd(Optimizer):
     @property
     def replica_update(self) -> bool:
         return not self.nesterov
-
-    def form(self) -> str:
-        return "sgd with nesterov" if self.nesterov else "sgd"
 
 
 class RmsProp(Optimizer):
@@ -172,32 +136,22 @@ class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 
     name: str = Field("polynomial", description="what follows the linear warm-up from 0")
-    peak: Optional[float] = Field(
-        None, gt=0, description="learning rate at the end of the warm-up (or give peak_per_image)"
-    )
+    peak: Optional[float] = Field(None, gt=0, description="learning rate after the warm-up (or give peak_per_image)")
     peak_per_image: Optional[float] = Field(None, gt=0, description="peak learning rate divided by the global batch")
-    batch_rule: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="how `peak`, meant for reference_batch, grows with the global batch"
-    )
+    batch_rule: Literal["none", "linear", "sqrt"] = "none"
+    """how `peak`, meant for reference_batch, grows with the global batch"""
     reference_batch: Optional[int] = Field(None, gt=0, description="global batch that `peak` is meant for")
-    warmup_epochs: Optional[float] = Field(
-        None, ge=0, description="length of the warm-up in epochs (or steps, or images)"
-    )
+    warmup_epochs: Optional[float] = Field(None, ge=0, description="length of the warm-up in epochs (or steps, images)")
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Schedule":
-        exactly_one(self, ("peak", "peak_per_image"), required=True)
-        exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
-        if self.batch_rule == "none":
-            if self.reference_batch is not None:
-                raise ValueError("reference_batch says nothing without a batch_rule; set batch_rule linear or sqrt")
-        elif self.peak is None or self.reference_batch is None:
-            raise ValueError(
-                f"batch_rule {self.batch_rule} needs peak and reference_batch, the global batch that peak is meant for"
-            )
-        return self
+    def faults(self) -> Iterator[str]:
+        yield from exactly_one(self, ("peak", "peak_per_image"), required=True)
+        yield from exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
+        if self.batch_rule == "none" and self.reference_batch is not None:
+            yield "reference_batch has no effect without batch_rule linear or sqrt; give one, or remove it"
+        if self.batch_rule != "none" and (self.peak is None or self.reference_batch is None):
+            yield f"batch_rule {self.batch_rule} needs peak, and reference_batch, which peak is meant for"
 
 
 class Polynomial(Schedule):
@@ -232,9 +186,5 @@ class Constant(Schedule):
 class Average(Section):
     """Exponential averages of the weights, evaluated and saved beside them."""
 
-    step_decay: Optional[float] = Field(
-        None, gt=0, lt=1, description="decay of the average over updates, e.g. 0.9999; null keeps none"
-    )
-    epoch_decay: Optional[float] = Field(
-        None, gt=0, lt=1, description="decay of the average over the ends of epochs (the G16 recipe: 0.97); null: none"
-    )
+    step_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over updates; null: none")
+    epoch_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over epochs; null: none")

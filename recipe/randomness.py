@@ -1,11 +1,8 @@
 """Counter-based randomness: every draw of a run is a pure function of its purpose.
 
-Nothing here keeps state. A draw is named by integers and strings ("augment", seed, epoch, sample),
-the name is hashed to a key, and the key is expanded by integer mixing. Stages, replicas, workers,
-recomputation and resume therefore draw the same numbers without exchanging any generator state.
-
-The mixers use only operators, so they serve Python integers, NumPy arrays and torch tensors alike;
-this file imports neither.
+A draw is named by integers and strings ("augment", seed, epoch, sample). The name is hashed to a key, which integer
+mixing expands. Stages, replicas, workers, recomputation and resume therefore draw the same numbers without sharing any
+state. The mixers use only operators, so they serve Python integers, NumPy arrays and torch tensors.
 """
 
 import hashlib
@@ -18,21 +15,16 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 def key(*words: Union[int, str]) -> int:
     """64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight").
 
-    Words are separated, so ("ab", "c") and ("a", "bc") differ, as do 1 and "1". The hash is BLAKE2b:
-    keys of neighbouring steps or names are unrelated, and the same on every machine.
+    ("ab", "c") and ("a", "bc") differ, as do 1 and "1". The hash, BLAKE2b, is the same on every machine.
     """
     text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix32(x: Any) -> Any:
-    """Bijection of 32-bit integers with full avalanche, elementwise.
+    """Bijection of 32-bit integers, elementwise: `lowbias32` of Wellons, "Prospecting for Hash Functions" (2018).
 
-    Args:
-        x: values in [0, 2**32): Python int, or an array or tensor of (u)int64. 64-bit products may
-            wrap; their low 32 bits, which are all that is kept, are right either way.
-
-    Source: Wellons, "Prospecting for Hash Functions" (2018), the function `lowbias32`.
+    Args: x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low 32 bits count.
     """
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
@@ -40,26 +32,17 @@ def mix32(x: Any) -> Any:
 
 
 def bits32(draw: int, counter: Any) -> Any:
-    """32 random bits for each counter of the draw with 64-bit key `draw`, elementwise.
+    """32 random bits for each `counter` in [0, 2**32), elementwise as `mix32`, of the draw with 64-bit key `draw`.
 
-    Two mixing rounds with half of the key injected before each: with one round, two draws would be
-    permutations of each other.
-
-    Args:
-        draw: from `key`.
-        counter: element numbers in [0, 2**32), as for `mix32`.
+    With a single round of mixing, two draws would be permutations of each other.
     """
     return mix32((mix32(counter ^ (draw & MASK32)) + (draw >> 32)) & MASK32)
 
 
 class Stream:
-    """Numbers in sequence from one key: for per-image decisions taken by plain Python code.
-
-    Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose state is a counter.
-    """
+    """Numbers in sequence from one key, for plain Python code: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
 
     def __init__(self, draw: int):
-        """Args: draw: 64-bit key, from `key`."""
         self._state = draw
 
     def bits(self) -> int:

@@ -9,7 +9,7 @@ PATH = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
 
 
 def text() -> str:
-    """The schema of one YAML layer: nothing is required, because a file may extend another."""
+    """The schema of one YAML layer, in which nothing is required, because a file may extend another."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
     schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
@@ -18,8 +18,10 @@ def text() -> str:
 
 def _as_layer(node: object) -> object:
     if isinstance(node, dict):
-        return {key: _as_layer(value) for key, value in node.items() if key not in ("required", "title")}
-    return [_as_layer(item) for item in node] if isinstance(node, list) else node
+        return {key: _as_layer(value) for key, value in node.items() if key != "title"}
+    if isinstance(node, list):
+        return [_as_layer(item) for item in node]
+    return " ".join(node.split()) if isinstance(node, str) else node  # docstrings of keys have several lines
 
 
 if __name__ == "__main__":

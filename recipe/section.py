@@ -1,15 +1,30 @@
 """Base class of all sections of a recipe: strict types, no unknown keys, immutable."""
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """A part of a recipe. Annotations are evaluated at run time and must work on Python 3.8."""
+    """A section of a recipe. Annotations are evaluated at run time and must work on Python 3.8.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    A key is described by `description`, where that fits into its line, or else by a docstring below it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with keys that each are valid, but do not go together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _faultless(self) -> "Section":
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
@@ -21,16 +36,30 @@ class Section(BaseModel):
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
 
-def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> None:
-    """Raises ValueError if more than one of the keys `names` is given, or none where one is required."""
+def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Iterator[str]:
+    """The fault if more than one of the keys `names` is given, or none where one is required."""
     given = [name for name in names if getattr(section, name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; keep one")
-    if required and not given:
-        raise ValueError(f"one of {', '.join(names)} is needed")
+    if len(given) > 1 or (required and not given):
+        yield f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}"
 
 
-def number_or_auto(schema: dict) -> None:
-    """JSON Schema of a number that a file may leave open as auto; a loaded recipe has the number."""
-    number = {key: schema.pop(key) for key in ("type", "minimum")}
-    schema["anyOf"] = [{"const": "auto"}, number]
+def shares(values: List[float]) -> List[float]:
+    """`values`. Raises ValueError unless each is above 0 and at most 1."""
+    if not all(0 < value <= 1 for value in values):
+        raise ValueError(f"{values} must be numbers above 0 and at most 1")
+    return values
+
+
+def check_pairs(pairs: List[list], first: str, second: str) -> None:
+    """Raises ValueError unless these are pairs whose first numbers begin at 0 and rise."""
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
+    starts = [pair[0] for pair in pairs]
+    if starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(f"the first pair must begin at 0 {first}, and each later pair after the one before it")
+
+
+def or_auto(schema: dict) -> None:
+    """JSON Schema of a number that a file may leave open as auto."""
+    options = schema.get("anyOf") or [{key: schema.pop(key) for key in ("type", "minimum")}]
+    schema["anyOf"] = [{"const": "auto"}, *({**each} for each in options)]

@@ -12,7 +12,9 @@ _PREFIX = "timm:"
 # timm's names are efficientnet_b0, tf_efficientnet_b4_ns, tf_efficientnet_b5.ap_in1k and so on.
 _NAME = re.compile(r"(?P<tf>tf_)?(?P<model>efficientnet_b[0-7])(?P<training>[_.](?!pruned)[\w.]+)?")
 _OTHER_MEANS = {"ap", "ra4"}  # trained with AdvProp, or by timm's newest rules
-_HALF = [0.5, 0.5, 0.5]
+_MEANS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+_UNGIVEN = {"width": None, "depth": None, "image_size": None}  # so that those of the name are taken
+_ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
 class TimmWeights(NamedTuple):
@@ -23,7 +25,7 @@ class TimmWeights(NamedTuple):
 
 
 def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
-    """None for weights from elsewhere. Raises ConfigError for a model that is no EfficientNet-B0 to B7."""
+    """None for other weights. Raises ConfigError for a model that is no EfficientNet-B0 to B7."""
     if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
@@ -43,15 +45,6 @@ def keys(name: str) -> Dict[str, Any]:
     found = _NAME.fullmatch(name)
     assert found is not None, name
     tensorflow, trained = found["tf"] is not None, set(re.split("[_.]", found["training"] or ""))
-    return {
-        "name": found["model"],
-        "width": None,
-        "depth": None,
-        "image_size": None,
-        "group_size": 1,
-        "expansion": 6,
-        "norm": "batch",
-        "norm_eps": 1e-3 if tensorflow else 1e-5,
-        "padding": "same" if tensorflow else "torch",
-        **({"mean": _HALF, "std": _HALF} if trained & _OTHER_MEANS else {}),
-    }
+    layers = {"norm_eps": 1e-3, "padding": "same"} if tensorflow else {"norm_eps": 1e-5, "padding": "torch"}
+    means = _MEANS if trained & _OTHER_MEANS else {}
+    return {"name": found["model"], **_UNGIVEN, **_ORIGINAL, **layers, **means}

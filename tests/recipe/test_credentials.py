@@ -69,16 +69,13 @@ def test_of_several_the_command_line_comes_before_the_environment_and_that_befor
     assert credentials.restored("http://host:8080/x/train") == ("http://me%40work:a%2Fb%3Fc@host:8080/x/train", "")
     assert credentials.restored("http://another/x") == ("http://another/x", "")
     assert credentials.restored("s3://host/x") == ("s3://host/x", "")
+    (tmp_path / "netrc").write_text("not a netrc")
+    assert credentials.restored("http://host/x") == ("http://host/x", "")
     monkeypatch.setenv(credentials.ENVIRONMENT, "http://e:1@host:8080/x/")
     assert credentials.restored("http://host:8080/x/train") == ("http://e:1@host:8080/x/train", "")
     credentials.take("http://c:2@host:8080/x")
     assert credentials.restored("http://host:8080/x/train") == ("http://c:2@host:8080/x/train", "")
     assert credentials.environment() == {credentials.ENVIRONMENT: "http://c:2@host:8080/x"}
-
-
-def test_a_netrc_that_cannot_be_read_concerns_no_run(tmp_path):
-    (tmp_path / "netrc").write_text("not a netrc")
-    assert credentials.restored("http://host/x") == ("http://host/x", "")
 
 
 @pytest.mark.parametrize("url", [f"s3://AKIA:{SECRET}/x@bucket/y", f"http://user:{SECRET}#1@host/y"])

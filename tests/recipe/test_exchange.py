@@ -2,44 +2,13 @@
 
 import pytest
 
-from recipe.batch import describe, divide, lengths
-from recipe.errors import ConfigError
+from recipe.batch import describe
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 
 
 def recipe(*overrides):
     return load(QUICKSTART, overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        (("exchange.method=gtopk", "exchange.order=tree"), "use dense"),
-        (("exchange.method=half", "exchange.order=tree"), "which method half rounds away"),
-        (("exchange.density_warmup=[0.1]",), "density_warmup goes with method topk or gtopk, not dense"),
-        (("exchange.method=half", "exchange.dense_1d=true"), "dense_1d goes with method topk or gtopk, not half"),
-        (("exchange.method=topk", "exchange.density_warmup=[0.1, 0.0]"), "shares between 0 and 1"),
-        (("exchange.method=half", "exchange.wire=float32"), "must be 'float16' or 'bfloat16'"),
-        (("exchange.method=gtopk", "exchange.wire=bfloat16"), "must be 'float32' or 'float16'"),
-        (
-            ("exchange.method=gtopk", "exchange.compress=gradient", "exchange.factor_masking=true"),
-            "give compress=update",
-        ),
-        (("exchange.method=topk", "exchange.sketch=0"), "exchange.sketch"),
-        (("exchange.method=gtopk", "exchange.density=0"), "exchange.density"),
-        (("exchange.method=gtopk", "exchange.pattern=ring"), "exchange.pattern"),
-        (("exchange.delay=-1",), "exchange.delay"),
-        (("exchange.conserve=7",), "exchange.conserve"),
-        (("exchange.method=local", "exchange.fragments=9"), "9 fragments need as many updates"),
-        (("exchange.method=local", "exchange.order=tree"), "use dense"),
-        (("exchange.bits=4", "exchange.order=tree"), "use order=fast"),
-        (("exchange.bits=5",), "exchange.bits"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(overrides, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        recipe(*overrides)
 
 
 def test_keys_that_only_say_how_another_method_sends_are_ignored():
@@ -58,38 +27,6 @@ def test_a_section_becomes_that_of_another_method():
 
 
 UPDATE = ("exchange.method=gtopk", "exchange.compress=update")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        ((*UPDATE, "optimizer.name=rmsprop"), "the optimizer is rmsprop;"),
-        ((*UPDATE, "exchange.delay=1"), "use exchange.compress=gradient or exchange.delay=0"),
-        ((*UPDATE, "optimizer.name=sgd", "optimizer.nesterov=true"), "the optimizer is sgd with nesterov;"),
-        (("exchange.method=local", "exchange.local_steps=4", "exchange.delay=4"), "use a delay below local_steps 4"),
-        (("exchange.method=local", "model.norm=batch"), "use model.norm=group"),
-        (("exchange.delay=1", "model.norm=batch"), "use model.norm=group or exchange.delay=0"),
-        (("exchange.delay=1", "precision.dynamic_loss_scale=true"), "use dynamic_loss_scale=false"),
-    ],
-)
-def test_what_other_sections_do_not_go_with_is_refused(overrides, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        divide(recipe(*overrides))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [UPDATE, (*UPDATE, "optimizer.name=sgd"), (*UPDATE, "optimizer.trust=momentum"), ("exchange.delay=1",)],
-)
-def test_what_goes_together_is_taken(overrides):
-    divide(recipe(*overrides))
-
-
-def test_a_run_that_would_end_before_its_first_gradient_is_applied_is_refused():
-    late = ("exchange.delay=8", "schedule.warmup_epochs=null", "schedule.warmup_steps=2")
-    with pytest.raises(ConfigError, match=r"exchange\.delay 8 is not shorter than the run of 8 steps"):
-        lengths(recipe(*late, "run.steps=8"), 1437)
-    assert lengths(recipe(*late, "run.steps=9"), 1437).total == 9
 
 
 def test_local_steps_begin_after_the_dense_ones():
@@ -124,11 +61,9 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
     ("overrides", "text"),
     [
         (("exchange.method=half",), "exchange half (float16), order fast"),
-        (("exchange.method=half", "exchange.wire=bfloat16"), "exchange half (bfloat16), order fast"),
         (("exchange.order=tree", "exchange.delay=1"), "exchange dense, order tree, gradients 1 step late"),
         (("exchange.method=topk", "exchange.wire=float16"), "exchange topk (float16), density 0.001 of the update"),
         (("exchange.method=topk", "optimizer.name=sgd"), "exchange topk (float32), density 0.001 of the gradient"),
-        (("exchange.method=topk", "exchange.compress=gradient"), "density 0.001 of the gradient"),
         (("exchange.method=topk", "exchange.delay=1"), "density 0.001 of the gradient, gradients 1 step late"),
         (
             (*UPDATE, "exchange.pattern=butterfly", "exchange.density_warmup=[0.25,0.06]", "exchange.dense_1d=true"),
@@ -138,7 +73,6 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
         (("exchange.bits=4",), "exchange dense, in 4 bits"),
         (("exchange.method=topk", "exchange.bits=8"), "exchange topk (int8)"),
         (("exchange.method=local", "exchange.bits=8"), "mean of the weights every 8 steps, in 8 bits"),
-        (("exchange.method=local",), "exchange local, mean of the weights every 8 steps"),
         (("exchange.method=local", "exchange.delay=2"), "mean of the weights every 8 steps, means 2 steps late"),
         (
             ("exchange.method=local", "exchange.outer=nesterov", "exchange.fragments=4", "exchange.dense_epochs=2"),
@@ -148,8 +82,7 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
     ],
 )  # fmt: skip
 def test_the_plan_says_what_is_exchanged(overrides, text):
-    asked = recipe(*overrides)
-    assert text in describe(asked)
+    assert text in describe(recipe(*overrides))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
-"""Files are written whole or not at all, and an error names the file."""
+"""Files are written whole or not at all; JSON and names of others do no harm."""
 
 import errno
+import json
 import os
 
 import pytest
 
+from recipe import bounded
+from recipe.errors import UserError, printable
 from recipe.files import replacing, write, write_text, writing
 
 
@@ -41,3 +44,50 @@ def test_an_error_that_names_a_file_keeps_its_name(tmp_path):
     with pytest.raises(OSError) as caught, writing(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
     assert caught.value.filename == "/dev/shm/x"
+
+
+def test_json_is_read_as_json_reads_it(tmp_path):
+    value = {"a": [1, 2.5, None, True, "ä"], "b": {}}
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    assert bounded.read_json(tmp_path / "a.json") == bounded.parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, b"[" * 200_000, b"\xff\xfe[\0]\0", "", "[1", "nul"])
+def test_what_is_no_json_or_nested_too_deeply_is_a_value_error(text, tmp_path):
+    with pytest.raises(ValueError):
+        bounded.parse_json(text)
+    path = tmp_path / "a.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError):
+        bounded.read_json(path)
+
+
+def test_a_larger_file_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded, "MOST_BYTES", 100)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps("x" * 98))
+    assert len(bounded.read_json(path)) == 98
+    path.write_text(json.dumps("x" * 99))
+    with pytest.raises(ValueError, match="101 bytes of JSON, more than 100"):
+        bounded.read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("café 日本\u3000🦜 c:\\new", "café 日本\u3000🦜 c:\\new"),
+        ("\x1b]0;owned\x07\x1b[2J", r"\x1b]0;owned\x07\x1b[2J"),
+        ("one\r\ntwo\u2028three\x85", r"one\r\ntwo\u2028three\x85"),
+        ("\x9b31m\x7f\0", r"\x9b31m\x7f\x00"),
+        ("gpj.\u202eexe", r"gpj.\u202eexe"),
+        (os.fsdecode(b"caf\xe9"), r"caf\xe9"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_steers_a_terminal_is_shown_as_its_escape(text, shown):
+    assert printable(text) == shown
+    assert printable(text).encode("utf-8")
+
+
+def test_an_error_is_one_printable_line():
+    assert str(UserError("a\nb\x1b[31m: wrong")) == r"a b\x1b[31m: wrong"

@@ -1,10 +1,8 @@
 """From files and overrides to a recipe: what is read, what wins, and that every refusal is one useful line."""
 
-import json
 import os
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import yaml
 
 from recipe.config import Recipe
 from recipe.errors import ConfigError
-from recipe.kinds import Parts
 from recipe.loading import dump, load, loads, parse_yaml
 from tests.conftest import RECIPES, ROOT
 
@@ -45,8 +42,6 @@ def test_unknown_keys_come_with_the_nearest_name(write):
     for text, line in (
         ("optimizer: {momentun: 0.9}", "optimizer.momentun: unknown key; did you mean optimizer.momentum?"),
         ("optimiser: {momentum: 0.9}", "optimiser: unknown key; did you mean optimizer?"),
-        ("optimiser:", "optimiser: unknown key; did you mean optimizer?"),
-        ("rum: 5", "rum: unknown key; did you mean run?"),
         ("seed: 5", "seed: unknown key; did you mean run.seed?"),
         ("run.seed: 5", "run.seed: unknown key; write it as `run: {seed: ...}`"),
         ("batch: {globl: 6144}", "batch.globl: unknown key; did you mean batch.global?"),
@@ -54,7 +49,6 @@ def test_unknown_keys_come_with_the_nearest_name(write):
         ("run: {tensorboard: true}", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
         ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, trust_ratios, noise_scale, "),
         ("xyz: {}", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
-        ("run: {extends: 1}", "run.extends: unknown key; run has "),
     ):
         write(SMALLEST, "base.yaml")
         assert refusal(write("extends: base.yaml\n" + text)).startswith(f"mine.yaml: {line}")
@@ -80,21 +74,15 @@ def test_an_error_names_the_layer_that_made_it(write):
     ("override", "fault"),
     [
         ("run.seed=true", "must be a valid integer, found True"),
-        ("run.seed='1'", "must be a valid integer, found '1'"),
-        ("run.seed={a: 1}", "must be a valid integer, found {'a': 1}"),
         ("run.seed=null", "must be a valid integer, found None"),
         ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
         ("run.name=5", "must be a valid string, found 5"),
         ("run.device=gpu", "must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
-        ("model.name=[1]", "must be 'efficientnet_b0', "),
         ("model.mean=[true, 0.5, 0.5]", "[0] must be a valid number, found True"),
         ("model.mean=[1, 2]", "[2] Field required, found [1, 2]"),
-        ("model.mean=[1, 2, 3, 4]", "must have at most 3 items after validation, not 4, found [1, 2, 3, 4]"),
-        ("optimizer.weight_decay=.inf", "must be a valid number, found '.inf'"),
         ("optimizer.weight_decay=1e999", "must be a finite number, found inf"),
         ("optimizer.skip=bias", "must be a valid list, found 'bias'"),
         ("optimizer.skip=[bias, mean]", "[1] must be 'bias' or 'norm', found 'mean'"),
-        ("parallel.replicas=some", "must be a valid integer, found 'some'"),
     ],
 )
 def test_wrong_values_are_shown_with_what_is_expected(write, override, fault):
@@ -121,19 +109,22 @@ def test_scalars_are_those_of_yaml_1_2():
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
 
 
+# Nine of nine of nine: 387 million values. A text of 100 kB, 200 times.
+LISTS = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+LONG = f"text: &text '{'x' * 100_000}'\nsplit: [{', '.join(['*text'] * 200)}]\n"
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        (LISTS, "mine.yaml:5: not valid YAML: more than 10,000 values, with what aliases repeat"),
+        (LONG, "mine.yaml:2: not valid YAML: more than 10,000 values, with what aliases repeat"),
         ("run:\n  epochs: 1\n  epochs: 2\n", "mine.yaml:3: not valid YAML: key epochs is given twice"),
         ("run: {epochs: 1}\n1: {}\n", "mine.yaml:2: not valid YAML: key 1 is not text"),
-        ("run:\n  [a]: 1\n", "mine.yaml:2: not valid YAML: key ['a'] is not text"),
-        ("run:\n  epochs: 1\n seed: 2\n", "mine.yaml:3: not valid YAML: "),
         ("run: {epochs: 1\n", "mine.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
-        ("run: *base\n", "mine.yaml:1: not valid YAML: found undefined alias 'base'"),
         ("run: &run {log: *run}\n", "mine.yaml:1: not valid YAML: found unconstructable recursive node"),
         ("---\nrun:\n---\nlog:\n", "mine.yaml:3: not valid YAML: but found another document"),
         ("run: {seed: !!int abc}\n", "mine.yaml:1: not valid YAML: tag tag:yaml.org,2002:int has no place in a recipe"),
-        ("run: !!python/object:os.system {}\n", "mine.yaml:1: not valid YAML: tag "),
         ("run: '\x01'\n", "mine.yaml: not valid YAML: unacceptable character"),
         ("run: " + "[" * 400, "mine.yaml:1: not valid YAML: lists and mappings are nested more than 32 levels deep"),
         ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
@@ -147,27 +138,9 @@ def test_what_is_no_recipe_is_refused_with_its_line(write, text, fault):
     assert refusal(write(text)).startswith(fault)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
-        f"text: &text '{'x' * 100_000}'\nsplit: [{', '.join(['*text'] * 200)}]\n",
-    ],
-    ids=["lists of lists", "a long text"],
-)
-def test_aliases_that_swell_are_refused_before_they_do(text):
-    """Nine of nine of nine: 387 million values; a text of 100 kB, 200 times. The same inside a checkpoint."""
-    tracemalloc.start()
-    with pytest.raises(ConfigError, match=r"^mine\.yaml:\d+: not valid YAML: more than 10,000 values"):
-        loads(text, "mine.yaml")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 20e6
-
-
 def test_files_that_cannot_be_read(write, tmp_path):
     assert refusal(tmp_path / "none.yaml") == (
-        "none.yaml: No such file or directory; name an existing recipe, e.g. --config configs/quickstart.yaml"
+        "none.yaml: No such file or directory; name an existing recipe, e.g. configs/quickstart.yaml"
     )
     assert refusal(write("", "folder/mine.yaml").parent).startswith("folder: Is a directory; name an existing recipe")
     (tmp_path / "photo.yaml").write_bytes(b"\xff\xd8\xff")
@@ -180,34 +153,21 @@ def test_empty_files_and_sections_say_nothing(write):
     write("# only a comment\n", "base.yaml")
     path = write("extends: base.yaml\n" + SMALLEST + "log:\nmodel: {}\n")
     assert load(path) == load(write("\ufeff" + SMALLEST.replace("\n", "\r\n"), "windows.yaml"))
-    assert refusal(write("")) == "mine.yaml: run: one of epochs, steps, images is needed (and 1 more)"
-    assert refusal(write("run: {epochs: 1}")) == "mine.yaml: schedule: one of peak, peak_per_image is needed"
+    assert refusal(write("")) == "mine.yaml: run: one of epochs, steps, images is needed, found none (and 1 more)"
 
 
-def test_the_later_layer_wins_key_by_key(write):
+def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, monkeypatch):
+    """Bases are found beside the file that names them."""
     write(SMALLEST + "log: {every_steps: 5, tensorboard: false}\nbatch: {global: 12, micro: 2}", "base.yaml")
-    path = write("extends: base.yaml\nlog: {every_steps: 6}\nbatch: {micro: 4}")
-    recipe = load(path, ["batch.micro=6", "batch.micro=1"])
+    write("extends: ../base.yaml\nlog: {every_steps: 6}\ndata: {root: /a}\nmodel: {width: 3.5}", "deeper/middle.yaml")
+    write(f"extends: {tmp_path}/deeper/middle.yaml\nbatch: {{micro: 4}}")
+    monkeypatch.chdir("/")
+    recipe = load(tmp_path / "mine.yaml", ["batch.micro=6", "batch.micro=1", "data.root=null", "model.width=~"])
     assert (recipe.log.every_steps, recipe.log.tensorboard) == (6, False)
     assert (recipe.batch.global_, recipe.batch.micro) == (12, 1)
-
-
-def test_null_takes_back_what_may_be_absent(write):
-    path = write(SMALLEST + "data: {root: /a, train_images: 5}\nmodel: {width: 3.5}")
-    recipe = load(path, ["data.root=null", "data.train_images=~", "model.width=null"])
-    assert (recipe.data.root, recipe.data.train_images, recipe.model.width) == (None, None, 1.4)
+    assert (recipe.data.root, recipe.model.width) == (None, 1.4)
     # An empty value is mostly the slip of a shell.
-    assert "run.output: the value is empty; write run.output=null to unset" in refusal(path, "run.output=")
-
-
-def test_bases_are_found_beside_the_file_that_names_them(write, tmp_path, monkeypatch):
-    write(SMALLEST, "base.yaml")
-    write("extends: ../base.yaml\nlog: {every_steps: 7}", "deeper/middle.yaml")
-    write("extends: deeper/middle.yaml", "mine.yaml")
-    monkeypatch.chdir("/")
-    assert load(tmp_path / "mine.yaml").log.every_steps == 7
-    write(f"extends: {tmp_path}/mine.yaml", "deeper/absolute.yaml")
-    assert load(tmp_path / "deeper" / "absolute.yaml").log.every_steps == 7
+    assert "run.output: the value is empty; write run.output=null to" in refusal(tmp_path / "mine.yaml", "run.output=")
 
 
 def test_a_missing_base_is_blamed_on_the_file_that_names_it(write, tmp_path):
@@ -220,7 +180,7 @@ def test_a_missing_base_is_blamed_on_the_file_that_names_it(write, tmp_path):
         ("5", "mine.yaml: extends: 5 is not the name of a file"),
         ("[a.yaml]", "mine.yaml: extends: ['a.yaml'] is not the name of a file"),
         ('""', f"mine.yaml: extends {tmp_path}: Is a directory; "),
-        ('"a\\0b"', "mine.yaml: 'a\\x00b' cannot name a file: embedded null byte"),
+        ('"a\\0b"', "mine.yaml: extends a\\x00b: not a text file; "),
         ("x" * 5000, "mine.yaml: extends "),
     ):
         assert refusal(write(f"extends: {base}")).startswith(fault)
@@ -235,14 +195,6 @@ def test_recipes_that_extend_each_other_are_refused(write, tmp_path):
     assert refusal(path) == "mine.yaml: extends itself through alias.yaml; break the circle"
 
 
-def test_chains_of_bases_may_be_long(write):
-    """500 files: a recursive reader would need 500 frames, with YAML's own on top."""
-    write(SMALLEST, "0.yaml")
-    for number in range(1, 500):
-        write(f"extends: {number - 1}.yaml\nlog: {{every_steps: {number}}}", f"{number}.yaml")
-    assert load(write("extends: 499.yaml")).log.every_steps == 499
-
-
 def test_overrides_are_section_dot_key_equals_value(write):
     path = write(SMALLEST)
     for text in ("run.seed", "seed=1", "=1", ".seed=1", "run.=1", "run=1", "run.a.b=1", "", "--seed 1", "run.a\nb"):
@@ -255,27 +207,17 @@ def test_overrides_are_section_dot_key_equals_value(write):
     assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
 
 
-def test_an_alternative_replaces_another_of_an_earlier_layer(write):
+def test_an_alternative_replaces_another_of_an_earlier_layer_but_one_layer_gives_one(write):
     write("run: {epochs: 3}\nschedule: {peak: 1, warmup_epochs: 1}", "base.yaml")
     path = write("extends: base.yaml\nrun: {steps: 9}\nschedule: {peak_per_image: 0.1, warmup_images: 5}")
-    recipe = load(path)
-    assert (recipe.run.epochs, recipe.run.steps) == (None, 9)
-    assert (recipe.schedule.peak, recipe.schedule.peak_per_image) == (None, 0.1)
+    recipe = load(path, ["run.images=null"])
+    assert (recipe.run.epochs, recipe.run.steps, recipe.schedule.peak) == (None, 9, None)
     assert (recipe.schedule.warmup_epochs, recipe.schedule.warmup_images) == (None, 5)
-    recipe = load(path, ["run.images=7", "run.epochs=2", "schedule.warmup_steps=0"])
-    assert (recipe.run.epochs, recipe.run.steps, recipe.run.images) == (2.0, None, None)
-    assert (recipe.schedule.warmup_images, recipe.schedule.warmup_steps) == (None, 0)
-    assert load(path, ["run.images=null"]).run.steps == 9
-
-
-def test_alternatives_in_one_layer_are_refused_where_they_are(write):
-    """Also if a later layer takes a third one: the file is wrong whatever is laid over it."""
+    run = load(path, ["run.images=7", "run.epochs=2"]).run
+    assert (run.epochs, run.steps, run.images) == (2.0, None, None)
     write("run: {epochs: 3, steps: 4}\nschedule: {peak: 1}", "base.yaml")
-    path = write("extends: base.yaml\nrun: {seed: 4}")
-    for overrides in ((), ("run.images=5",)):
+    for overrides in ((), ("run.images=5",)):  # the file is wrong whatever is laid over it
         assert refusal(path, *overrides) == "base.yaml: run: epochs and steps are both given; keep one"
-    path = write("run: {epochs: 3, steps: null}\nschedule: {peak: 1, warmup_images: 1, warmup_steps: 0}")
-    assert refusal(path) == "mine.yaml: schedule: warmup_steps and warmup_images are both given; keep one"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -291,70 +233,40 @@ def test_what_is_dumped_loads_as_the_same_recipe(path, write):
     assert (changed.model, changed.optimizer) == (recipe.model, recipe.optimizer)
 
 
-# Values of each type that are awkward to write down, for the fields that take them.
-VALUES = (
-    True, False, 0, 1, 2, 3, 64, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308,
-    "1e5", "08", "on", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', "\ud7ff\U0001f600\x85",
-    " x ", "", "x" * 300 + " " + "y" * 300, [0.25, 0.5], [0.1, 1 / 3, 1.0], [], ["bias"], ["1e5"],
-    [[0, 16], [3, 24]], [[0, 768], [500000.5, 1536]],
+FLOATS = (1, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308)
+TEXTS = (
+    "1e5", "08", "on", "true", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', " x ", "", "=", "<<",
+    "\ud7ff\U0001f600\x85", "x" * 300 + " " + "y" * 300,
 )  # fmt: skip
 
 
-ABOUT = ("default", "description", "title")  # what a schema says of a key beside its type and bounds
-
-
-@pytest.mark.parametrize("section", Recipe.model_fields)
-def test_every_key_survives_dumping_whatever_its_value(section):
-    """Each key, by itself, gets a value that it accepts, and one key of each type and bounds all of VALUES that it
-    accepts; every key that has a choice must accept one."""
-    annotation = Recipe.model_fields[section].annotation
-    tried, types = set(), set()
-    for kind in dict.fromkeys(getattr(annotation, "kinds", {None: annotation}).values()):
-        named = {kind.tag: kind.default_name()} if kind is not annotation else {}
-        if "compress" in kind.model_fields:
-            named["compress"] = "update"  # which another key asks for
-        whole = type(kind()) if issubclass(kind, Parts) else kind
-        schema = whole.model_json_schema(by_alias=True)["properties"]
-        for key, entry in schema.items():
-            if key not in tried:
-                type_ = json.dumps({name: each for name, each in entry.items() if name not in ABOUT})
-                few = 1 if type_ in types else len(VALUES)
-                types.add(type_)
-                found = accepted(section, named, key, entry, few)
-                assert found or "const" in entry, f"no value was tried for {key}"
-        tried.update(schema)
-
-
-def accepted(section, named, key, entry, most):
-    """How many values of a key make another recipe, which is the same when dumped and loaded; `most` are tried."""
-    base = {"run": {"steps": 2}, "schedule": {"peak": 2}}
-    options = [option for part in [entry, *entry.get("anyOf", [])] for option in part.get("enum", [])]
-    default = Recipe.model_validate({**base, section: {**base.get(section, {}), **named}})
-    count = 0
-    for value in (*VALUES, *options):
-        content = {**base.get(section, {}), **named, key: value}
-        if key in ("batch_rule", "reference_batch"):
-            content = {"batch_rule": "sqrt", "reference_batch": 8, **content}
-        if (section, key) in (("run", "epochs"), ("run", "images"), ("schedule", "peak_per_image")):
-            content = {**named, key: value}
-        if key == "largest":
-            content["schedule"] = "noise"
-        if key == "init_weights":
-            content["init_from"] = "runs/other"
-        if key == "split":
-            content["stages"] = 1 + len(value) if isinstance(value, list) else 1
-        if section == "parallel" and key in ("schedule", "virtual_stages"):
-            content = {"stages": 2, "schedule": "interleaved", **content}
-        try:
-            recipe = Recipe.model_validate({**base, section: content})
-        except ValueError:
-            continue
-        if recipe != default:
-            assert loads(dump(recipe), "again") == recipe, (key, value)
-            count += 1
-        if count >= most:
-            break
-    return count
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("schedule.peak", FLOATS),
+        ("run.output", TEXTS),
+        ("run.seed", (0, 2**63 - 1)),
+        ("batch.schedule", ([[0, 768], [500000.5, 1536]],)),
+        ("parallel.replicas", ("auto", None, 3)),
+        ("parallel.split", ("auto", None, "counted", [])),
+        ("parallel.recompute", (True, False, [], [*TEXTS])),
+        ("exchange.density_warmup", ([0.25, 1 / 3],)),
+        ("optimizer.skip", ([], ["bias"])),
+        ("data.crop_area", ([0.25, 0.5],)),
+        ("data.image_sizes", (None, [[0, 16], [3, 24]])),
+        ("log.noise_scale", (True, "auto", "layers")),
+        ("ipu.available_memory_proportion", (None, [0.1, 1 / 3])),
+    ],
+)
+def test_awkward_values_survive_dumping(key, values):
+    """Each type that keys have; `test_properties` has more."""
+    section, _, name = key.partition(".")
+    for value in values:
+        content = {"run": {"steps": 2}, "schedule": {"peak": 2}, "exchange": {"method": "topk"}}
+        content["batch"] = {"global": 768 if name == "schedule" else 8, "micro": 1}
+        content[section] = {**content.get(section, {}), name: value}
+        recipe = Recipe.model_validate(content)
+        assert loads(dump(recipe), "again") == recipe, value
 
 
 def test_dumps_read_alike_in_yaml_1_1(write):

@@ -22,7 +22,8 @@ def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
         defaults, fields = part.defaults(), type(part).fields()
         for key, value in keys.items():
             if value != defaults[key]:
-                found.append((f"{section}.{key}", text(value), text(defaults[key]), fields[key].description or ""))
+                description = " ".join((fields[key].description or "").split())
+                found.append((f"{section}.{key}", text(value), text(defaults[key]), description))
     return found
 
 
