@@ -106,7 +106,8 @@ def test_running_statistics_are_those_of_one_process(run):
         torch.testing.assert_close(state["buffers"][name], buffer, rtol=2e-5, atol=2e-5)
 
 
-SIZES = ("data.image_sizes=[[0,16],[1,24]]", "optimizer.name=sgd", "schedule.peak=0.1", "optimizer.clip_norm=0.3")
+CLIPPED = ("optimizer.name=sgd", "schedule.peak=0.1", "optimizer.clip_norm=0.3")
+SIZES = (*CLIPPED, "data.image_sizes=[[0,16],[1,24]]", "log.noise_scale=false")
 
 
 @pytest.mark.parametrize("run", [several(2, 1, *SIZES, sizes=(16, 24, 24), steps_per_epoch=1)])

@@ -155,7 +155,7 @@ def test_replicas_take_the_state_of_their_images():
 def refuses(processes):
     state, states = processes.from_main(of_one_process)
     name = next(iter(states[0]["residual"]))
-    states = [{"residual": {**states[0]["residual"], name: torch.zeros(3)}}]
+    states = [{**states[0], "residual": {**states[0]["residual"], name: torch.zeros(3)}}]
     with pytest.raises(ValueError) as error:
         goes_on(processes, GTOPK, 2, 0, state, states)
     return str(error.value), (), str(error.value)
