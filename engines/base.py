@@ -22,16 +22,15 @@ AVERAGES = ("step_average", "epoch_average")
 
 
 class Diverged(Exception):
-    """The loss or the weights are not finite, on a device that makes an update in any case: the weights are lost."""
+    """The loss or the weights are not finite on a device that makes every update: the weights are lost."""
 
 
 class StepResult(NamedTuple):
     """One update, over all replicas, on every rank. Tensors stay on the device: reading one waits for it.
 
-    loss: float32 [], the objective averaged over the step's images. correct: int64 [], top-1 hits among
-    `images` images. skipped, skipped_in_row: int64 [], updates left out in all, and in a row until now, because
-    gradients were not finite. loss_scale: float32 []. norms: where they were requested and the device has them.
-    unreadable: a message for each image that could not be decoded and was left out.
+    loss: float32 [], mean over the images. correct: int64 [], top-1 hits. skipped, skipped_in_row: int64 [], updates
+    left out because of gradients that were not finite, in all and in a row until now. loss_scale: float32 []. norms: if
+    requested and available. unreadable: a message for each image that could not be decoded.
     """
 
     loss: torch.Tensor
@@ -45,16 +44,12 @@ class StepResult(NamedTuple):
 
 
 def summable(losses: torch.Tensor) -> torch.Tensor:
-    """Losses as float64, rounded to multiples of 2**-24: their sums are exact below 2**28, so they have the same bits
-    in whichever order, on however many ranks, they are added."""
+    """Losses as float64, rounded to multiples of 2**-24: sums below 2**28 are exact, so in any order the same."""
     return (losses.double() * 2**24).round() / 2**24
 
 
 class Counts(NamedTuple):
-    """Scores of evaluated images; they add up.
-
-    loss: float64 [], sum of `summable` cross entropies. top1, top5: int64 [].
-    """
+    """Sums over evaluated images. loss: float64 [], of `summable` cross entropies. top1, top5: int64 [], hits."""
 
     images: int
     loss: torch.Tensor
@@ -81,11 +76,7 @@ def total(
 
 
 class NoiseScale(NamedTuple):
-    """The gradient noise scale: the batch beyond which larger ones pay less and less.
-
-    images: S / |G|^2. error: its standard error. signal: |G|^2, of the mean gradient over all images. noise: S, the
-    trace of the covariance of single images' gradients.
-    """
+    """The gradient noise scale, `images` = noise / signal, and its standard error: see engines/noise_scale.py."""
 
     images: float
     error: float
@@ -111,17 +102,13 @@ class Engine(ABC):
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
-        """Micro batches for `train_step` in these steps; closing them ends the processes that load them.
-        Args: source: None where images do not enter (`topology.is_first`)."""
+        """Micro batches for `train_step` in these steps; closing them ends the processes that load them. `source` is
+        None, and there are none, where images do not enter (`topology.is_first`)."""
 
     @abstractmethod
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
-        """This process's share of the validation images, which can be iterated repeatedly; with a method `close`.
-
-        Args:
-            source: None where images do not enter: then there are as many times None.
-            images: of the whole source.
-        """
+        """This process's share of the `images` validation images, which can be iterated repeatedly; with a method
+        `close`. Where images do not enter, `source` is None and there are as many times None."""
 
     @abstractmethod
     def data_wait(self) -> float:
@@ -129,20 +116,14 @@ class Engine(ABC):
 
     @abstractmethod
     def train_step(
-        self,
-        micro_batches: Iterator[Any],
-        step: int,
-        lr: float,
-        measure: bool = False,
-        update: Optional[Update] = None,
+        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
     ) -> StepResult:
         """Make one update. Takes exactly the update's images of this process, each when it is needed.
 
         Args:
-            micro_batches: of `training_batches`; nothing is taken where images do not enter.
             step: the first that the update takes, from 0: selects the random draws.
-            update: where it takes several steps; None takes one, and is number `step`.
             measure: also compute the norms and trust ratios.
+            update: where it takes several steps; None takes one, and is number `step`.
 
         Raises UnreadableImage under data.bad_images=error; Diverged on every rank.
         """
@@ -166,8 +147,8 @@ class Engine(ABC):
 
     @abstractmethod
     def using(self, weights: str) -> ContextManager[None]:
-        """Within it, scores and predictions are those of an average; no training step may be made.
-        Args: weights: one of `averages()`, or `trained` for the weights themselves."""
+        """A context in which scores and predictions are those of one of `averages()`, or of the weights themselves
+        (`trained`); no training step may be made in it."""
 
     @abstractmethod
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
@@ -192,21 +173,15 @@ class Engine(ABC):
         """Load the `state_dict` of any topology. Raises ValueError naming a tensor that does not fit."""
 
     def replica_states(self) -> Iterator[dict]:
-        """State that differs between replicas, one dictionary for each in order, on the CPU, made one at a time.
-
-        On the main rank; elsewhere as many empty dictionaries. Every rank iterates to the end. None where replicas
-        do not differ.
-        """
+        """State that differs between replicas, one dictionary for each in order, on the CPU, made one at a time; on
+        other ranks than the main one as many empty ones. Every rank iterates to the end."""
         return iter(())
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Load the `replica_states` of `count` replicas, whatever the number of replicas now.
+        """Load the `replica_states` of `count` replicas, which `read` returns on the main rank, in order. Each replica
+        takes the share of those whose images it now computes. Every rank calls, after `load_state_dict`.
 
-        Each replica takes the share of those whose images it now computes. Every rank calls, after `load_state_dict`.
-
-        Args: read: from a replica's number to its state; called on the main rank only, with 0 ... count - 1 in order.
-
-        Raises ValueError: on every rank, naming what does not fit; the errors of `read` are raised on every rank too.
+        Raises ValueError naming what does not fit, and the errors of `read`, on every rank.
         """
         if count:
             raise ValueError(f"{count} replicas have a state of their own there, none has one here")

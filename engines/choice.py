@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -10,6 +10,7 @@ from engines import cuts
 from engines.devices import device_of, timed
 from models.families import build
 from parallel import evidence, exchange
+from parallel.agreement import Agreement
 from parallel.costs import Link
 from parallel.evidence import PAGE, Evidence
 from parallel.exchange import Gradient, Method
@@ -18,9 +19,6 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.exchange import Exchange
-
-if TYPE_CHECKING:
-    from parallel.agreement import Agreement
 
 # An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be off
 # by a fifth or so, and the evidence is of other images than the user's.
@@ -68,12 +66,8 @@ def resolve(
     """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
 
     For a new run, links and selection are measured and the predictions reported: of the exchange alone, as if it began
-    after the last backward pass, and without the merges of gtopk. What loses more than `accept_loss` is not taken. One
-    replica and IPUs take dense. Keys that only topk and gtopk have are left out where another method is taken.
-
-    Args: begun: the section of the run that is resumed, whose method and pattern are kept; None for a new run.
-
-    Raises ConfigError: cut points that the model does not have.
+    after the last backward pass, and without the merges of gtopk. One replica and IPUs take dense. Args: begun: the
+    section of a run that is resumed, whose method is kept. Raises ConfigError: cut points that the model does not have.
     """
     section, replicas = recipe.exchange, processes.topology.replicas
     if section.method != "auto":
@@ -115,27 +109,19 @@ def predict(
     selection: float = 0.0,
     rounding: float = 0.0,
 ) -> List[Candidate]:
-    """The methods that go with a recipe.
-
-    Args: selection, rounding: seconds of a processor.
-    """
+    """The methods that go with a recipe. Args: selection, rounding: seconds of a processor."""
     work, replicas = {"": 0.0, "select": selection, "round": rounding}, batch.replicas
     found = []
     for method in methods:
         section = method.taken_by(recipe.exchange) if recipe.exchange.method == "auto" else method.section
-        if _allowed(recipe.model_copy(update={"exchange": section}), batch):
-            known = _EXACT if method.exact else evidence.of(section, recipe.optimizer)
-            network, size = method.seconds(link, replicas, gradient), method.bytes_sent(replicas, gradient)
-            found.append(Candidate(method, network, work[method.work], size, known))
+        try:
+            checks.check(recipe.model_copy(update={"exchange": section}), batch)
+        except ConfigError:
+            continue
+        known = _EXACT if method.exact else evidence.of(section, recipe.optimizer)
+        network, size = method.seconds(link, replicas, gradient), method.bytes_sent(replicas, gradient)
+        found.append(Candidate(method, network, work[method.work], size, known))
     return found
-
-
-def _allowed(recipe: Recipe, batch: Batch) -> bool:
-    try:
-        checks.check(recipe, batch)
-    except ConfigError:
-        return False
-    return True
 
 
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
@@ -158,11 +144,11 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
     parts = cuts.counted(model, recipe, batch)[0] if stages > 1 else [model.names]
     found = []
     for stage in range(stages):
-        names = [name for part in parts[stage::stages] for name in part]
-        parameters = [parameter for name in names for parameter in model.block(name).parameters()]
-        whole = [each.numel() for each in parameters if recipe.exchange.whole_1d and each.dim() == 1]
-        layers = sum(each.dim() > 1 for each in parameters)
-        found.append(Gradient(sum(each.numel() for each in parameters), sum(whole), layers))
+        own = [model.block(name).parameters() for part in parts[stage::stages] for name in part]
+        sizes = [(each.numel(), each.dim()) for block in own for each in block]
+        whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
+        layers = sum(dimensions > 1 for _, dimensions in sizes)
+        found.append(Gradient(sum(size for size, _ in sizes), whole, layers))
     return max(found)
 
 
@@ -176,13 +162,11 @@ def _measured(
     vector = torch.randn(gradient.elements - gradient.whole, generator=torch.Generator().manual_seed(0)).to(device)
     count = min(max(1, round(section.density * len(vector))), len(vector))  # once densities have come down
     # The fastest of four calls: the first finds caches empty, and a machine that starts a run is busy.
-    own = (
-        probe.measure(processes.replica_group, device),
-        min(timed(lambda: selection.largest(vector, count), device, 4)),
-        min(timed(lambda: vector.half().float(), device, 4)),
-    )
-    links, *processor = zip(*processes.gather(own))
-    return Link(*map(max, zip(*links))), max(processor[0]), max(processor[1])
+    select = min(timed(lambda: selection.largest(vector, count), device, 4))
+    convert = min(timed(lambda: vector.half().float(), device, 4))
+    own = (*probe.measure(processes.replica_group, device), select, convert)
+    latency, seconds_per_byte, *processor = map(max, zip(*processes.gather(own)))
+    return Link(latency, seconds_per_byte), *processor
 
 
 def _figure(value: float) -> str:

@@ -5,7 +5,7 @@ Costs are measured only where the cut changes no bit of what is learned: elsewhe
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence, Tuple
+from typing import Callable, Dict, List, Sequence, Tuple
 
 import torch
 
@@ -31,36 +31,24 @@ def parts(
 
     One process that computes all stages has one part; wrong cut points are refused there too.
 
-    Raises:
-        ConfigError: cut points that are no blocks, out of order, or leave a part without parameters; more parts
-            than blocks.
+    Raises ConfigError: cut points that are no blocks, out of order, or leave a part without parameters; too many parts.
     """
-    one_stage = processes.topology.stages == 1
-    with_parameters, note = _with_parameters(model, recipe), ""
-    if isinstance(recipe.parallel.split, list):
-        cut = recipe.parallel.split
-    elif one_stage:
-        return [model.names], ""
-    else:
-        cut, note = _automatic(model, recipe, batch, processes, device)
-    divided = _divided(model, with_parameters, cut)
-    return ([model.names] if one_stage else divided), note
+    single = processes.topology.stages == 1
+    automatic = (lambda: ([], "")) if single else (lambda: _automatic(model, recipe, batch, processes, device))
+    divided, note = _divided(model, recipe, automatic)
+    return ([model.names] if single else divided), note
 
 
 def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[str]], str]:
-    """Parts on a device where blocks cannot be timed one by one: an automatic cut balances multiply-adds.
+    """All parts, also of one process, where blocks cannot be timed one by one: an automatic cut balances multiply-adds
+    and ignores memory."""
 
-    Memory is ignored. All stages are returned, also where one process computes them.
-    """
-    parallel = recipe.parallel
-    with_parameters = _with_parameters(model, recipe)
-    if parallel.stages == 1:
-        return [model.names], ""
-    if isinstance(parallel.split, list):
-        return _divided(model, with_parameters, parallel.split), ""
-    found = _counted_costs(model, recipe, batch)
-    cut = balance.balance(found, parallel.parts, in_flight=[batch.accumulation] * parallel.parts)
-    return _divided(model, with_parameters, cut.cuts), cut.describe("counted")
+    def automatic() -> Tuple[Sequence[str], str]:
+        count, found = recipe.parallel.parts, _counted_costs(model, recipe, batch)
+        cut = balance.balance(found, count, in_flight=[batch.accumulation] * count)
+        return cut.cuts, cut.describe("counted")
+
+    return ([model.names], "") if recipe.parallel.stages == 1 else _divided(model, recipe, automatic)
 
 
 def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:
@@ -73,25 +61,23 @@ def _counted_costs(model: BlockList, recipe: Recipe, batch: Batch) -> Dict[str, 
     return shapes.costs(recipe.model, recipe.model.image_size, batch.micro, itemsize)
 
 
-def _with_parameters(model: BlockList, recipe: Recipe) -> List[str]:
-    """The blocks that have parameters; every part must have one."""
-    found = [name for name in model.names if any(True for _ in model.block(name).parameters())]
+def _divided(
+    model: BlockList, recipe: Recipe, automatic: Callable[[], Tuple[Sequence[str], str]]
+) -> Tuple[List[List[str]], str]:
+    """The parts that cut points make, the recipe's or automatic ones; and a line about these. Raises ConfigError."""
+    found = {name for name in model.names if any(True for _ in model.block(name).parameters())}
     count = recipe.parallel.parts
     if count > len(found):
         raise ConfigError(f"parallel.stages: {count} parts are more than the {len(found)} blocks that have parameters")
-    return found
-
-
-def _divided(model: BlockList, with_parameters: Sequence[str], cut: Sequence[str]) -> List[List[str]]:
-    """The parts that cut points make. Raises ConfigError."""
+    cut, note = (recipe.parallel.split, "") if isinstance(recipe.parallel.split, list) else automatic()
     try:
         divided = split_names(model.names, cut)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
     for names in divided:
-        if not set(names) & set(with_parameters):
+        if not found.intersection(names):
             raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
-    return divided
+    return divided, note
 
 
 def _automatic(

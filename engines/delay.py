@@ -33,29 +33,21 @@ class Delay:
     def __init__(self, gradients: torch.Tensor, steps: int, exchange: Optional[Exchange]):
         """
         Args:
-            gradients: float32 [length], the buffer in which a step's gradients are summed, and from which the update is
-                made; it stays the same tensor. `steps` buffers of its size are kept beside it.
-            steps: >= 1.
+            gradients: float32 [length], the buffer of a step's gradients and of the update; it stays the same tensor.
+            steps: >= 1: as many buffers are kept beside it.
             exchange: None where there are no other replicas.
         """
-        assert steps >= 1 and gradients.dtype == torch.float32 and gradients.dim() == 1, (steps, gradients.shape)
-        self._gradients, self._steps = gradients, steps
-        self._exchange = exchange
+        self._gradients, self._steps, self._exchange = gradients, steps, exchange
         self._entries: Deque[_Entry] = deque()  # oldest first
         # The interpreter waits for this thread before it ends: amid torch's code it would abort the process.
         in_thread = exchange is not None and gradients.device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
 
     def advance(self, step: int, divisor: torch.Tensor) -> Optional[torch.Tensor]:
-        """Replace the gradient in the buffer by that of `steps` calls before, summed over the replicas.
+        """Replace the gradient in the buffer, of update `step`, by that of `steps` calls before, summed over replicas;
+        in the first steps, when none is due, by zeros.
 
-        Args:
-            step: the update that the gradient in the buffer was computed for.
-            divisor: float32 [], what it has to be divided by in the end.
-
-        Returns:
-            The divisor of the gradient that lies in the buffer now; None in the first steps, when none is due and the
-            buffer is zero.
+        Args: divisor: float32 [], of the former. Returns: that of the latter, if one is due.
         """
         for entry in self._entries:
             if entry.done.done():
@@ -67,7 +59,10 @@ class Delay:
         else:
             self._entries[0].done.result()
             gradient, due, _ = self._entries.popleft()
-            _swap(self._gradients, gradient)
+            for one, other in zip(self._gradients.split(_CHUNK), gradient.split(_CHUNK)):
+                copy = one.clone()  # not of the whole: memory is short
+                one.copy_(other)
+                other.copy_(copy)
         self._entries.append(_Entry(gradient, divisor, self._start(gradient, step, divisor)))
         return due
 
@@ -77,10 +72,8 @@ class Delay:
             entry.done.result()
 
     def state_dict(self) -> List[dict]:
-        """Gradients to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 []}.
-
-        All are exchanged, and so the same on all replicas. Copies, on the CPU.
-        """
+        """Gradients to be applied, oldest first: {"gradient": float32 [length], "divisor": float32 []}, copies on the
+        CPU. All are exchanged, and so the same on all replicas."""
         self.wait()
         return [
             {"gradient": entry.gradient.to("cpu", copy=True), "divisor": entry.divisor.to("cpu", copy=True)}
@@ -88,13 +81,9 @@ class Delay:
         ]
 
     def load_state_dict(self, saved: List[dict]) -> None:
-        """Load the result of `state_dict`. Raises ValueError if it is more than fits here, or of another length."""
+        """Load the result of `state_dict`. Raises ValueError if it is more than fits here."""
         if len(saved) > self._steps:
             raise ValueError(f"{len(saved)} gradients are still to be applied, but exchange.delay is {self._steps}")
-        if any(entry["gradient"].shape != self._gradients.shape for entry in saved):
-            raise ValueError(
-                f"the gradients still to be applied do not have the model's {len(self._gradients)} elements"
-            )
         self.wait()
         device = self._gradients.device
         self._entries = deque(
@@ -108,32 +97,23 @@ class Delay:
             self._thread.shutdown()
 
     def _start(self, gradient: torch.Tensor, step: int, divisor: torch.Tensor) -> Future:
-        """The exchange of a gradient, in the thread if there is one."""
+        call = (self._exchange, gradient, step, divisor)
         if self._thread is not None:
             before = self._entries[-1].done if self._entries else _done()
-            call = (self._exchange, gradient, step, divisor)
             return self._thread.submit(_after, before, torch.get_num_threads(), *call)
         if self._exchange is not None:
-            self._exchange(gradient, step, divisor)
+            self._exchange(*call[1:])
         return _done()
 
 
-def _after(before: Future, threads: int, exchange: Exchange, gradient: torch.Tensor, step: int, divisor: torch.Tensor):
+def _after(before: Future, threads: int, exchange: Exchange, *arguments: object) -> None:
     """Exchange a gradient, unless the exchange before it failed; with as many of torch's threads as the main thread."""
     before.result()
     torch.set_num_threads(threads)
-    exchange(gradient, step, divisor)
+    exchange(*arguments)
 
 
 def _done() -> Future:
     done: Future = Future()
     done.set_result(None)
     return done
-
-
-def _swap(left: torch.Tensor, right: torch.Tensor) -> None:
-    """Swap contents without a third buffer of their size."""
-    for one, other in zip(left.split(_CHUNK), right.split(_CHUNK)):
-        copy = one.clone()
-        one.copy_(other)
-        other.copy_(copy)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from engines.base import Engine
+from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe.config import Recipe
 from recipe.division import Batch
-
-if TYPE_CHECKING:
-    from parallel.agreement import Agreement
 
 
 def connect(recipe: Recipe, topology: Topology) -> Agreement:
@@ -31,11 +29,7 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
 def create(
     recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None, steps_per_epoch: Optional[int] = None
 ) -> Engine:
-    """The engine of `run.device`.
-
-    Args:
-        processes: of the run; None for a single process.
-        steps_per_epoch: of a run that trains.
+    """The engine of `run.device`. Args: processes: None for a single one. steps_per_epoch: of a run that trains.
 
     Raises ConfigError: a device or library that this machine does not have, or cut points that the model does not have.
     """

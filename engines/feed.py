@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -43,15 +43,14 @@ class Targets(NamedTuple):
 class Feed:
     """Images for the first stage, targets for the last, of the micro batches of this replica.
 
-    The first stage has the loader. A last stage in another process receives the labels, micro batch by micro batch, and
-    draws by itself how images are mixed: that is a function of (seed, step, micro batch).
+    The first stage has the loader. A last stage in another process receives the labels, and draws by itself how images
+    are mixed: that is a function of (seed, step, micro batch).
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes, device: torch.device, whole_batches: bool):
-        """Args: whole_batches: whether padding rows repeat images, for layers that take statistics over the rows."""
+    def __init__(self, recipe: Recipe, processes: Processes, device: torch.device):
         self._data, self._classes, self._seed = recipe.data, recipe.model.classes, recipe.run.seed
-        self._processes, self._topology = processes, processes.topology
-        self._device, self._whole_batches = device, whole_batches
+        self._group, self._topology = processes.host_stage_group, processes.topology
+        self._device, self._batch_statistics = device, recipe.model.batch_statistics
         self._sent: List[tuple] = []
 
     @property
@@ -60,21 +59,13 @@ class Feed:
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
     def start(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        steps: range,
-        each: int,
-        first_number: int,
-        rows: int,
-        size: int,
+        self, micro_batches: Iterator[MicroBatch], steps: range, each: int, first_number: int, rows: int, size: int
     ) -> None:
-        """Begin an update.
+        """Begin an update of some steps.
 
         Args:
-            micro_batches: of this replica; used on the first stage only.
-            steps: that the update takes.
             each, first_number: micro batches of a step, and the number of the first within its step over all replicas.
-            rows, size: rows of a micro batch, and pixels a side of its images.
+            rows, size: rows of a micro batch, and pixels a side of its images, which the first stage sees itself.
         """
         self._micro_batches, self._steps, self._each, self._first_number = micro_batches, steps, each, first_number
         self._rows, self._size = rows, size
@@ -86,23 +77,17 @@ class Feed:
         self.images_seen = 0
         self.unreadable: List[str] = []
 
-    def number_of(self, number: int) -> int:
-        """Number within its step over all replicas of a micro batch that is counted in this replica."""
-        return self._own_numbers.get(number, self._expected(number))
-
-    def step_of(self, number: int) -> int:
-        """Step of a micro batch that is counted in this replica."""
-        return self._steps[number // self._each]
-
-    def _expected(self, number: int) -> int:
-        return self._first_number + number % self._each
+    def place(self, number: int) -> Tuple[int, int]:
+        """Step of a micro batch that is counted in this replica, and its number within that step over all replicas."""
+        expected = self._first_number + number % self._each
+        return self._steps[number // self._each], self._own_numbers.get(number, expected)
 
     def images(self, number: int) -> torch.Tensor:
         """Images of micro batch `number`, counted in this replica, on the device; in order."""
         batch = next(self._micro_batches, None)
         assert batch is not None, f"only {number} micro batches came"
-        assert self._topology.world == 1 or batch.number == self._expected(number), (batch.number, number)
-        self._own_numbers[number] = batch.number
+        assert self._topology.world == 1 or batch.number == self.place(number)[1], (batch.number, number)
+        self._own_numbers[number], self._size = batch.number, batch.images.shape[-1]
         self.images_seen += batch.valid
         self.unreadable.extend(batch.unreadable)
         self._send_labels(number, batch)
@@ -110,7 +95,7 @@ class Feed:
         plan = self._plan(number, len(images), batch.valid)
         if plan is not None:
             images = mixing.mix_images(images.contiguous(), plan)
-        if self._whole_batches and 0 < batch.valid < len(images):
+        if self._batch_statistics and 0 < batch.valid < len(images):
             # Statistics of images, not of padding.
             images = images[torch.arange(len(images), device=self._device) % batch.valid]
         return images
@@ -144,21 +129,19 @@ class Feed:
         self._sent.clear()
 
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
-        place = self.step_of(number), self.number_of(number)
-        return mixing.draw(self._data, self._seed, *place, rows, valid, self._size, self._size)
+        return mixing.draw(self._data, self._seed, *self.place(number), rows, valid, self._size, self._size)
 
     def _send_labels(self, number: int, batch: MicroBatch) -> None:
         if self._topology.is_last:
             self._waiting[number] = batch.labels, batch.valid
             return
         message = torch.cat([torch.tensor([batch.valid]), batch.labels])
-        group = self._processes.host_stage_group
-        work = dist.isend(message, group=group, tag=_LABELS, group_dst=self._topology.stages - 1)
+        work = dist.isend(message, group=self._group, tag=_LABELS, group_dst=self._topology.stages - 1)
         self._sent.append((work, message))
 
     def _receive_labels(self) -> tuple:
         message = torch.empty(1 + self._rows, dtype=torch.int64)
-        return dist.irecv(message, group=self._processes.host_stage_group, tag=_LABELS, group_src=0), message
+        return dist.irecv(message, group=self._group, tag=_LABELS, group_src=0), message
 
     def _labels(self, number: int) -> Tuple[torch.Tensor, int]:
         """Labels of a micro batch, and how many of its rows are images."""
@@ -169,7 +152,7 @@ class Feed:
         return message[1:], int(message[0])
 
 
-class TrainingStep(Work):
+class TrainingStep(Feed, Work):
     """One training step as the schedules see it, in this process; the same object for all steps.
 
     total: float64 [], losses added up; correct: int64 [], top-1 hits. Both are 0 except on the last stage.
@@ -177,37 +160,34 @@ class TrainingStep(Work):
 
     def __init__(
         self,
-        feed: Feed,
+        recipe: Recipe,
+        processes: Processes,
+        device: torch.device,
         draws: Draws,
         gradients: Gradients,
         loss_scale: LossScale,
         recorder: Recorder,
-        smoothing: float,
         arm: Optional[Callable[[], None]],
     ):
-        """Args: arm: called before the last backward pass of the step, where the exchange can overlap it."""
-        self._feed, self._draws, self._gradients = feed, draws, gradients
-        self._loss_scale, self._recorder = loss_scale, recorder
-        self._smoothing, self._arm = smoothing, arm
+        """Args: arm: called before the last backward pass of a step, where the exchange can overlap it."""
+        super().__init__(recipe, processes, device)
+        self._draws, self._gradients, self._loss_scale = draws, gradients, loss_scale
+        self._recorder, self._arm = recorder, arm
 
-    def start(self, rows: int, device: torch.device) -> None:
-        """Args: rows: of a micro batch. The feed must have been started."""
-        self._rows = rows
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self.correct = torch.zeros((), dtype=torch.int64, device=device)
+    def start(self, *arguments: Any) -> None:
+        super().start(*arguments)
+        self.total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=self._device)
         self._gradients.zero()
 
-    def images(self, number: int) -> torch.Tensor:
-        return self._feed.images(number)
-
     def before_forward(self, number: int) -> None:
-        self._draws.step, self._draws.micro_batch = self._feed.step_of(number), self._feed.number_of(number)
+        self._draws.step, self._draws.micro_batch = self.place(number)
 
     def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy; an image that was left out counts as one with loss 0, so others keep their weight."""
-        valid, labels, targets = self._feed.targets(number)
+        valid, labels, targets = self.targets(number)
         logits = logits[:valid].float()
-        losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._smoothing)
+        losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._data.label_smoothing)
         loss = losses / self._rows
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()

@@ -1,8 +1,7 @@
 """The engine for Graphcore's IPUs: the only file that imports PopTorch.
 
-recipe/ipu.py maps a recipe to PopTorch's options; docs/ipu.md has the table. One program is compiled for training and
-one for evaluation; they take turns on the same IPUs. Weights and optimizer state are on the device and are copied to
-the host when they are saved, averaged or evaluated.
+recipe/ipu.py maps a recipe to PopTorch's options. One program is compiled for training and one for evaluation; they
+take turns on the IPUs. Weights and optimizer state are copied to the host when they are saved, averaged or evaluated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engines.base import Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
-from engines.ipu_model import EvaluationModule, TrainingModule, device_model
+from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
 from models.normalization import norm_parameters
 from models.stages import BlockList
 from optim import factory
@@ -60,14 +59,13 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
     popdist = _needed("popdist", "install it from the Poplar SDK")
     _needed("horovod.torch", "install it by pip")
     popdist.init()
-    launched = ipu.Launched(
-        popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getNumIpusPerReplica()
-    )
-    if launched.replicas != topology.replicas:
+    replicas, local = popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()
+    if replicas != topology.replicas:
         raise ConfigError(
-            f"poprun started {launched.replicas} replicas, but this command computes with one; start it without poprun"
+            f"poprun started {replicas} replicas, but this command computes with one; start it without poprun"
         )
     instances = Instances(topology)
+    launched = ipu.Launched(replicas, local, popdist.getNumIpusPerReplica())
     instances.from_main(lambda: ipu.check_launched(recipe, launched))
     return instances
 
@@ -103,47 +101,40 @@ class IpuEngine(Engine):
         decay = recipe.average.epoch_decay
         self._averages = {} if decay is None else {"epoch_average": WeightAverage(decay, [self._host.flat])}
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
-        self._create_programs(poptorch, training, evaluation)
-        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, self.topology.served))
-
-    def _create_programs(self, poptorch: Any, training: BlockList, evaluation: BlockList) -> None:
-        """Create the two executors. Nothing is compiled before the first images come."""
-        recipe, served = self._recipe, self.topology.served
-        options = {
-            "training": ipu.training_settings(recipe, self.batch, served, _under_poprun()),
-            "evaluation": ipu.evaluation_settings(recipe, self.batch, served, _under_poprun()),
-        }
-        self._options = {
-            name: _options(poptorch, recipe, settings, self.topology.is_main) for name, settings in options.items()
-        }
-        mode = poptorch.OverlapMode.OverlapAccumulationLoop
-        marks = {
-            "mark_input": lambda tensor: poptorch.set_overlap_for_input(tensor, mode),
-            "mark_output": lambda tensor: poptorch.set_overlap_for_output(tensor, mode),
-        }
-        module = TrainingModule(
-            training,
-            recipe.data.label_smoothing,
-            recipe.model.classes,
-            functools.partial(poptorch.identity_loss, reduction="none"),
-            kept=frozenset(recipe.ipu.keep_activations),
-            keep=poptorch.recomputationCheckpoint,
-            **(marks if ipu.overlaps(recipe, self.batch) else {}),
-        ).train()
-        self._create_optimizer(poptorch, training)
-        self._module = module
-        self._training = poptorch.trainingModel(module, self._options["training"], self._optimizer)
-        scoring = EvaluationModule(evaluation, **(marks if ipu.evaluation_overlaps(recipe) else {})).eval()
-        self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
-        self._rows = recipe.batch.evaluation * ipu.evaluation_iterations(recipe) * served
+        self._plan = ipu.optimizer(recipe)
+        self._create_programs(training, evaluation)
         self._weights_are_on_device = self._slots_are_on_device = self._slots_to_send = False
         self._inference_is_stale = False
-        # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
-        self._slot_scale = recipe.precision.loss_scale if recipe.optimizer.name == "sgd" else 1.0
+        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, self.topology.served))
 
-    def _create_optimizer(self, poptorch: Any, model: BlockList) -> None:
-        plan = ipu.optimizer(self._recipe)
-        parameters = dict(model.named_parameters())
+    def _create_programs(self, training: BlockList, evaluation: BlockList) -> None:
+        """Create the two executors. Nothing is compiled before the first images come."""
+        poptorch, recipe, served = _poptorch(), self._recipe, self.topology.served
+        self._options = {
+            name: _options(recipe, settings(recipe, self.batch, served, _under_poprun()), self.topology.is_main)
+            for name, settings in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings))
+        }
+        mode = poptorch.OverlapMode.OverlapAccumulationLoop
+        overlapped = {
+            "input": functools.partial(poptorch.set_overlap_for_input, mode=mode),
+            "output": functools.partial(poptorch.set_overlap_for_output, mode=mode),
+        }
+        marks = Marks(
+            functools.partial(poptorch.identity_loss, reduction="none"),
+            poptorch.recomputationCheckpoint,
+            **(overlapped if ipu.overlaps(recipe, self.batch) else {}),
+        )
+        kept = frozenset(recipe.ipu.keep_activations)
+        self._module = TrainingModule(training, recipe.data.label_smoothing, recipe.model.classes, marks, kept).train()
+        self._create_optimizer(training)
+        self._training = poptorch.trainingModel(self._module, self._options["training"], self._optimizer)
+        marks = Marks(**(overlapped if ipu.evaluation_overlaps(recipe) else {}))
+        scoring = EvaluationModule(evaluation, marks).eval()
+        self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
+        self._rows = recipe.batch.evaluation * ipu.evaluation_iterations(recipe) * served
+
+    def _create_optimizer(self, model: BlockList) -> None:
+        plan, parameters = self._plan, dict(model.named_parameters())
         skipped = factory.skipped_names(self._recipe.optimizer, parameters, norm_parameters(model))
         groups, self._rate_scales = [], []
         for group in plan.groups:
@@ -151,15 +142,19 @@ class IpuEngine(Engine):
             if members:
                 groups.append({"params": members, **group.options})
                 self._rate_scales.append(group.lr_scale)
-        keywords = {name: _resolved(poptorch, value) for name, value in plan.options.items()}
+        keywords = {name: _resolved(value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch compiles in what only groups have.
-        self._optimizer = getattr(poptorch.optim, plan.name)(groups, lr=1.0, **keywords)
+        self._optimizer = getattr(_poptorch().optim, plan.name)(groups, lr=1.0, **keywords)
         for name in plan.constant:
             self._optimizer.variable_attrs.markAsConstant(name)
+        # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
+        self._slot_scale = self._recipe.precision.loss_scale if self._recipe.optimizer.name == "sgd" else 1.0
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
         poptorch, place, recipe = _poptorch(), self.topology, self._recipe
         positions = Positions(source, recipe, self.batch, steps, place.replica // place.served, place.world)
+
+        ahead = {"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False, "early_preload": True}
 
         def loader(dataset: Positions) -> Any:
             return poptorch.DataLoader(
@@ -171,9 +166,8 @@ class IpuEngine(Engine):
                 auto_distributed_partitioning=False,  # `Positions` are this instance's already
                 mode=poptorch.DataLoaderMode.AsyncRebatched,
                 rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // place.world),
-                async_options={"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False,
-                               "early_preload": True},
-            )  # fmt: skip
+                async_options=ahead,
+            )
 
         self._batches = TrainingFeed(positions, steps, loader)
         return self._batches
@@ -186,12 +180,7 @@ class IpuEngine(Engine):
         return EvaluationFeed(source, self._recipe, self._rows, place.replica // place.served, place.world)
 
     def train_step(
-        self,
-        micro_batches: Iterator[StepImages],
-        step: int,
-        lr: float,
-        measure: bool = False,
-        update: Optional[Update] = None,
+        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
     ) -> StepResult:
         assert update is None or update.steps == 1, update
         images = next(micro_batches)
@@ -232,21 +221,15 @@ class IpuEngine(Engine):
         self._inference_is_stale = True
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
-        logits = self._logits(batch.images)[: batch.valid]
-        return scored(logits, batch.labels[: batch.valid])
+        return scored(self.predict_step(batch), batch.labels[: batch.valid])
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        return self._logits(batch.images)[: batch.valid]
-
-    def _logits(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, classes], of the weights in use."""
         self._fetch_weights()
         _detach(self._training)
         if self._inference_is_stale and self._inference.isCompiled() and self._inference.isAttachedToDevice():
             self._inference.copyWeightsToDevice()  # else they are sent when it is attached
         self._inference_is_stale = False
-        parts = [self._inference(part).float() for part in padded(images, self._rows)]
-        return torch.cat(parts)[: len(images)]
+        return torch.cat([self._inference(part).float() for part in padded(batch.images, self._rows)])[: batch.valid]
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         state.check_shapes(weights, self.shapes)
@@ -327,8 +310,7 @@ class IpuEngine(Engine):
 
     def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
         """(parameter's name, PopART's name of its state tensor) of a slot."""
-        prefix = ipu.optimizer(self._recipe).slots[slot]
-        return [(name, f"{prefix}{_INSIDE}{name}") for name in self.shapes]
+        return [(name, f"{self._plan.slots[slot]}{_INSIDE}{name}") for name in self.shapes]
 
 
 def _poptorch() -> Any:
@@ -359,32 +341,32 @@ def _under_poprun() -> bool:
     return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
 
-def _options(poptorch: Any, recipe: Recipe, settings: Sequence[ipu.Setting], is_main: bool) -> Any:
+def _options(recipe: Recipe, settings: Sequence[ipu.Setting], is_main: bool) -> Any:
     """PopTorch's options with these settings, made in order. Args: is_main: in the first process of a run."""
     if _under_poprun():
         import popdist.poptorch
 
         options = popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
     else:
-        options = poptorch.Options()
+        options = _poptorch().Options()
     for setting in settings:
         if is_main or not setting.main_only:
             method = functools.reduce(getattr, setting.call.split(".")[1:], options)
-            method(*_resolved(poptorch, list(setting.arguments)))
+            method(*_resolved(list(setting.arguments)))
     return options
 
 
-def _resolved(poptorch: Any, value: Any) -> Any:
+def _resolved(value: Any) -> Any:
     """Replace the names in `value` by the objects that they stand for."""
     if isinstance(value, ipu.Name):
         module, *path = value.path.split(".")
-        return functools.reduce(getattr, path, {"poptorch": poptorch, "torch": torch}[module])
+        return functools.reduce(getattr, path, importlib.import_module(module))
     if isinstance(value, ipu.Chain):
-        found = _resolved(poptorch, ipu.Name(value.start))()
+        found = _resolved(ipu.Name(value.start))()
         for method, arguments in value.calls:
-            found = getattr(found, method)(*_resolved(poptorch, list(arguments)))
+            found = getattr(found, method)(*_resolved(list(arguments)))
         return found
-    return [_resolved(poptorch, each) for each in value] if isinstance(value, list) else value
+    return [_resolved(each) for each in value] if isinstance(value, list) else value
 
 
 def _detach(program: Any) -> None:

@@ -47,8 +47,7 @@ class StepImages(NamedTuple):
 class Positions(Dataset):
     """Position p of an instance: row p % share of its part of step first_step + p // share, `share` images a step.
 
-    Order, augmentation and mixing are the functions of (seed, epoch, step, micro batch) that other devices use: the
-    images of a step do not depend on the number of replicas or instances.
+    Order, augmentation and mixing are those of other devices, whatever the number of replicas and instances.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Positions(Dataset):
         self._first = instance * self._share
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._size = training_image_size(recipe, 0)
-        self._mixes = mixing.mixes(recipe.data)
         self._transform = Training(recipe.data, recipe.run.seed)
         self._order: Tuple[int, Optional[np.ndarray]] = (-1, None)
         self._plan: Tuple[Optional[Tuple[int, int]], Optional[torch.Tensor]] = (None, None)
@@ -78,7 +76,7 @@ class Positions(Dataset):
             image, label = torch.zeros(3, self._size, self._size, dtype=torch.uint8), UNREADABLE
         found = image, torch.tensor(label, dtype=torch.int32)
         number, row = divmod(row, self._batch.micro)
-        return (*found, self._mixing(step, number)[row]) if self._mixes else found
+        return (*found, self._mixing(step, number)[row]) if mixing.mixes(self._recipe.data) else found
 
     def complain(self, position: int) -> None:
         """Raise UnreadableImage with the fault of the image at a position."""
@@ -133,14 +131,14 @@ class TrainingFeed:
     def __next__(self) -> StepImages:
         """Raises UnreadableImage."""
         start = time.perf_counter()
-        images, labels, *mixing_of_rows = next(self._batches)
+        images, labels, *rows = next(self._batches)
         if self._number:  # the first waits for the workers to start
             self.waited += time.perf_counter() - start
         number, self._number = self._number, self._number + 1
         damaged = (labels == UNREADABLE).nonzero()
         if len(damaged):
             self._positions.complain(number * len(labels) + int(damaged[0]))
-        return StepImages(images, labels, mixing_of_rows[0] if mixing_of_rows else None, self._first + number)
+        return StepImages(images, labels, rows[0] if rows else None, self._first + number)
 
     def close(self) -> None:
         """Ends the worker processes, by force where a read hangs."""
@@ -152,17 +150,14 @@ class TrainingFeed:
 
 
 class EvaluationFeed:
-    """This instance's share of the validation images, in as many batches as on any other instance.
-
-    The replicas of all instances run in step, so an instance with fewer images ends with empty batches.
-    """
+    """This instance's share of the validation images. The replicas of all instances run in step, so an instance with
+    fewer images ends with empty batches."""
 
     def __init__(self, source: Source, recipe: Recipe, rows: int, instance: int, instances: int):
         """Args: rows: images that the instance's replicas evaluate in one call."""
         size = recipe.model.image_size
-        self._batches = EvaluationBatches(
-            source, data=recipe.data, image_size=size, batch=rows, replica=instance, replicas=instances
-        )
+        place = {"replica": instance, "replicas": instances}
+        self._batches = EvaluationBatches(source, data=recipe.data, image_size=size, batch=rows, **place)
         shares = [len(evaluation_share(len(source), rows, each, instances)) for each in range(instances)]
         self._empty = max(shares) - shares[instance]
         self._shape = (rows, 3, size, size)
@@ -183,8 +178,6 @@ class EvaluationFeed:
 
 def padded(images: torch.Tensor, rows: int) -> List[torch.Tensor]:
     """Images in parts of `rows`, the last filled up with black images: a compiled program takes one size only."""
-    parts = list(images.contiguous().split(rows))  # PopTorch copies others, with a warning
-    missing = rows - len(parts[-1])
-    if missing:
-        parts[-1] = torch.cat([parts[-1], parts[-1].new_zeros(missing, *images.shape[1:])])
-    return parts
+    missing = -len(images) % rows
+    images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
+    return list(images.contiguous().split(rows))  # PopTorch copies others, with a warning

@@ -35,112 +35,86 @@ _FEWEST = 10.0  # measured updates, as they count, from which a standard error m
 class Meter:
     """Running averages of S and |G|^2, from the norms of micro batches' gradients and of the whole batch's gradient.
 
-    Hooks measure the gradient of each parameter before it is accumulated. This works with every pipeline schedule, and
-    with an exchange that overlaps the backward pass. If the exchange does not give each replica the sum of all
-    gradients, the large batch is the replica's own. Updates with gradients that are not finite are ignored. Nothing
-    waits for the device.
+    Hooks measure the gradient of each parameter before it is accumulated, so every pipeline schedule works, and an
+    exchange that overlaps the backward pass. Where the exchange does not give each replica the sum of all gradients,
+    the large batch is the replica's own. Updates that are not finite are ignored. Nothing waits for the device.
 
     on: whether the current update is measured.
     """
 
     def __init__(self, parameters: Dict[str, nn.Parameter], small: int, large: int, replicas: int, layers: bool):
-        """
-        Args:
-            parameters: of this process.
-            small, large: images of the two batches.
-            replicas: over which norms are averaged.
-            layers: whether to keep averages for each parameter as well, from this replica's micro batches alone.
-        """
-        assert small < large, (small, large)
-        self._parameters, self._small, self._large, self._replicas = parameters, small, large, replicas
+        """Args: small, large: images of the two batches. layers: whether to keep averages for each parameter as well,
+        from this replica's micro batches alone."""
+        self._small, self._large, self._replicas = small, large, replicas
         self._norms: List[List[torch.Tensor]] = [[] for _ in parameters]
         self.on = False
         for number, parameter in enumerate(parameters.values()):
             parameter.register_hook(functools.partial(self._measure, number))
         device = next(iter(parameters.values())).device
-        self.total = torch.zeros(_MOMENTS, dtype=torch.float64, device=device)
-        self.layers = torch.zeros(_MOMENTS, len(parameters), dtype=torch.float64, device=device) if layers else None
+        self._names = ["", *(parameters if layers else ())]  # the whole model first
+        self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
 
     def start(self, number: int, steps: int = 1) -> None:
         """Begin update `number`, from 0. Args: steps: by which the large batch is larger than usual."""
-        self.on = number % _EVERY == 0
-        self._steps = steps
+        self.on, self._steps = number % _EVERY == 0, steps
         for norms in self._norms:
             norms.clear()
 
     def squares(self, gradients: List[torch.Tensor], scale: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of the squared norms of the small and the large batch's gradient, float64 [2].
-        Its sum over all stages and replicas is the mean over replicas.
+        """This process's share of the squared norms of the small and the large batch's gradient, float64 [2]. Its sum
+        over all stages and replicas is the mean over replicas.
 
-        Args:
-            gradients: sums over the large batch, of each parameter. divisor: that makes means of them.
-            scale: of the loss.
+        Args: gradients: sums over the large batch; `divisor` makes means of them. scale: of the loss.
         """
-        counts = [len(norms) for norms in self._norms]
         every = torch.stack([norm for norms in self._norms for norm in norms]).double() / scale
-        own = torch.stack([part.square().mean() if len(part) else part.sum() for part in every.split(counts)])
+        parts = every.split([len(norms) for norms in self._norms])
+        own = torch.stack([part.square().mean() if len(part) else part.sum() for part in parts])
         whole = torch.stack(torch._foreach_norm(gradients)).double() / divisor
         self._squares = torch.stack([own, whole.square()])
         return self._squares.sum(1) / self._replicas
 
     def add(self, squares: torch.Tensor, finite: torch.Tensor) -> None:
         """Count an update. Args: squares: float64 [2], of all processes. finite: bool []."""
-        self.total = self._added(self.total, squares, finite)
-        if self.layers is not None:
-            self.layers = self._added(self.layers, self._squares, finite)
+        each = torch.cat([squares[:, None], self._squares[:, : len(self._names) - 1]], dim=1)
+        (small, large), batch = each, self._large * self._steps
+        signal = (batch * large - self._small * small) / (batch - self._small)
+        noise = (small - large) / (1 / self._small - 1 / batch)
+        one = torch.ones_like(small)
+        new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
+        past = self.moments * _DECAY
+        past[1] *= _DECAY
+        self.moments = torch.where(finite, past + new, self.moments)
 
-    def value(self) -> Optional[NoiseScale]:
-        """Return the noise scale of the whole model; None until it is known. Waits for the device."""
-        return estimate(self.total.tolist())
-
-    def by_layer(self) -> Dict[str, NoiseScale]:
-        """Return the noise scale of each of this process's parameters for which it is known. Waits for the device."""
-        if self.layers is None:
-            return {}
-        found = {name: estimate(moments) for name, moments in zip(self._parameters, self.layers.T.tolist())}
+    def values(self) -> Dict[str, NoiseScale]:
+        """The noise scales that are known, by parameter and, as "", of the whole model. Waits for the device."""
+        found = {name: estimate(moments) for name, moments in zip(self._names, self.moments.T.tolist())}
         return {name: each for name, each in found.items() if each is not None}
 
     def state_dict(self) -> Dict[str, torch.Tensor]:
-        """The averages, by parameter and of the whole model, on the CPU."""
-        named = {} if self.layers is None else dict(zip(self._parameters, self.layers.T))
-        return {name: moments.to("cpu", copy=True) for name, moments in {"": self.total, **named}.items()}
+        """The averages, by parameter and, as "", of the whole model, on the CPU."""
+        return {name: moments.to("cpu", copy=True) for name, moments in zip(self._names, self.moments.T)}
 
     def load_state_dict(self, saved: Dict[str, torch.Tensor]) -> None:
         """Go on from the result of `state_dict`; what is missing begins anew."""
-        if "" in saved:
-            self.total.copy_(saved[""])
-        for number, name in enumerate(self._parameters if self.layers is not None else ()):
+        for name, moments in zip(self._names, self.moments.T):
             if name in saved:
-                self.layers[:, number] = saved[name]
+                moments.copy_(saved[name])
 
     def _measure(self, number: int, gradient: torch.Tensor) -> None:
         if self.on and len(self._norms[number]) < _MOST:
             self._norms[number].append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
-    def _added(self, moments: torch.Tensor, squares: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Args: squares: float64 [2, ...] of the small and the large batch."""
-        (small, large), batch = squares, self._large * self._steps
-        signal = (batch * large - self._small * small) / (batch - self._small)
-        noise = (small - large) / (1 / self._small - 1 / batch)
-        one = torch.ones_like(small)
-        new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
-        kept = moments * _DECAY
-        kept[1] *= _DECAY
-        return torch.where(finite, kept + new, moments)
-
 
 def create(recipe: Recipe, batch: Batch, method: Method, model: nn.Module) -> Tuple[Optional[Meter], str]:
-    """Return the meter that `log.noise_scale` asks for; or None, and the reason if the recipe asks explicitly."""
+    """The meter that `log.noise_scale` asks for; or None, and the reason if the recipe asks explicitly."""
     wanted, large = recipe.log.noise_scale, batch.global_ if method.complete else batch.micro * batch.accumulation
-    if not wanted:
-        return None, ""
     why = ""
     if recipe.model.batch_statistics:
         why = "batch normalisation makes a gradient depend on the other images of its micro batch"
     elif large == batch.micro:
         why = "a gradient of one micro batch has nothing to be compared with"
-    if why:
-        return None, f"log.noise_scale: not measured, as {why}" if wanted != "auto" else ""
+    if why or not wanted:
+        return None, f"log.noise_scale: not measured, as {why}" if wanted not in ("auto", False) else ""
     return Meter(dict(model.named_parameters()), batch.micro, large, batch.replicas, wanted == "layers"), ""
 
 

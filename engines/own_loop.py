@@ -12,10 +12,7 @@ from torch import nn
 
 from engines import state
 from engines.devices import DTYPES
-from engines.exchange import GradientExchange
-from engines.torch_engine import SUBTRACT
-from optim import factory
-from optim.half_weights import WeightState
+from engines.exchange import GradientExchange, create_weights
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -28,7 +25,7 @@ _SECTIONS = ("optimizer", "exchange", "precision")
 
 
 class DistributedOptimizer:
-    """What a recipe's sections `optimizer`, `exchange` and `precision` say, for a module on one replica.
+    """The optimizer, weights and exchange of a recipe, for a module on one replica.
 
         optimizer = DistributedOptimizer(module, {"optimizer": {"name": "lars"}, "exchange": {"method": "topk"}})
         for step in range(steps):
@@ -36,14 +33,12 @@ class DistributedOptimizer:
             optimizer.step(lr=schedule(step))
 
     The module's parameters are the working copy of the weights, which persist in `precision.weights` (float16 with
-    stochastic rounding, or float32). They are what the module has when the optimizer is made: what is loaded into the
-    module later is overwritten by the next update. Replicas begin with the weights of the first and exchange gradients
-    or updates as in a run of the recipe, so the module must not be wrapped in DistributedDataParallel. What else a
-    module has, running statistics for instance, remains each replica's own and is not in `state_dict`.
+    stochastic rounding, or float32) and start as the first replica's parameters; what is loaded into the module later
+    is overwritten by the next update. The module must not be wrapped in DistributedDataParallel. Its buffers, running
+    statistics for instance, remain each replica's own and are not in `state_dict`.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
-    module's parameters, and rates are given to `step`. `optimizer.skip: [norm]` means all parameters of one dimension
-    that are no biases.
+    module's parameters; `optimizer.skip: [norm]` means all of one dimension that are no biases.
     """
 
     def __init__(
@@ -58,17 +53,14 @@ class DistributedOptimizer:
     ):
         """
         Args:
-            module: whose parameters that require gradients are all of one dtype and on one device.
+            module: its parameters that require gradients are all of one dtype and on one device.
             sections: of a recipe: `optimizer`, `exchange`, `precision`; what is missing has the recipe's defaults.
-            group: of the replicas, of which this process is one; None: all processes, or this one if torch.distributed
-                is not initialised.
+            group: of the replicas, with this process; None: all processes, or this one without torch.distributed.
             accumulation: backward passes of an update.
             seed: of stochastic rounding.
             steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and `exchange.dense_epochs`.
 
-        Raises:
-            ConfigError: keys that are unknown or do not go together, with the remedy; parameters or a group that
-                cannot be used.
+        Raises ConfigError: keys, parameters or a group that cannot be used, with the remedy.
         """
         parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         dtype, device = _kind(parameters)
@@ -86,22 +78,13 @@ class DistributedOptimizer:
                 "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; name a method, "
                 "delay=0, order=fast"
             )
-        norms = [name for name, each in parameters.items() if each.dim() == 1]
-        made = recipe.optimizer
-        self._subtracts = recipe.exchange.compresses_update(made)
         if processes.topology.replicas > 1:
             for each in module.state_dict().values():
                 dist.broadcast(each, group=processes.replica_group, group_src=0)
-        self.weights = WeightState(
-            parameters.items(),
-            lambda named: factory.create(SUBTRACT if self._subtracts else made, named, norms),
-            dtype=DTYPES[recipe.precision.weights],
-            rounding=recipe.precision.rounding,
-            seed=seed,
-            clip_norm=None if self._subtracts else made.clip_norm,
-        )
-        replicas_own = factory.create(made, parameters, norms) if self._subtracts else None
-        self._exchange = GradientExchange(self.weights, recipe, self._batch, processes, steps_per_epoch, replicas_own)
+        norms = [name for name, each in parameters.items() if each.dim() == 1]
+        self.weights = create_weights(recipe, parameters, norms)
+        of_weights = self.weights, parameters, norms
+        self._exchange = GradientExchange(*of_weights, recipe, self._batch, processes, steps_per_epoch)
         self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
         self._processes, self.steps = processes, 0
         self.zero_grad()
@@ -117,10 +100,9 @@ class DistributedOptimizer:
         self._passes += 1
 
     def step(self, lr: float) -> torch.Tensor:
-        """The update, after `accumulation` backward passes. All replicas call.
+        """Make the update, after `accumulation` backward passes, without waiting for the device. All replicas call.
 
-        Returns: bool [], whether the gradients of all replicas were finite; if not, the weights are as before. Nothing
-            waits for the device.
+        Returns: bool [], whether the gradients of all replicas were finite; if not, the weights are as before.
         """
         if self._passes != self._batch.accumulation:
             raise ValueError(
@@ -130,10 +112,8 @@ class DistributedOptimizer:
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"the learning rate must be a number from 0 on, not {lr}")
         divisor = self._exchange(self.steps, self._scale.scale, lr)
-        assert divisor is not None
-        wrong = (~self.weights.prepare(divisor)).float()
-        finite = self._processes.sum(wrong) == 0
-        self.weights.apply(self.steps, 1.0 if self._subtracts else lr, finite, False)
+        finite = self._processes.sum((~self.weights.prepare(divisor)).float()) == 0
+        self.weights.apply(self.steps, self._exchange.rate(lr), finite, False)
         self._exchange.after_update(self.steps)
         self._scale.update(finite)
         self.steps += 1
@@ -153,10 +133,9 @@ class DistributedOptimizer:
         states, mean = list(self._exchange.replica_states()), self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:
             return {}
-        own = {**self.weights.state_dict(), "loss_scale": self._scale.state_dict(), "steps": self.steps}
-        if mean is not None:
-            own["weights"] = self.weights.by_name(mean.to(self.weights.flat.dtype))
-        return {**own, "exchange": self._exchange.common_state(), "replicas": states}
+        weights = {**self.weights.state_dict(), "weights": self.weights.by_name(mean.to(self.weights.flat.dtype))}
+        own = {"loss_scale": self._scale.state_dict(), "steps": self.steps, "replicas": states}
+        return {**weights, **own, **self._exchange.state_dict()}
 
     def load_state_dict(self, saved: Optional[dict]) -> None:
         """Go on from what `state_dict` gave the first replica, here or with another number of replicas. All replicas
@@ -165,10 +144,10 @@ class DistributedOptimizer:
         Raises ValueError naming what is missing or does not fit.
         """
         saved = self._processes.from_main(lambda: saved)
-        state.check_parts(saved or {}, ("steps", "loss_scale", "exchange", "replicas"), ())
+        state.check_parts(saved or {}, ("steps", "loss_scale", "replicas"), ())
         self.weights.load_state_dict(saved)
         self._scale.load_state_dict(saved["loss_scale"])
-        self._exchange.load_common_state(saved["exchange"])
+        self._exchange.load_state_dict(saved)
         self._exchange.load_replica_states(len(saved["replicas"]), saved["replicas"].__getitem__)
         self.steps = saved["steps"]
 
@@ -179,14 +158,13 @@ def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed:
         raise ConfigError(
             f"sections must be a dictionary of dictionaries: {{section: {{key: value}}}}, not {sections!r}"
         )
-    unknown = sorted(set(sections) - set(_SECTIONS))
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is none of the sections {', '.join(_SECTIONS)}")
-    given = {name: dict(section) for name, section in sections.items()}
+    for name in sorted(set(sections) - set(_SECTIONS)):
+        raise ConfigError(f"{name} is none of the sections {', '.join(_SECTIONS)}")
     compute = next(name for name, each in DTYPES.items() if each == dtype)
-    given["precision"] = {"compute": compute, **given.get("precision", {})}
-    if given["precision"]["compute"] != compute:
+    precision = {"compute": compute, **sections.get("precision", {})}
+    if precision["compute"] != compute:
         raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
+    given = {**{name: dict(section) for name, section in sections.items()}, "precision": precision}
     try:
         text = json.dumps({**given, "run": {"steps": 2, "seed": seed}, "schedule": {"peak": 1}})
     except TypeError as error:
@@ -196,11 +174,13 @@ def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed:
 
 def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.device]:
     """Dtype and device of all parameters."""
-    if not parameters:
-        raise ConfigError("no parameter of the module requires a gradient")
     kinds = {(each.dtype, each.device) for each in parameters.values()}
-    if len(kinds) > 1:
-        raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds"
+            if kinds
+            else "no parameter of the module requires a gradient"
+        )
     ((dtype, device),) = kinds
     if dtype not in DTYPES.values():
         raise ConfigError(f"the parameters are {dtype}; use one of {', '.join(DTYPES)}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import types
-from typing import Callable, Container, Dict, Iterator, Sequence, Tuple
+from typing import Callable, Container, ContextManager, Dict, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from models.preprocess import Preprocess
 from models.stages import BlockList
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
-from recipe.errors import first_line
+from recipe.errors import ConfigError, first_line
 
 # Programs that one block may have: for each size of images, with a backward pass to come and without.
 _PROGRAMS = 64
@@ -26,9 +25,7 @@ _PROGRAMS = 64
 class Stage(nn.Module):
     """Consecutive blocks. Those in `recompute` keep their input only (GPipe's re-materialisation, 1811.06965).
 
-    What is computed again is the same to the bit: random layers draw for the micro batch that they drew for, and
-    running statistics do not move a second time. Compiled, it may be rounded differently: with and without a backward
-    pass to come, a block is two programs.
+    What is computed again has the same bits; not compiled, as with and without a backward pass a block is two programs.
     """
 
     def __init__(
@@ -38,11 +35,7 @@ class Stage(nn.Module):
         recompute: Container[str],
         memory_format: torch.memory_format = torch.contiguous_format,
     ):
-        """
-        Args:
-            recompute: names of blocks.
-            memory_format: of activations within the stage. Between stages they are contiguous.
-        """
+        """Args: recompute: names of blocks. memory_format: of activations within the stage, not between stages."""
         super().__init__()
         self._draws, self._memory_format = draws, memory_format
         # A block without parameters, as the cast of the images, is computed again with the one behind it: its output
@@ -65,17 +58,13 @@ class Stage(nn.Module):
         return x.contiguous()
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile each block when it is first computed in training. Evaluation has batches of another size, and too few
-        of them to make up for compiling. Blocks that look alike share their program."""
+        """Compile each block when it is first computed in training, not in evaluation. Blocks that look alike share
+        their program."""
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
         for segment in self._segments:
             programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", backend))
         self._compiled = [_CompiledSegment(segment, programs[repr(segment[-1])]) for segment in self._segments]
-
-    def interpret(self) -> None:
-        """Undo `compile`."""
-        self._compiled = ()
 
     def dry_pass(self, x: torch.Tensor) -> None:
         """Compute a training micro batch forward and backward, for what happens only once, such as compiling.
@@ -91,7 +80,7 @@ class Stage(nn.Module):
             if recomputed:
                 with torch.no_grad():
                     run(x)
-                again = _again(self._draws, self._draws.step, self._draws.micro_batch, segment)
+                again = self._again(segment)
             with again, torch.enable_grad():
                 output = run(x)
             wanted = [tensor for tensor in (x, *segment.parameters()) if tensor.requires_grad]
@@ -115,40 +104,40 @@ class Stage(nn.Module):
 
         It gives its output a gradient only where an input has one, which images have not.
         """
-        again = functools.partial(_again, self._draws, self._draws.step, self._draws.micro_batch, segment)
+        again = self._again(segment)
 
         def compute(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            with again() if torch.is_grad_enabled() else contextlib.nullcontext():
+            with again if torch.is_grad_enabled() else contextlib.nullcontext():
                 return run(x)
 
         with_gradient = torch.empty(0, requires_grad=True)
         return checkpoint(compute, x, with_gradient, use_reentrant=True, preserve_rng_state=False)
 
+    def _again(self, segment: nn.Module) -> ContextManager[None]:
+        """A context in which the segment draws for the present micro batch, and its running statistics stand still."""
+        draws, then = self._draws, (self._draws.step, self._draws.micro_batch)
 
-@contextlib.contextmanager
-def _again(draws: Draws, step: int, micro_batch: int, segment: nn.Module) -> Iterator[None]:
-    """Within it the segment draws for that micro batch, and its running statistics stand still."""
-    norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
-    current = draws.step, draws.micro_batch
-    draws.step, draws.micro_batch = step, micro_batch
-    for norm in norms:
-        norm.moves_statistics = False
-    try:
-        yield
-    finally:
-        draws.step, draws.micro_batch = current
-        for norm in norms:
-            norm.moves_statistics = True
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
+            current = draws.step, draws.micro_batch
+            draws.step, draws.micro_batch = then
+            for norm in norms:
+                norm.moves_statistics = False
+            try:
+                yield
+            finally:
+                draws.step, draws.micro_batch = current
+                for norm in norms:
+                    norm.moves_statistics = True
+
+        return again()
 
 
 def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundary, dtype: torch.dtype) -> list:
     """Input of each part of the model, and output of the last: a Boundary each.
 
-    Args:
-        parts: names of the blocks of each.
-        model: the whole model, on the meta device.
-        images: of a micro batch.
-        dtype: of activations.
+    Args: parts: names of the blocks of each. model: whole, on the meta device. dtype: of activations.
     """
     found = [images]
     x = torch.empty(tuple(images.shape), dtype=images.dtype, device="meta")
@@ -160,12 +149,12 @@ def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundar
 
 
 def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
-    """The blocks that `parallel.recompute` means. Raises ValueError for one that the model does not have."""
+    """The blocks that `parallel.recompute` means. Raises ConfigError for one that the model does not have."""
     if isinstance(recompute, bool):
         return frozenset(names) if recompute else frozenset()
     for name in recompute:
         if name not in names:
-            raise ValueError(f"{name} is not a block; the blocks are {', '.join(names)}")
+            raise ConfigError(f"parallel.recompute: {name} is not a block; the blocks are {', '.join(names)}")
     return frozenset(recompute)
 
 
@@ -175,16 +164,10 @@ def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
 def compile_stages(
     stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device
 ) -> Tuple[str, ...]:
-    """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none.
+    """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none; return lines
+    for the user. Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
 
-    Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
-
-    Args:
-        stages: those of this process, by number.
-        entering: for each size of images, what enters each of the model's stages.
-
-    Returns:
-        Lines for the user.
+    Args: stages: those of this process, by number. entering: for each size of images, what enters each stage.
     """
     started = time.perf_counter()
     for stage in stages.values():
@@ -197,16 +180,13 @@ def compile_stages(
                 stage.dry_pass(torch.zeros(tuple(inputs[number].shape), dtype=inputs[number].dtype, device=device))
     except Exception as error:  # a compiler may be missing, half installed or wrong: there is no list of its errors
         for stage in stages.values():
-            stage.interpret()
+            stage._compiled = ()
         return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
     return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
 
 
 class _CompiledSegment:
-    """Blocks without parameters as they are, and then the one that has some, compiled.
-
-    The former cast the images: there is little to gain, and the strides of images differ with where they come from.
-    """
+    """Blocks without parameters, which cast images of changing strides, as they are; then the other one, compiled."""
 
     def __init__(self, segment: nn.Sequential, program: Callable):
         self._before, self._block, self._program = segment[:-1], segment[-1], program

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, Iterable, List, Sequence, Set, Tuple
+from typing import Dict, Iterable, List, Sequence, Set, Tuple
 
 import torch
-import torch.distributed as dist
 
 from models.stages import BlockList
-
-if TYPE_CHECKING:
-    from parallel.topology import Topology
+from parallel.processes import Processes
 
 
 def shapes(model: BlockList) -> Dict[str, Tuple[int, ...]]:
@@ -75,29 +72,24 @@ def without(state: dict, names: Set[str]) -> dict:
 
 
 def combine_statistics(
-    buffers: Sequence[torch.Tensor],
+    buffers: Dict[str, torch.Tensor],
     before: Sequence[torch.Tensor],
-    *,
     momentum: float,
     accumulation: int,
-    topology: Topology,
-    group: dist.ProcessGroup,
+    processes: Processes,
 ) -> None:
     """Make each replica's running statistics those of one process that has seen all micro batches of the step.
 
-    A replica's micro batches move a statistic from R to d^A R + T, with d = 1 - momentum and A = `accumulation`.
-    One process, which takes the replicas' micro batches one after the other, would end at d^(A P) R + the sum over
-    replicas r of d^(A (P - 1 - r)) T_r: that is put into `buffers`, equal on all replicas, in place of each one's own.
-
-    Args:
-        buffers: statistics after this replica's micro batches, one dtype.
-        before: what they were before the step, the same on all replicas.
-        group: the processes that compute this stage, ordered by replica.
+    A replica's micro batches move a statistic from R to D R + T, with D = (1 - momentum)^accumulation. One process,
+    which takes the P replicas' micro batches one after the other, would end at D^P R + the sum over replicas r of
+    D^(P - 1 - r) T_r: that is put into `buffers`. Args: before: the same before the step, equal on all replicas.
     """
-    replicas, decay = topology.replicas, 1 - momentum
-    start, end = (torch.cat([tensor.flatten().double() for tensor in each]) for each in (before, buffers))
-    own = (end - start * decay**accumulation) * decay ** (accumulation * (replicas - 1 - topology.replica))
-    dist.all_reduce(own, group=group)
-    combined = own + start * decay ** (accumulation * replicas)
-    for buffer, values in zip(buffers, combined.split([buffer.numel() for buffer in buffers])):
+    place, decay = processes.topology, 1 - momentum
+    if place.replicas == 1:
+        return
+    start, end = (torch.cat([each.flatten().double() for each in part]) for part in (before, buffers.values()))
+    own = (end - start * decay**accumulation) * decay ** (accumulation * (place.replicas - 1 - place.replica))
+    processes.sum_over_replicas(own)
+    combined = own + start * decay ** (accumulation * place.replicas)
+    for buffer, values in zip(buffers.values(), combined.split([buffer.numel() for buffer in buffers.values()])):
         buffer.copy_(values.view_as(buffer))

@@ -32,19 +32,24 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Records spans while `on`; on CUDA each waits for the device, so that it is the device's time."""
+    """Records spans of the steps that were begun so; on CUDA each waits for the device, so that it is its time."""
 
     def __init__(self, processes: Agreement, device: torch.device):
         self._processes, self._device = processes, device
-        self.on = False
-        self.step = 0
+        self._on, self._step, self._start = False, 0, 0.0
         self._spans: List[Span] = []
-        self._start = 0.0
+
+    def begin(self, step: int, on: bool) -> None:
+        """Begin a step, recorded or not. The first that is starts the clocks of all ranks together."""
+        self._on, self._step = on, step
+        if on and not self._start:
+            self._processes.wait_for_all()
+            self._start = time.monotonic()
 
     @contextlib.contextmanager
     def span(self, kind: str, number: int = -1) -> Iterator[None]:
-        """Record the time of a block, while `on`. number: of the micro batch within the replica's share."""
-        if not self.on:
+        """Record the time of a block. number: of the micro batch within the replica's share."""
+        if not self._on:
             yield
             return
         synchronize(self._device)
@@ -53,23 +58,16 @@ class Recorder:
         synchronize(self._device)
         place = self._processes.topology
         times = start, time.monotonic()
-        self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self.step, *times))
-
-    def set_clock(self) -> None:
-        """Start the clocks of all ranks together."""
-        self._processes.wait_for_all()
-        self._start = time.monotonic()
+        self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self._step, *times))
 
     def collect(self) -> List[Span]:
         """End the recording; return the spans of all ranks on the main rank, elsewhere none. Every rank calls.
 
-        They are in seconds since all clocks were started. Ranks on one host share a clock, and the main rank's start
-        counts. Clocks of other hosts are off by the time that a barrier takes to end, less than a millisecond in a good
-        network.
+        They are in seconds since all clocks were started; on other hosts than the main rank's they are off by the time
+        that a barrier takes to end, less than a millisecond in a good network.
         """
-        self.on = False
-        starts = self._processes.gather((platform.node(), self._start))
-        host, start = starts[0]
+        self._on = False
+        host, start = self._processes.gather((platform.node(), self._start))[0]
         if platform.node() != host:
             start = self._start
         spans, self._spans = self._spans, []

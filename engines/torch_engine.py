@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-import torch.distributed as dist
 
 from data import loader
 from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import DTYPES, compute_dtype, device_of, measured_flops, set_determinism
-from engines.exchange import GradientExchange
+from engines.devices import compute_dtype, device_of, measured_flops, set_determinism
+from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
 from models.families import build
-from models.normalization import BatchNormAct, norm_parameters
-from optim import factory
+from models.normalization import norm_parameters
 from optim.averaging import WeightAverage
-from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
 from parallel import exchange
 from parallel.processes import Processes
 from parallel.work import Boundary, SingleProcess
-from recipe.batch import training_image_sizes
+from recipe.batch import training_image_size, training_image_sizes
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
-from recipe.errors import ConfigError
-from recipe.optimization import Sgd
-
-SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are made before they are exchanged
 
 
 class TorchEngine(Engine):
     """Computes one stage of one replica, or all stages, on one device, accumulating gradients in float32."""
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int] = None):
-        """Args: steps_per_epoch: for `exchange.density_warmup`; None for an engine that does not train."""
+        """Args: steps_per_epoch: for what changes with the epoch; None for an engine that does not train."""
         self.batch, self.topology, self.processes = batch, processes.topology, processes
-        self._recipe, self._trains = recipe, steps_per_epoch is not None
+        self._recipe, self._trains, self._steps_per_epoch = recipe, steps_per_epoch is not None, steps_per_epoch or 1
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
             set_determinism(recipe.run.deterministic)
@@ -51,31 +43,22 @@ class TorchEngine(Engine):
             tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)
         self._build()
-        self._averages = {
-            name: WeightAverage(decay, self._averaged())
-            for name, decay in zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
-            if decay is not None
-        }
+        decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
+        self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
         self._method = exchange.of(recipe.exchange)
         self._meter, note = noise_scale.create(recipe, batch, self._method, self._model) if self._trains else (None, "")
         self.notes += (note,) if note else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
-        self._feed = feed.Feed(recipe, processes, self.device, self._uses_batch_statistics)
         self.recorder = Recorder(processes, self.device)
         self._work = feed.TrainingStep(
-            self._feed,
-            self._model.draws,
-            self.weights.gradients,
-            self._loss_scale,
-            self.recorder,
-            recipe.data.label_smoothing,
+            *(recipe, processes, self.device, self._model.draws),
+            *(self.weights.gradients, self._loss_scale, self.recorder),
             self._exchange.arm if len(self._stages) == 1 else None,
         )
-        self._schedules: dict = {}
-        self._steps_made = 0
+        self._schedules, self._steps_made = {}, 0
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
-            entering = [self._boundaries(batch.micro, size, self._feed.image_dtype) for size in sizes]
+            entering = [self._boundaries(batch.micro, size, self._work.image_dtype) for size in sizes]
             self.notes += compile_stages(self._stages, entering, self.device)
 
     def _build(self) -> None:
@@ -85,11 +68,7 @@ class TorchEngine(Engine):
         memory_format = tuning.apply(whole, recipe.engine, self.device)
         self._norms = norm_parameters(whole)
         self.shapes = state.shapes(whole)
-        self._uses_batch_statistics = any(isinstance(module, BatchNormAct) for module in whole.modules())
-        try:
-            recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
-        except ValueError as error:
-            raise ConfigError(f"parallel.recompute: {error}") from None
+        recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
         self._parts, note = cuts.parts(whole, recipe, self.batch, self.processes, self.device)
         self.cut = [names[0] for names in self._parts[1:]]
         self.notes = (note,) if note else ()
@@ -103,17 +82,10 @@ class TorchEngine(Engine):
         self._model.draws = whole.draws
         self._buffers = state.persistent_buffers(self._model)
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
-        optimizer = recipe.optimizer
-        self._subtracts = recipe.exchange.compresses_update(optimizer)
-        if self._subtracts:
-            optimizer = SUBTRACT
-        self.weights = WeightState(
-            self._model.named_parameters(),
-            lambda parameters: factory.create(optimizer, parameters, self._norms),
-            dtype=DTYPES[recipe.precision.weights],
-            rounding=recipe.precision.rounding,
-            seed=recipe.run.seed,
-            clip_norm=optimizer.clip_norm,
+        self.weights = create_weights(
+            recipe,
+            dict(self._model.named_parameters()),
+            self._norms,
             model=[name for name, _ in whole.named_parameters()],
             tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
@@ -124,11 +96,9 @@ class TorchEngine(Engine):
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
-        optimizer = None
-        if recipe.exchange.compresses_update(recipe.optimizer):
-            optimizer = factory.create(recipe.optimizer, dict(self._model.named_parameters()), self._norms)
         averages = {name: average.tensors[0] for name, average in self._averages.items()}
-        return GradientExchange(self.weights, recipe, self.batch, self.processes, steps_per_epoch, optimizer, averages)
+        of_weights = self.weights, dict(self._model.named_parameters()), self._norms
+        return GradientExchange(*of_weights, recipe, self.batch, self.processes, steps_per_epoch, averages)
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
         self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
@@ -146,18 +116,10 @@ class TorchEngine(Engine):
         return loader.EvaluationBatches(source, data=recipe.data, image_size=size, batch=rows, device=device, **replica)
 
     def train_step(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        step: int,
-        lr: float,
-        measure: bool = False,
-        update: Optional[Update] = None,
+        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
     ) -> StepResult:
         steps, number = (update.steps, update.number) if update else (1, step)
-        self.recorder.step = step
-        self.recorder.on = 0 < self._steps_made <= self._recipe.log.trace  # from the session's second step on
-        if self._steps_made == 1 and self.recorder.on:
-            self.recorder.set_clock()
+        self.recorder.begin(step, 0 < self._steps_made <= self._recipe.log.trace)  # from the session's second step on
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         if self._meter is not None:
@@ -167,7 +129,9 @@ class TorchEngine(Engine):
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
         squares += self._squares(divisor, summed=True)
-        self._combine_statistics(statistics_before)
+        if self._buffers and self._method.sums:
+            how = self._recipe.model.norm_momentum, self.batch.accumulation, self.processes
+            state.combine_statistics(self._buffers, statistics_before, *how)
         with self.recorder.span("update"):
             finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
             if divisor is not None:  # else the first gradient is still on its way
@@ -178,7 +142,7 @@ class TorchEngine(Engine):
             if squares:
                 self._meter.add(torch.stack(squares), finite)
             if divisor is not None:
-                norms = self.weights.apply(number, 1.0 if self._subtracts else lr, finite, measure)
+                norms = self.weights.apply(number, self._exchange.rate(lr), finite, measure)
                 norms = None if norms is None else self._exchange.norms(norms)
         with self.recorder.span("exchange"):
             self._exchange.after_update(step)
@@ -186,19 +150,13 @@ class TorchEngine(Engine):
             buffer.copy_(torch.where(finite, buffer, before))
         if "step_average" in self._averages:
             self._averages["step_average"].add(self._averaged(), counts=finite.long() * steps)
-        self._loss_scale.update(finite)
+        scale = self._loss_scale
+        scale.update(finite)
         self._steps_made += 1
         images, unreadable = self._seen(steps)
-        return StepResult(
-            (loss / (self.batch.micro_batches * steps)).float(),
-            correct.long(),
-            images,
-            self._loss_scale.skipped,
-            self._loss_scale.skipped_in_row,
-            self._loss_scale.scale,
-            norms,
-            tuple(unreadable),
-        )
+        loss = (loss / (self.batch.micro_batches * steps)).float()
+        counts = scale.skipped, scale.skipped_in_row, scale.scale
+        return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
 
     def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
         """This process's share of the noise scale's two squared norms; none where they are not to be measured here.
@@ -212,79 +170,50 @@ class TorchEngine(Engine):
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
         if self._meter is None:
             return None, {}
-        layers = self._meter.by_layer()
-        if self._meter.layers is not None and self.topology.stages > 1:
-            parts = self.processes.gather(layers)[: self.topology.stages]
-            layers = {name: each for part in parts for name, each in part.items()}
-        return self._meter.value(), layers
+        parts = [self._meter.values()]
+        if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
+            parts = self.processes.gather(parts[0])[: self.topology.stages]
+        found = {name: each for part in parts for name, each in part.items()}
+        return found.pop("", None), found
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], steps: range) -> None:
         """All micro batches of this replica in some steps, forward and backward."""
-        each, rows, size = self.batch.accumulation, self.batch.micro, 0
-        count = len(steps) * each
-        if self.topology.is_first:
-            first = next(micro_batches, None)
-            assert first is not None, f"0 of {count} micro batches came"
-            size, rows = first.images.shape[-1], len(first.images)
-            micro_batches = itertools.chain([first], micro_batches)
-        size = self._same_size(size)
-        self._feed.start(micro_batches, steps, each, self.topology.replica * each, rows, size)
-        self._work.start(rows, self.device)
-        self._schedule(size, count).train(self._work)
-        self._feed.finish()
-
-    def _same_size(self, size: int) -> int:
-        """Pixels a side of this step's images, which only the first stage sees, on all stages."""
-        if self.topology.stages == 1:
-            return size
-        sizes = training_image_sizes(self._recipe)
-        if len(sizes) == 1:
-            return sizes.pop()
-        message = torch.tensor([size])
-        dist.broadcast(message, group=self.processes.host_stage_group, group_src=0)
-        return int(message)
+        each, size = self.batch.accumulation, training_image_size(self._recipe, steps.start // self._steps_per_epoch)
+        self._work.start(micro_batches, steps, each, self.topology.replica * each, self.batch.micro, size)
+        self._schedule(size, len(steps) * each).train(self._work)
+        self._work.finish()
 
     def _schedule(self, size: Optional[int], count: int = 1) -> Any:
         """What computes `count` training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
         if size is not None and self.topology.stages == 1:
             return SingleProcess(self._stages[0], count)
-        if (size, count) not in self._schedules:
+        found = self._schedules.get((size, count))
+        if found is None:
             from parallel.pipeline import ForwardPipeline, Pipeline
 
-            named = {"group": self.processes.stage_group, "device": self.device}
+            recipe, named = self._recipe, {"group": self.processes.stage_group, "device": self.device}
             if size is None:
-                rows, pixels = self._recipe.batch.evaluation, self._recipe.model.image_size
-                schedule = ForwardPipeline(self._stages, self._boundaries(rows, pixels, torch.uint8), **named)
+                entering = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
+                found = ForwardPipeline(self._stages, entering, **named)
             else:
-                entering = self._boundaries(self.batch.micro, size, self._feed.image_dtype)
-                named.update(schedule=self._recipe.parallel.schedule, micro_batches=count)
-                schedule = Pipeline(self._stages, entering, **named)
-            self._schedules[size, count] = schedule
-        return self._schedules[size, count]
+                entering = self._boundaries(self.batch.micro, size, self._work.image_dtype)
+                named.update(schedule=recipe.parallel.schedule, micro_batches=count)
+                found = Pipeline(self._stages, entering, **named)
+            self._schedules[size, count] = found
+        return found
 
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
         with torch.device("meta"):
             model = build(self._recipe.model, self._recipe.run.seed)
         return boundaries(self._parts, model, Boundary((rows, 3, size, size), dtype), self._compute)
 
-    def _combine_statistics(self, before: Sequence[torch.Tensor]) -> None:
-        if self._buffers and self.topology.replicas > 1 and self._method.sums:
-            state.combine_statistics(
-                list(self._buffers.values()),
-                before,
-                momentum=self._recipe.model.norm_momentum,
-                accumulation=self.batch.accumulation,
-                topology=self.topology,
-                group=self.processes.replica_group,
-            )
-
     def _seen(self, steps: int) -> Tuple[int, List[str]]:
         """Images of an update over all replicas, and what could not be read. Only `skip` needs a message."""
         if self.topology.world == 1:
-            return self._feed.images_seen, self._feed.unreadable
+            return self._work.images_seen, self._work.unreadable
         if self._recipe.data.bad_images != "skip":
             return steps * self.batch.global_, []
-        counts, messages = zip(*self.processes.gather((self._feed.images_seen, self._feed.unreadable)))
+        counts, messages = zip(*self.processes.gather((self._work.images_seen, self._work.unreadable)))
         return sum(counts), [message for part in messages for message in part]
 
     def not_finite(self) -> List[str]:
@@ -302,24 +231,21 @@ class TorchEngine(Engine):
         if flat is self.weights.flat:
             yield
             return
-        trained = [buffer.clone() for buffer in self._buffers.values()]
+        buffers = list(self._buffers.values())
+        trained = [buffer.clone() for buffer in buffers]
         with self.weights.shown(flat):
             try:
-                self._show(averaged)
+                _copy(averaged, buffers)
                 yield
             finally:
-                self._show(trained)
-
-    def _show(self, buffers: Sequence[torch.Tensor]) -> None:
-        for own, other in zip(self._buffers.values(), buffers):
-            own.copy_(other)
+                _copy(trained, buffers)
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
         logits = self._forward(batch)
         if logits is None:
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             return Counts(0, zero.double(), zero, zero)
-        labels = self._feed.evaluation_labels(len(logits))
+        labels = self._work.evaluation_labels(len(logits))
         return scored(logits[: len(labels)].float(), labels)
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
@@ -329,7 +255,7 @@ class TorchEngine(Engine):
     def _forward(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
         """Logits of all rows, padding included, on the last stage; None elsewhere."""
         self._model.eval()
-        images = self._feed.evaluation_images(batch) if self.topology.is_first else None
+        images = self._work.evaluation_images(batch) if self.topology.is_first else None
         if self.topology.stages > 1:
             return self._schedule(None).predict(images)
         with torch.no_grad():
@@ -343,7 +269,7 @@ class TorchEngine(Engine):
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
-        own, mean = {}, self._exchange.mean(self.weights.flat)
+        own, (mean, *buffers) = {}, self._mean_of(self._averaged())
         averaged = {name: self._mean_of(average.tensors) for name, average in self._averages.items()}
         if self.topology.replica == 0:
             averages = {
@@ -351,13 +277,7 @@ class TorchEngine(Engine):
                 for name, average in self._averages.items()
             }
             own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-            delayed = {str(number): entry for number, entry in enumerate(self._exchange.state_dict())}
-            own.update({"delayed": delayed} if delayed else {})
-            if mean is not None:
-                own["weights"] = self.weights.by_name(mean.to(self.weights.flat.dtype))
-            common = self._exchange.common_state()
-            own.update({"exchange": common} if common else {})
-            own["buffers"] = self._by_name(self._averaged())["buffers"]
+            own = {**own, **self._exchange.state_dict(), **self._by_name([mean.to(self.weights.flat.dtype), *buffers])}
             own.update({"noise_scale": self._meter.state_dict()} if self._meter is not None else {})
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
@@ -367,8 +287,7 @@ class TorchEngine(Engine):
         saved = state.without(saved, elsewhere)
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
-        self._exchange.load_state_dict(list(saved.get("delayed", {}).values()))
-        self._exchange.load_common_state(saved.get("exchange", {}))
+        self._exchange.load_state_dict(saved)
         state.load_buffers(self._buffers, saved["buffers"])
         if self._meter is not None:
             self._meter.load_state_dict(saved.get("noise_scale", {}))
@@ -397,8 +316,7 @@ class TorchEngine(Engine):
     def _mean_of(self, tensors: Sequence[torch.Tensor]) -> list:
         """The same with the mean over replicas of the weights, where these differ. Every rank calls."""
         flat, *others = tensors
-        mean = self._exchange.mean(flat)
-        return [flat if mean is None else mean, *others]
+        return [self._exchange.mean(flat), *others]
 
     def _averaged(self) -> list:
         """The tensors of an average: the persistent weights in one, then each buffer."""
@@ -407,3 +325,8 @@ class TorchEngine(Engine):
     def _by_name(self, tensors: Sequence[torch.Tensor]) -> dict:
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in zip(self._buffers, tensors[1:])}
         return {"weights": self.weights.by_name(tensors[0]), "buffers": buffers}
+
+
+def _copy(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    for tensor, buffer in zip(tensors, buffers):
+        buffer.copy_(tensor)

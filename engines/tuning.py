@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 
@@ -19,6 +20,7 @@ from models import shapes
 from models.families import build
 from models.kernels import patching
 from models.stages import BlockList
+from parallel.agreement import Agreement
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
 from recipe.bounded import read_json
@@ -27,9 +29,6 @@ from recipe.division import Batch
 from recipe.errors import ConfigError, first_line
 from recipe.files import replacing
 from recipe.hardware import EngineSection
-
-if TYPE_CHECKING:
-    from parallel.agreement import Agreement
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # engine.kernels -> layers that get kernels of our own.
@@ -61,27 +60,21 @@ class _Part(NamedTuple):
 
 def check(section: EngineSection, device: torch.device) -> None:
     """Refuse, before training, a named choice of the section that this machine cannot do. Raises ConfigError."""
-    if device.type != "cuda" and section.memory_format == "channels_last":
-        raise ConfigError(
-            "engine.memory_format channels_last: on a CPU group normalisation loses digits in it; "
-            "use engine.memory_format=auto"
-        )
-    if section.kernels in ("auto", "torch"):
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            f"engine.kernels {section.kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto"
-        )
-    if not patching.available():
-        raise ConfigError(f"engine.kernels {section.kernels}: Triton is not installed; use engine.kernels=auto")
+    fault, cuda = "", device.type == "cuda"
+    if not cuda and section.memory_format == "channels_last":
+        fault = "memory_format channels_last: on a CPU group normalisation loses digits in it; use engine.memory_format"
+    elif section.kernels not in ("auto", "torch") and not (cuda and patching.available()):
+        why = "Triton is not installed" if cuda else "Triton's kernels need a CUDA device"
+        fault = f"kernels {section.kernels}: {why}; use engine.kernels"
+    if fault:
+        raise ConfigError(f"engine.{fault}=auto")
 
 
 def apply(model: BlockList, section: EngineSection, device: torch.device) -> torch.memory_format:
     """Put the section's kernels and layout into a model on `device`; return the layout, for the stages.
 
     Off CUDA nothing changes: weights that were trained there are to be scored anywhere. `auto` that is not resolved is
-    contiguous and torch. Weights stay contiguous in any case, as views of one flat buffer: cuDNN converts the few bytes
-    of a layer at each pass, which is cheap beside activations.
+    contiguous and torch. Weights stay contiguous: cuDNN converts the few bytes of a layer at each pass.
     """
     if device.type != "cuda":
         return torch.contiguous_format
@@ -101,13 +94,9 @@ def resolve(
 ) -> Recipe:
     """`recipe` with a choice in the place of `auto`, the same on all processes, each of which must call this.
 
-    A micro batch is timed, forward and backward, through the model or, of several stages, through the largest; of
-    each candidate, the slowest process counts. Times of an earlier measurement on such a machine are read from a file.
-    On CPUs and IPUs there is no choice: the recipe stays as it is, so that the run may still choose on a GPU.
-
-    Args:
-        begun: the section of the run that is resumed, whose choice is kept where this device has it; None for a new
-            run.
+    A micro batch is timed, forward and backward, through the largest stage; of each candidate, the slowest process
+    counts. On CPUs and IPUs there is no choice: the recipe stays as it is, so that the run may still choose on a GPU.
+    Args: begun: the section of a run that is resumed, whose choice is kept where this device has it.
 
     Raises ConfigError: no such device, or cut points that the model does not have.
     """
@@ -151,16 +140,19 @@ def _fastest(
 ) -> Candidate:
     """The fastest candidate; the first one where none could be measured: training will show what is wrong."""
     part = processes.together(lambda: _largest_part(recipe, batch, device))
-    key = _key(recipe, part, candidates, device)
-    own = _read(key, candidates)
-    by_rank, origin = processes.gather(own), f"measured before ({_cache_file(key)})"
+    shape, dtype = part.entering.shape, str(compute_dtype(recipe, device)).split(".")[1]
+    file = _cache_file(
+        recipe.model.model_dump(mode="json"),
+        *(part.names, list(shape), dtype, recipe.parallel.recompute),
+        *([str(candidate) for candidate in candidates], name_of(device), str(torch.__version__)),
+    )
+    by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
     if None in by_rank:
         set_determinism(False)
         own = {candidate: _measured(recipe, part, device, candidate) for candidate in candidates}
         if processes.topology.local_rank == 0:
-            _write(key, own)
+            _write(file, own)
         by_rank, origin = processes.gather(own), "measured"
-    shape, dtype = part.entering.shape, str(compute_dtype(recipe, device)).split(".")[1]
     blocks = "" if part.entering.dtype == torch.uint8 else f"{part.names[0]} to {part.names[-1]}, "
     place = f"{shape[0]} x {shape[2]} x {shape[3]} in {dtype} on {name_of(device)}"
     report(f"engine auto: {blocks}{place}, {origin}")
@@ -200,12 +192,16 @@ def _measured(recipe: Recipe, part: _Part, device: torch.device, candidate: Cand
 
 
 def _seconds(recipe: Recipe, part: _Part, device: torch.device, candidate: Candidate) -> float:
-    """The median of some micro batches."""
+    """The median of some micro batches, of random pixels in the loader's layout, or of activations."""
     model = build(recipe.model, recipe.run.seed).to(device, compute_dtype(recipe, device))
     memory_format = apply(model, recipe.engine.model_copy(update=candidate._asdict()), device)
     recomputed = blocks_to_recompute(model.names, recipe.parallel.recompute)
     stage = Stage(model.part(part.names), model.draws, recomputed, memory_format)
-    x = _random(part.entering, device)
+    x = torch.randint(0, 256, tuple(part.entering.shape), generator=torch.Generator().manual_seed(0))
+    if part.entering.dtype == torch.uint8:
+        x = x.byte().contiguous(memory_format=torch.channels_last).to(device)
+    else:
+        x = (x / 64 - 2).to(device, part.entering.dtype).requires_grad_()
 
     def micro_batch() -> None:
         stage.zero_grad()
@@ -215,56 +211,30 @@ def _seconds(recipe: Recipe, part: _Part, device: torch.device, candidate: Candi
     return statistics.median(timed(micro_batch, device, _WARM_UP + _TIMED)[_WARM_UP:])
 
 
-def _random(boundary: Boundary, device: torch.device) -> torch.Tensor:
-    """Random pixels in the loader's layout, or activations."""
-    generator = torch.Generator().manual_seed(0)
-    shape = tuple(boundary.shape)
-    if boundary.dtype == torch.uint8:
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        return images.contiguous(memory_format=torch.channels_last).to(device)
-    return torch.randn(shape, generator=generator).to(device, boundary.dtype).requires_grad_()
-
-
 # Times of earlier measurements --------------------------------------------------------------------------------------
 
 
-def _key(recipe: Recipe, part: _Part, candidates: Sequence[Candidate], device: torch.device) -> dict:
-    """All that the times depend on."""
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "blocks": part.names,
-        "entering": list(part.entering.shape),
-        "dtype": str(compute_dtype(recipe, device)),
-        "recompute": recipe.parallel.recompute,
-        "candidates": [str(candidate) for candidate in candidates],
-        "device": name_of(device),
-        "torch": str(torch.__version__),
-    }
-
-
-def _cache_file(key: dict) -> Path:
+def _cache_file(*key: object) -> Path:
+    """Args: key: all that the times depend on."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(folder, "large-batch-efficientnet", f"engine-{digest[:16]}.json")
+    return Path(folder, "large-batch-efficientnet", f"engine-{digest[:32]}.json")
 
 
-def _read(key: dict, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate, Outcome]]:
-    """Outcomes in this machine's file; None without a file, or with one of other keys or other content."""
+def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate, Outcome]]:
+    """Outcomes in this machine's file; None without a file, or with one of other content."""
     try:
-        content = read_json(_cache_file(key))
-        found = {candidate: float(content["seconds"][str(candidate)]) for candidate in candidates}
+        content = read_json(file)
+        found = {candidate: float(content[str(candidate)]) for candidate in candidates}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if content.get("key") == key and all(each > 0 for each in found.values()) else None
+    return found if all(each > 0 for each in found.values()) else None
 
 
-def _write(key: dict, outcomes: Dict[Candidate, Outcome]) -> None:
+def _write(file: Path, outcomes: Dict[Candidate, Outcome]) -> None:
     """Write the file, whole or not at all. With the null of a candidate that failed, `_read` measures all again."""
-    file = _cache_file(key)
     seconds = {str(each): None if isinstance(outcome, str) else outcome for each, outcome in outcomes.items()}
-    try:
+    with contextlib.suppress(OSError):  # the next run measures again
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, shared=True) as temporary:
-            temporary.write_text(json.dumps({"key": key, "seconds": seconds}, indent=1) + "\n")
-    except OSError:
-        return  # the next run measures again
+            temporary.write_text(json.dumps(seconds, indent=1) + "\n")

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -81,16 +81,6 @@ class Processes(Agreement):
         if self.topology.rank in ranks:
             self._send(value, 0)
         return []
-
-    def distribute(self, value: Callable[[], Any], ranks: Sequence[int]) -> Any:
-        """Result of `value` on the main rank, on each of `ranks`; elsewhere None. Every rank calls."""
-        if not self.topology.is_main:
-            return self._receive(0) if self.topology.rank in ranks else None
-        given = value()
-        for rank in ranks:
-            if rank != 0:
-                self._send(given, rank)
-        return given if 0 in ranks else None
 
     def further_group(self) -> Optional[dist.ProcessGroup]:
         """A group of all ranks that nothing else uses, on the device; None in a run of one process. All ranks call."""

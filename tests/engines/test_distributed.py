@@ -7,7 +7,7 @@ from engines import factory
 from parallel.topology import Topology
 from recipe.batch import divide
 from tests import world
-from tests.engines.worlds import FLOAT32, TREE, alone, case, distance, engine_of, now, outcome, recipe_of, single, train
+from tests.engines.worlds import FLOAT32, TREE, alone, case, distance, engine_of, outcome, recipe_of, single, train
 from tests.engines.worlds import trains as trained
 from tests.tensors import assert_bitwise_equal
 
@@ -22,7 +22,6 @@ def several(stages, replicas, *overrides, slow=False, **options):
 @pytest.mark.parametrize(
     "run",
     [
-        several(2, 1, "parallel.split=[blocks.3.0]", slow=True),
         several(2, 1, "parallel.split=auto", "parallel.schedule=1f1b", "parallel.recompute=true"),
         several(2, 1, "parallel.schedule=interleaved"),
         several(3, 1, "parallel.schedule=1f1b", "parallel.recompute=true", slow=True),
@@ -41,7 +40,6 @@ def test_stages_change_no_bit(run):
     "run",
     [
         several(1, 2, *FLOAT32),
-        several(1, 3, *FLOAT32, TREE),
         several(2, 2, *FLOAT32, "parallel.schedule=1f1b"),
         several(4, 3, *FLOAT32, "parallel.recompute=true", slow=True),
     ],
@@ -61,13 +59,11 @@ def test_replicas_differ_by_the_order_of_sums_alone(run):
         assert result[4] == pytest.approx(wanted[4], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "run", [several(1, 4, *TREE_OF_FOUR, slow=True), several(2, 2, TREE, "parallel.recompute=true")]
-)
+@pytest.mark.parametrize("run", [several(2, 2, TREE, "parallel.recompute=true")])
 def test_a_tree_has_the_same_bits_for_every_topology(run):
     """Half weights, rounding, averages and all."""
     results, scores, state = outcome(run)
-    expected = alone(*[key for key in run.arguments[0] if key != "parallel.recompute=true"])
+    expected = alone(TREE)
     assert_bitwise_equal(state, expected[2])
     assert results[0][1:] == expected[0][0][1:]
     assert scores[2:] == expected[1][2:]
@@ -75,32 +71,10 @@ def test_a_tree_has_the_same_bits_for_every_topology(run):
         assert_bitwise_equal(alone()[2], alone(TREE)[2])  # it is not a running sum, or else this would show nothing
 
 
-@pytest.mark.parametrize(
-    ("run", "bound"),
-    [
-        (each.values[0], bound)
-        for each, bound in (
-            (several(1, 2, *FLOAT32, "exchange.method=half", "exchange.wire=float16"), 2e-3),
-            (several(1, 2, *FLOAT32, "exchange.method=half", "exchange.wire=bfloat16"), 2e-2),
-        )
-    ],
-)
-def test_half_precision_on_the_wire(run, bound):
-    """Two roundings to 2**-11 (bfloat16: 2**-8) of each gradient; three steps and the trust ratios carry them on."""
-    assert 1e-6 < distance(outcome(run)[2], alone(*FLOAT32)[2]) < bound
-
-
-def drifts(processes):
-    """Without exchange: the weights of all replicas."""
-    engine = engine_of(processes, ("exchange.method=none",))
-    train(engine)
-    return (), (), processes.gather(engine.weights.state_dict()["weights"])
-
-
-@pytest.mark.parametrize("run", [case(1, 2, drifts)])
-def test_without_exchange_replicas_go_their_own_ways(run):
-    one, other = outcome(run)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
+@pytest.mark.parametrize("run", [several(1, 2, *FLOAT32, "exchange.method=half", "exchange.wire=bfloat16")])
+def test_half_precision_on_the_wire(run):
+    """Two roundings to 2**-8 of each gradient; three steps and the trust ratios carry them on."""
+    assert 1e-4 < distance(outcome(run)[2], alone(*FLOAT32)[2]) < 2e-2
 
 
 SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
@@ -120,11 +94,7 @@ BATCH_NORM = (*FLOAT32, "model.norm=batch", "model.norm_momentum=0.1", "average.
 
 @pytest.mark.parametrize(
     "run",
-    [
-        several(2, 1, *BATCH_NORM, "parallel.recompute=true", lr=0.0),
-        several(1, 3, *BATCH_NORM, lr=0.0, slow=True),
-        several(2, 2, *BATCH_NORM, "parallel.recompute=true", lr=0.0),
-    ],
+    [several(1, 3, *BATCH_NORM, lr=0.0, slow=True), several(2, 2, *BATCH_NORM, "parallel.recompute=true", lr=0.0)],
 )
 def test_running_statistics_are_those_of_one_process(run):
     """Micro batches move a statistic one after the other; the replicas' moves are put in a row. In float32, to its
@@ -134,31 +104,20 @@ def test_running_statistics_are_those_of_one_process(run):
     assert state["buffers"].keys() == expected["buffers"].keys() != set()
     for name, buffer in expected["buffers"].items():
         torch.testing.assert_close(state["buffers"][name], buffer, rtol=2e-5, atol=2e-5)
-    if run.replicas == 1:
-        assert_bitwise_equal(state, expected)
-
-
-SIZES = "data.image_sizes=[[0,16],[1,24]]"
-
-
-@pytest.mark.parametrize("run", [several(2, 1, SIZES, sizes=(16, 24))])
-def test_image_sizes_may_change_within_a_pipeline(run):
-    assert_bitwise_equal(outcome(run)[2], alone(SIZES, sizes=(16, 24))[2])
 
 
 CLIPPED = ("optimizer.name=sgd", "schedule.peak=0.1", "optimizer.clip_norm=0.3")
+SIZES = (*CLIPPED, "data.image_sizes=[[0,16],[1,24]]", "log.noise_scale=false")
 
 
-@pytest.mark.parametrize("run", [several(2, 1, *CLIPPED)])
-def test_the_gradient_of_the_whole_model_is_clipped(run):
-    """At a third of its norm; the norm of all stages counts, to the bit."""
-    expected = alone(*CLIPPED)
+@pytest.mark.parametrize("run", [several(2, 1, *SIZES, sizes=(16, 24, 24), steps_per_epoch=1)])
+def test_image_sizes_change_and_gradients_are_clipped_within_a_pipeline(run):
+    """At a third of the norm; that of all stages counts, to the bit."""
+    expected = alone(*SIZES, sizes=(16, 24, 24), steps_per_epoch=1)
     assert expected[0][0][3]["gradient"] > 0.6
     results, _, state = outcome(run)
     assert results == expected[0]
     assert_bitwise_equal(state, expected[2])
-    with pytest.raises(AssertionError):
-        assert_bitwise_equal(state, alone(*CLIPPED[:2])[2])
 
 
 def continued(processes, saved=None):
@@ -173,41 +132,26 @@ def before():
     return {**saved, "averages": {"step_average": saved["averages"]["step_average"]}}
 
 
-def is_the_whole_run(state):
-    whole = alone(TREE)[2]
-    assert_bitwise_equal(state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}})
-
-
-@pytest.mark.parametrize("run", [case(2, 2, continued)])
-def test_a_state_of_one_process_goes_on_in_another_topology(run):
-    is_the_whole_run(outcome(run)[2])
-
-
 @pytest.mark.parametrize(
-    ("run", "after"),
-    [
-        (several(2, 2, TREE, steps=2).values[0], (1, 1)),
-        pytest.param(several(2, 2, TREE, steps=2, slow=True).values[0], (1, 2), marks=pytest.mark.slow),
-    ],
+    ("run", "after"), [(case(2, 2, continued).values[0], None), (several(2, 2, TREE, steps=2).values[0], (1, 1))]
 )
-def test_a_state_of_several_goes_on_in_another_topology(run, after):
+def test_a_state_goes_on_in_another_topology(run, after):
     """What one topology saved after two steps, another continues to the third, to the bit."""
-    saved = outcome(run)[2]
-    saved["averages"].pop("epoch_average", None)
-    is_the_whole_run((continued(single(), saved)[2] if after == (1, 1) else now(*after, continued, saved))[2])
+    state, whole = outcome(run)[2], alone(TREE)[2]
+    if after:
+        state["averages"].pop("epoch_average")
+        state = continued(single(), state)[2][2]
+    assert_bitwise_equal(state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}})
 
 
 HALF = (*FLOAT32, "precision.compute=bfloat16")
 
 
-@pytest.mark.parametrize("run", [several(1, 2, *HALF, steps=1), several(2, 1, *HALF, steps=1)])
+@pytest.mark.parametrize("run", [several(1, 2, *HALF, steps=1)])
 def test_half_precision_gradients_are_collected_before_they_are_sent(run):
     """With bfloat16 compute each parameter's gradient is added into the float32 buffer while the last backward pass
     still runs. One step: from then on a last bit may decide how a working weight is rounded."""
-    state, expected = outcome(run)[2], alone(*HALF, steps=1)[2]
-    assert distance(state, expected) < 1e-5
-    if run.replicas == 1:
-        assert_bitwise_equal(state, expected)
+    assert distance(outcome(run)[2], alone(*HALF, steps=1)[2]) < 1e-5
 
 
 def rank_on_gpu(rank, size):
@@ -228,8 +172,6 @@ def test_two_gpus_learn_what_one_learns():
     assert distance(outcomes[0][2], expected[2]) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "run", [several(*pair, *TREE_OF_FOUR, steps=20, slow=True) for pair in ((2, 1), (1, 2), (2, 2), (1, 4), (4, 2))]
-)
+@pytest.mark.parametrize("run", [several(*pair, *TREE_OF_FOUR, steps=20, slow=True) for pair in ((1, 4), (4, 2))])
 def test_twenty_updates_have_the_same_bits_everywhere(run):
     assert_bitwise_equal(outcome(run)[2], alone(*TREE_OF_FOUR, steps=20)[2])

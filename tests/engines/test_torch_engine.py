@@ -1,7 +1,6 @@
 """The PyTorch engine against a plain float64 loop, and against itself with the work divided differently."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -38,11 +37,8 @@ def relative_differences(actual, expected):
 
 
 class Reference:
-    """The same training by hand: the whole global batch at once, autograd and LARS in float64.
-
-    Follows the formulas of 1708.03888 with the skip list of the recipe: biases and scales of norms take plain
-    momentum at `skip_lr_scale` times the learning rate, without weight decay.
-    """
+    """The same training by hand: the whole global batch at once, autograd and LARS (1708.03888) in float64, with biases
+    and scales of norms skipped: plain momentum at `skip_lr_scale` times the learning rate, without weight decay."""
 
     def __init__(self, recipe):
         self.recipe = recipe
@@ -81,19 +77,17 @@ class Reference:
 @pytest.mark.parametrize("overrides", [("data.label_smoothing=0",), ("optimizer.weight_decay=0.01",)])
 def test_several_steps_equal_a_float64_loop_over_the_whole_batch(tiny, engine, overrides):
     """Momenta and the way each weight has moved agree to 3e-4 of their norms; norms and trust ratios of the first step
-    to 1e-4.
-
-    A layer's products have up to K = 1e3 terms, rounded by 2**-24 each: sqrt(K) 2**-24 = 2e-6 relative. Through
-    some 20 layers forward and backward, and over four steps, that grows to 3e-4; a forgotten term of the
-    formulas (the smoothing, the decay, a micro batch) shows at 1e-2 and more.
-    """
+    to 1e-4. A layer's products have up to K = 1e3 terms, rounded by 2**-24 each: sqrt(K) 2**-24 = 2e-6. Through some 20
+    layers forward and backward, and over four steps, that grows to 3e-4; a forgotten term shows at 1e-2."""
     recipe = tiny(*PLAIN, *overrides)
     reference, engine = Reference(recipe), engine(*PLAIN, *overrides)
     for step, lr in enumerate((2.0, 0.5, 3.0, 1.0)):
         images, labels = noise_images(24, seed=step)
         result = engine.train_step(as_micro_batches(images, labels, 12, step), step, lr, measure=True)
+        hits = (reference.model(images).argmax(1) == labels).sum()
         expected = reference.step(lr, reference.loss(images, labels))
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
+        assert result.correct == hits
         if step == 0:
             assert_norms(result.norms, reference)
     state = engine.state_dict()
@@ -117,48 +111,29 @@ def assert_norms(norms, reference):
         assert norms.trust[name].item() == pytest.approx(trust, rel=1e-4), name
 
 
-@pytest.mark.parametrize("micro", [1, 12])
-def test_how_a_batch_is_divided_changes_only_the_order_of_summation(engine, micro):
-    """24 images as 1 x 24, 2 x 12 and 24 x 1 micro batches: momenta agree to 5e-5 of each tensor's norm.
-
-    One step from the same weights, so nothing but float32 summation differs: an entry of a gradient sums up to
-    24 images x 256 pixels = 6e3 rounded products, sqrt(6e3) 2**-24 = 5e-6, in each of two orders, after some 20
-    layers whose kernels depend on the batch: sqrt(2 x 20) 5e-6 = 3e-5.
-    """
-    divided, whole = (engine(*PLAIN, f"batch.micro={size}") for size in (micro, 24))
+def test_how_a_batch_is_divided_changes_only_the_order_of_summation(engine):
+    """24 images as 1 x 24 and as 24 x 1 micro batches: momenta agree to 5e-5 of each tensor's norm. An entry of a
+    gradient sums up to 24 images x 256 pixels = 6e3 rounded products, sqrt(6e3) 2**-24 = 5e-6, in each of two orders,
+    after some 20 layers whose kernels depend on the batch: sqrt(2 x 20) 5e-6 = 3e-5."""
+    divided, whole = (engine(*PLAIN, f"batch.micro={size}") for size in (1, 24))
     images, labels = noise_images(24)
     losses = [
         run.train_step(as_micro_batches(images, labels, size), 0, 1.0).loss.item()
-        for run, size in ((divided, micro), (whole, 24))
+        for run, size in ((divided, 1), (whole, 24))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     differences = relative_differences(divided.state_dict()["momentum_buffer"], whole.state_dict()["momentum_buffer"])
     assert max(differences.values()) < 5e-5
 
 
-@pytest.mark.parametrize("scale", ["0.0078125", "65536"])
-def test_a_power_of_two_as_loss_scale_changes_no_bit(engine, scale):
+def test_a_power_of_two_as_loss_scale_changes_no_bit(engine):
     """It only moves exponents, far from float32's limits: exact also with stochastic rounding and dropout."""
-    scaled, usual = (engine(*RANDOM_LAYERS, f"precision.loss_scale={value}") for value in (scale, "128"))
+    scaled, usual = (engine(*RANDOM_LAYERS, f"precision.loss_scale={value}") for value in (2**-7, 2**16))
     losses = [[result.loss.item() for result in train(run, 3)] for run in (scaled, usual)]
     assert losses[0] == losses[1]
     scaled, usual = scaled.state_dict(), usual.state_dict()
     del scaled["loss_scale"], usual["loss_scale"]
     assert_bitwise_equal(scaled, usual)
-
-
-def test_padding_rows_contribute_nothing(engine):
-    """Whatever pixels and labels they hold; bitwise."""
-    full, states = next(as_micro_batches(*noise_images(12), 12)), []
-    for seed in (1, 2):
-        padded = next(as_micro_batches(*noise_images(12, seed=seed), 12))._replace(valid=9, number=1)
-        padded.images[:9], padded.labels[:9] = full.images[:9], full.labels[:9]
-        run = engine(*PLAIN)
-        result = run.train_step(iter([full, padded]), 0, 1.0)
-        assert result.images == 21
-        states.append((run.state_dict(), result.loss.item(), result.correct.item()))
-    assert_bitwise_equal(states[0][0], states[1][0])
-    assert states[0][1:] == states[1][1:]
 
 
 @pytest.mark.parametrize("valid", [9, 0])
@@ -186,18 +161,6 @@ def test_a_step_pulls_exactly_its_micro_batches(engine):
     with pytest.raises(AssertionError, match="only 3 micro batches came"):
         run.train_step(itertools.islice(as_micro_batches(*noise_images(24), 6), 3), 0, 1.0)
     assert_bitwise_equal(run.state_dict(), before)
-
-
-def test_hits_are_counted_over_all_micro_batches(tiny, engine):
-    """Against the predictions of the float64 model; no two of its logits are closer than float32's error."""
-    recipe = tiny(*PLAIN)
-    images, _ = noise_images(24)
-    logits = build(recipe.model, 0).double()(images).detach()
-    best = logits.topk(2, dim=1)
-    assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4
-    labels = best.indices[:, 0].clone()
-    labels[::3] = (labels[::3] + 1) % 10
-    assert engine(*PLAIN).train_step(as_micro_batches(images, labels, 12), 0, 1.0).correct.item() == 16
 
 
 def test_each_step_and_each_micro_batch_has_draws_of_its_own(engine):
@@ -253,26 +216,10 @@ def test_a_state_that_does_not_fit_is_refused_by_name_before_anything_is_taken_f
     assert_bitwise_equal(run.state_dict(), before)
 
 
-@pytest.mark.parametrize(("compute", "epsilon"), [("float16", 2**-11), ("bfloat16", 2**-8)])
-def test_half_precision_compute_trains(tiny, engine, compute, epsilon):
-    """Finite losses, no skipped step, and the first loss is float32's to within the format.
-
-    Each of some 20 layers rounds its output by epsilon at most; roundings are as often up as down, so logits
-    err by sqrt(20) epsilon of their size, and the mean loss by no more.
-    """
-    results = train(engine(*PLAIN, f"precision.compute={compute}"), 4)
-    assert all(math.isfinite(result.loss.item()) for result in results)
-    assert results[-1].skipped.item() == 0
-    exact = train(engine(*PLAIN), 1)[0].loss.item()
-    size = build(tiny(*PLAIN).model, 0)(noise_images(24)[0]).abs().max().item()
-    assert results[0].loss.item() == pytest.approx(exact, abs=math.sqrt(20) * epsilon * size)
-
-
-@pytest.mark.parametrize("weights", ["float16", "float32"])
-def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counted(engine, weights):
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counted(engine):
     """An infinite loss scale overflows every gradient; the counts run on, weights, momentum and running statistics stay
     bit for bit, and averages take nothing in."""
-    run = engine(*AVERAGES, f"precision.weights={weights}")
+    run = engine(*AVERAGES)
     run._loss_scale.scale = torch.tensor(torch.inf)
     before = run.state_dict()
     results = train(run, 2)
@@ -281,41 +228,6 @@ def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counte
     assert after["averages"]["step_average"]["count"] == 0
     del before["loss_scale"], after["loss_scale"], before["averages"], after["averages"]
     assert_bitwise_equal(after, before)
-
-
-def test_a_dynamic_loss_scale_halves_until_the_gradients_are_finite(engine):
-    """2**24 overflows float16, so the first steps are skipped, each halving it; then training goes on."""
-    run = engine("precision.compute=float16", "precision.loss_scale=16777216", "precision.dynamic_loss_scale=true")
-    before = run.state_dict()
-    skipped = in_row = 0
-    for step in range(20):
-        result = train(run, 1, first=step)[0]
-        assert result.loss_scale.item() == 2.0 ** (24 - result.skipped.item())
-        finite = result.skipped.item() == skipped
-        in_row = 0 if finite else in_row + 1
-        assert result.skipped_in_row.item() == in_row
-        skipped = result.skipped.item()
-        if finite:
-            break
-        assert not differ(run.state_dict()["weights"], before["weights"])
-    assert skipped > 0
-    assert differ(run.state_dict()["weights"], before["weights"])
-
-
-def test_the_sum_over_many_micro_batches_does_not_drown_in_half_precision(engine):
-    """64 times the same micro batch in bfloat16, whose mean gradient is that of doing it once.
-
-    Added up in the 8 bits of that format, the sum's last roundings would each be up to 64 / 2 / 256 of an
-    addend; 64 equal addends in float32 keep within 64 x 2**-24 = 4e-6.
-    """
-    images, labels = noise_images(2)
-    micro_batch = next(as_micro_batches(images, labels, 2))
-    overrides = (*PLAIN, "precision.compute=bfloat16", "batch.micro=2")
-    one, many = engine(*overrides, "batch.global=2"), engine(*overrides, "batch.global=128")
-    one.train_step(iter([micro_batch]), 0, 1.0)
-    many.train_step(itertools.repeat(micro_batch), 0, 1.0)
-    differences = relative_differences(many.state_dict()["momentum_buffer"], one.state_dict()["momentum_buffer"])
-    assert max(differences.values()) < 4e-6
 
 
 def test_auto_takes_what_there_is_and_its_measured_peak_is_a_rate(engine):

@@ -26,20 +26,9 @@ from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import flat
 
 # Every kind of random draw is on, and both averages. 6 = 3 x 2 micro batches: 1 and 2 replicas continue one tree.
-RECIPE = (
-    *TINY,
-    "run.device=cpu",
-    "batch.global=12",
-    "batch.micro=2",
-    "batch.evaluation=6",
-    "model.dropout=0.3",
-    "model.drop_path=0.3",
-    "data.mixup=0.2",
-    "data.cutmix=0.85",
-    "data.label_smoothing=0.1",
-    "average.step_decay=0.9",
-    "average.epoch_decay=0.9",
-)
+DRAWS = "model.dropout=0.3 model.drop_path=0.3 data.mixup=0.2 data.cutmix=0.85 data.label_smoothing=0.1"
+SIZES = "batch.global=12 batch.micro=2 batch.evaluation=6 average.step_decay=0.9 average.epoch_decay=0.9"
+RECIPE = (*TINY, "run.device=cpu", *SIZES.split(), *DRAWS.split())
 FLOAT32 = ("precision.weights=float32",)
 TREE = "exchange.order=tree"
 CPU = torch.device("cpu")
@@ -51,9 +40,9 @@ class Case(NamedTuple):
     file: str
     stages: int
     replicas: int
+    slow: bool
     function: Callable
     arguments: tuple
-    slow: bool
 
 
 _cases, _outcomes = {}, {}  # (file, stages, replicas, slow) -> cases; outcomes of each rank
@@ -64,32 +53,28 @@ def case(stages, replicas, function, *arguments, slow=False):
 
     Arguments that are functions are called before that, in the process of the tests.
     """
-    made = Case(sys._getframe(1).f_globals["__name__"], stages, replicas, function, arguments, slow)
-    _cases.setdefault(_key(made), []).append(made)
+    made = Case(sys._getframe(1).f_globals["__name__"], stages, replicas, slow, function, arguments)
+    _cases.setdefault(made[:4], []).append(made)
     return pytest.param(made, marks=pytest.mark.slow if slow else ())
 
 
 def outcome(found: Case) -> Any:
     """The main rank's; all ranks agree, and replicas of a stage have the same weights."""
-    key = _key(found)
-    cases = _cases[key]
-    if key not in _outcomes:
+    cases = _cases[found[:4]]
+    if found[:4] not in _outcomes:
         calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
-        _outcomes[key] = world.run(
-            found.stages * found.replicas, _rank, found.stages, calls, connect=False, timeout=600
-        )
+        _outcomes[found[:4]] = _computed(found.stages, found.replicas, calls)
     number = next(number for number, each in enumerate(cases) if each is found)
-    return _agreed([of_rank[number] for of_rank in _outcomes[key]], found.stages)
-
-
-def _key(found: Case) -> tuple:
-    return found.file, found.stages, found.replicas, found.slow
+    return _agreed([of_rank[number] for of_rank in _outcomes[found[:4]]], found.stages)
 
 
 def now(stages, replicas, function, *arguments) -> Any:
     """As `outcome`, of one function, in a world of its own."""
-    ranks = world.run(stages * replicas, _rank, stages, [(function, arguments)], connect=False)
-    return _agreed([found for (found,) in ranks], stages)
+    return _agreed([found for (found,) in _computed(stages, replicas, [(function, arguments)])], stages)
+
+
+def _computed(stages, replicas, calls):
+    return world.run(stages * replicas, _rank, stages, calls, connect=False, timeout=600)
 
 
 def _agreed(ranks, stages):
@@ -183,8 +168,9 @@ def poison(engine):
 
 def trains(processes, overrides, options=None):
     """A case: `train` with options."""
-    engine = engine_of(processes, overrides)
-    found = train(engine, **(options or {}))
+    options = dict(options or {})
+    engine = engine_of(processes, overrides, options.pop("steps_per_epoch", None))
+    found = train(engine, **options)
     engine._exchange.close()
     return found[:2], digest(engine.weights.state_dict()), found
 
@@ -205,7 +191,7 @@ def goes_on(processes, overrides, first, steps, saved=None, states=()):
 @functools.lru_cache(maxsize=None)
 def alone(*overrides, **options):
     """`train` in a single process; computed once for each recipe."""
-    return train(engine_of(single(), overrides), **options)
+    return trains(single(), overrides, options)[2]
 
 
 def distance(actual, expected):

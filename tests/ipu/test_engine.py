@@ -75,15 +75,8 @@ def moved(state, other, part, start=None):
     return (difference / movement).item()
 
 
-# The quickstart's own model, size and batch; mixed images with a smaller one.
-PLAIN = ("batch.global=64", "model.width=0.5", "model.depth=0.4", "model.image_size=28")
-
-
-@pytest.mark.parametrize(
-    ("what", "steps"), [pytest.param(PLAIN, 20, marks=pytest.mark.slow), (MIXED, 20)], ids=["plain", "mixed"]
-)
-def test_many_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path, what, steps):
-    own = (*IPU, *LARS, *what, f"run.steps={steps}", "schedule.warmup_steps=4", "log.every_steps=5")
+def test_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path):
+    own = (*IPU, *LARS, *MIXED, "run.steps=10", "schedule.warmup_steps=4", "log.every_steps=5")
     state, found = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
     expected, wanted, start = on_cpu(*own)
     # The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
@@ -91,24 +84,14 @@ def test_many_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, 
     assert moved(state, expected, "weights") < 1e-5
     assert moved(state, expected, "weights", start) < 1e-4
     assert moved(state, expected, "momentum_buffer") < 1e-3
-    assert moved(expected, start, "weights") > 1e-2, "nothing was learned"
+    assert moved(expected, start, "weights") > 1e-3, "nothing was learned"
     for ours, theirs in zip(found, wanted):
         assert ours["event"] == theirs["event"]
-        for key in ("loss", "top1", "top5", "lr", "images"):
-            if key in theirs:
-                assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+        for key in theirs.keys() & {"loss", "top1", "top5", "lr", "images"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
 SHORT = ("run.steps=4", "schedule.warmup_steps=1")
-REST = [pytest.param(change, marks=pytest.mark.slow) for change in ("optimizer.momentum=0.91", "run.seed=1")]
-
-
-@pytest.mark.parametrize("change", ["optimizer.trust_coefficient=0.0101", *REST])
-def test_another_recipe_would_be_seen(tiny, tmp_path, change):
-    own = (*IPU, *LARS, *SHORT)
-    expected, _, start = on_cpu(*own)
-    state, _ = trained(tiny(*own, change, *PIPELINE, f"run.output={tmp_path}"))
-    assert moved(state, expected, "weights", start) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -142,22 +125,11 @@ def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
     assert moved(state, expected, "weights", start) < 1e-4
 
 
-# Epochs of five steps: the one average of the first is there when a run goes on after step 6, the second comes then.
-RESUMED = (
-    *LARS,
-    *MIXED,
-    "run.steps=11",
-    "schedule.warmup_steps=2",
-    "checkpoint.keep_last=11",
-    "checkpoint.every_epochs=0.05",
-    "average.epoch_decay=0.5",
-    "data.source=glyphs",
-    "data.train_images=250",
-    "data.validation_images=50",
-    "batch.global=48",
-    "batch.micro=4",
-    "log.every_steps=2",
-)
+# Epochs of three steps: the one average of the first is there when a run goes on after step 4, the second comes then.
+GLYPHS = "data.source=glyphs data.train_images=150 data.validation_images=20 batch.global=48 batch.micro=4"
+SAVED = "checkpoint.keep_last=7 checkpoint.every_epochs=0.1 average.epoch_decay=0.5 run.steps=7 log.every_steps=2"
+LAMB = "optimizer.name=lamb schedule.peak=0.05 schedule.warmup_steps=2"
+RESUMED = (*MIXED, *GLYPHS.split(), *SAVED.split(), *LAMB.split())
 
 
 def cut_back(folder, other, step):
@@ -167,52 +139,51 @@ def cut_back(folder, other, step):
         if int(path.stem.split("-")[1]) > step:
             path.unlink()
             path.with_suffix(".json").unlink()
-    saved = torch.load(CheckpointFolder(other / "checkpoints", 11, True).path(step), weights_only=True)
+    saved = torch.load(CheckpointFolder(other / "checkpoints", 7, True).path(step), weights_only=True)
     with open(other / "metrics.jsonl", "r+b") as file:
         file.truncate(saved["progression"]["metrics_bytes"])
     text = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.replace(str(folder), str(other)))
 
 
-@pytest.mark.parametrize("optimizer", ["lars", pytest.param("lamb", marks=pytest.mark.slow)])
-def test_a_resumed_run_ends_as_the_undisturbed_one(tiny, tmp_path, optimizer):
+def test_a_resumed_run_ends_as_the_undisturbed_one_and_goes_on_on_a_cpu(tiny, tmp_path):
     """With its momentum, and LAMB's count of updates, which left the device and entered another program."""
-    rest = [text for text in RESUMED if not text.startswith("optimizer.")] if optimizer == "lamb" else RESUMED
-    named = [f"optimizer.name={optimizer}"] if optimizer == "lamb" else []
-    own = (*IPU, *rest, *named, "schedule.peak=0.05", "parallel.stages=2", "parallel.split=auto")
+    own = (*IPU, *RESUMED, *PIPELINE)
     expected, wanted = trained(tiny(*own, f"run.output={tmp_path}/whole"))
-    cut_back(tmp_path / "whole", tmp_path / "cut", 6)
+    cut_back(tmp_path / "whole", tmp_path / "cut", 4)
     state, found = trained(tiny(*own, f"run.output={tmp_path}/cut"))
     assert_bitwise_equal(state, expected)
     assert [event.get("loss") for event in found] == [event.get("loss") for event in wanted]
     assert float(expected["averages"]["epoch_average"]["count"]) == 2
+    goes_on(tiny(*for_cpu((*IPU, *RESUMED))), tmp_path / "whole", expected)
 
 
-@pytest.mark.parametrize("first", ["ipu", "cpu"])
-def test_a_run_changes_devices(tiny, tmp_path, first):
-    """What one engine saved the other resumes: weights, momenta and averages mean the same to both."""
-    own = {"ipu": (*IPU, *RESUMED, *PIPELINE), "cpu": tuple(for_cpu((*IPU, *RESUMED)))}
-    second = {"ipu": "cpu", "cpu": "ipu"}[first]
-    expected, _ = trained(tiny(*own[first], f"run.output={tmp_path}/whole"))
-    folder = CheckpointFolder(tmp_path / "whole" / "checkpoints", 11, True)
-    saved = torch.load(folder.path(6), weights_only=True)["engine"]
-    recipe = tiny(*own[second])
+def test_a_run_of_a_cpu_goes_on_on_ipus(tiny, tmp_path):
+    own = (*IPU, *RESUMED)
+    expected, _ = trained(tiny(*for_cpu(own), f"run.output={tmp_path}"))
+    goes_on(tiny(*own, *PIPELINE), tmp_path, expected)
+
+
+def goes_on(recipe, folder, expected):
+    """What one engine saved after step 4 another resumes: weights, momenta and averages mean the same to both."""
+    saved = torch.load(CheckpointFolder(folder / "checkpoints", 7, True).path(4), weights_only=True)["engine"]
     batch = divide(recipe)
     engine = factory.create(recipe, batch, factory.connect(recipe, Topology(batch.replicas, 1, 0, 0, batch.replicas)))
     engine.load_state_dict(saved)
     source = open_source(recipe.data, recipe.model.classes, "train")
-    batches = engine.training_batches(source, range(6, 11))
+    batches = engine.training_batches(source, range(4, 7))
     rate = schedule.create(recipe, lengths(recipe, len(source)))
-    for step in range(6, 11):
+    for step in range(4, 7):
         engine.train_step(batches, step, rate(step))
-        if (step + 1) % 5 == 0:
+        if (step + 1) % 3 == 0:
             engine.end_epoch()
     batches.close()
     found = engine.state_dict()
-    assert moved(found, expected, "weights") < 1e-6
-    assert moved(found, expected, "momentum_buffer") < 1e-3
+    assert moved(found, expected, "weights") < 1e-5
+    for slot in expected.keys() - {"weights", "loss_scale", "averages", "buffers", "noise_scale"}:
+        assert moved(found, expected, slot) < 1e-3
     average = {name: each["averages"]["epoch_average"] for name, each in (("found", found), ("expected", expected))}
-    assert moved(average["found"], average["expected"], "weights") < 1e-6
+    assert moved(average["found"], average["expected"], "weights") < 1e-5
     engine.close()
 
 
@@ -269,8 +240,9 @@ def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
     assert 1e-5 < moved(state, expected, "weights") < 5e-3  # eleven bits, 4e-4, some updates deep
     assert found[-1]["top1"] == pytest.approx(wanted[-1]["top1"], abs=0.2)
     capsys.readouterr()
-    assert evaluate.main(["--checkpoint", str(tmp_path), "--output", f"{tmp_path}/scores"]) == 0
-    assert f"trained weights: top1 {found[-1]['top1']:.2%} " in capsys.readouterr().out
+    score = ["--checkpoint", str(tmp_path), "--output", f"{tmp_path}/scores"]
+    assert evaluate.main(score) == evaluate.main([*score, "run.device=cpu", "precision.compute=float32"]) == 0
+    assert capsys.readouterr().out.count(f"trained weights: top1 {found[-1]['top1']:.2%} ") == 2
 
 
 def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
@@ -336,28 +308,21 @@ def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
     for rank in (0, 1):
         place = Topology(batch.replicas, 1, rank, 0, batch.replicas)
         engine = factory.create(recipe, batch, factory.connect(recipe, place))
-        plans = {
-            "training": ipu.training_settings(recipe, batch, batch.replicas, False),
-            "evaluation": ipu.evaluation_settings(recipe, batch, batch.replicas, False),
-        }
-        for name, settings in plans.items():
+        for name, plan in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
             calls = [path for path, _ in engine._options[name].calls]
+            settings = plan(recipe, batch, batch.replicas, False)
             assert calls == [each.call for each in settings if rank == 0 or not each.main_only]
     blocks = engine._module.model
     begun = [name for name in blocks.names if blocks.get_submodule(name)._forward_pre_hooks]
     assert begun == [each.arguments[0] for each in ipu.model_calls(recipe, batch, True) if "BeginBlock" in each.call]
     made = engine._options["training"]
-    partials = torch.float if recipe.ipu.partials else torch.half
-    assert made.value("Precision.setPartialsType", None) is partials
-    assert made.value("outputMode", None) is double.OutputMode.Sum
+    assert made.value("Precision.setPartialsType") is (torch.float if recipe.ipu.partials else torch.half)
+    assert made.value("outputMode") is double.OutputMode.Sum
     kind = double.PipelinedExecution if ipu.pipelined(recipe) else double.ShardedExecution
-    assert type(made.value("setExecutionStrategy", None)) is kind
+    assert type(made.value("setExecutionStrategy")) is kind
     if recipe.ipu.shard_optimizer_state:
-        calls = made.value("TensorLocations.setOptimizerLocation", None).calls
-        assert [(path.split(".")[1], arguments) for path, arguments in calls] == [
-            ("useOnChipStorage", (True,)),
-            ("useReplicatedTensorSharding", (True,)),
-        ]
+        calls = made.value("TensorLocations.setOptimizerLocation").calls
+        assert [path.split(".")[1] for path, _ in calls] == ["useOnChipStorage", "useReplicatedTensorSharding"]
 
 
 @pytest.mark.parametrize(

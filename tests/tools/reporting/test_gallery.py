@@ -54,7 +54,7 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
     engine = factory.create(recipe, batch.divide(recipe))
     source = open_source(recipe.data, 10, "train")
     micro_batches = engine.training_batches(source, range(2))
-    feed = Feed(recipe, Processes(Topology(), torch.device("cpu")), torch.device("cpu"), whole_batches=False)
+    feed = Feed(recipe, Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
     expected, targets = [], []
     for step in range(2):
         feed.start(micro_batches, range(step, step + 1), 2, 0, recipe.batch.micro, 64)

@@ -5,26 +5,24 @@ It has what the product uses. Each module names the files of PopTorch and PopART
 
 from signatures import poptorch as _table
 
-from . import optim
-from .executor import PoplarExecutor, inferenceModel, trainingModel
-from .loader import DataLoader
-from .ops import BeginBlock, identity_loss, recomputationCheckpoint, set_overlap_for_input, set_overlap_for_output
-from .options import Options, TensorLocationSettings
+from . import optim  # noqa: F401
+from .executor import (  # noqa: F401
+    BeginBlock,
+    PoplarExecutor,
+    identity_loss,
+    inferenceModel,
+    recomputationCheckpoint,
+    set_overlap_for_input,
+    set_overlap_for_output,
+    trainingModel,
+)
+from .loader import DataLoader  # noqa: F401
+from .options import Options, TensorLocationSettings  # noqa: F401
 
-DataLoaderMode = _table.DataLoaderMode
-Error = _table.Error
-MeanReductionStrategy = _table.MeanReductionStrategy
-OutputMode = _table.OutputMode
-OverlapMode = _table.OverlapMode
-PipelinedExecution = _table.PipelinedExecution
-ReductionType = _table.ReductionType
-ShardedExecution = _table.ShardedExecution
+for _name in (
+    *("DataLoaderMode", "Error", "MeanReductionStrategy", "OutputMode", "OverlapMode", "PipelinedExecution"),
+    *("ReductionType", "ShardedExecution"),
+):
+    globals()[_name] = getattr(_table, _name)
 
 __version__ = "3.4.0-double"
-
-__all__ = [
-    "BeginBlock", "DataLoader", "DataLoaderMode", "Error", "MeanReductionStrategy", "Options", "OutputMode",
-    "OverlapMode", "PipelinedExecution", "PoplarExecutor", "ReductionType", "ShardedExecution",
-    "TensorLocationSettings", "identity_loss", "inferenceModel", "optim", "recomputationCheckpoint",
-    "set_overlap_for_input", "set_overlap_for_output", "trainingModel",
-]  # fmt: skip

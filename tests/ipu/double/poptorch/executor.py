@@ -1,19 +1,58 @@
-"""The executor of a training or an inference model: when weights and state are copied, and who has the IPUs.
+"""An eager executor: a copy of the model runs micro batch by micro batch on the CPU, with PopTorch's rules around it.
 
-Source: PopTorch 3.4, python/_poplar_executor.py.
+Weights and state are copied when python/_poplar_executor.py of PopTorch 3.4 does; marks are python/ops.py's. Micro
+batches of a call have the replica innermost: number i * replicas + r goes to replica r (PopART 3.4, willow/src/
+stepiosplitter.cpp). What cannot be compiled is refused as by popart_compiler/source/Compiler.cpp and CompilerImpl.cpp.
 """
 
+import copy
 import logging
 import weakref
 
 import torch
 from signatures import poptorch
+from torch import distributed
 
-from .device import Device
+from . import updates
 
 logger = logging.getLogger("poptorch::python")
 
 _holder = None  # of the IPUs: one executor of this process
+_marks = {}  # of the present forward pass: blocks begun as (user_id, ipu_id), losses, overlapped tensors
+
+
+def _mark(kind, value):
+    _marks.setdefault(kind, []).append(value)
+    return value
+
+
+def BeginBlock(layer_to_call, user_id=None, ipu_id=None):
+    """Makes a module begin a block whenever it is called; changes the module in place and returns it."""
+    layer_to_call.register_forward_pre_hook(lambda *_: _marks.setdefault("blocks", []).append((user_id, ipu_id)))
+    return layer_to_call
+
+
+def identity_loss(x, reduction):
+    """Marks the loss that is differentiated. The double knows the reduction "none" only."""
+    assert reduction == "none", reduction
+    return _mark("losses", x)
+
+
+def recomputationCheckpoint(*tensors):
+    """Returns the tensor, which nothing here recomputes."""
+    (tensor,) = tensors
+    return tensor
+
+
+def set_overlap_for_input(input_tensors, mode):
+    """Marks an input to be copied while others are computed, and returns it."""
+    assert isinstance(mode, poptorch.OverlapMode)
+    return _mark("overlaps", input_tensors)
+
+
+def set_overlap_for_output(output_tensors, mode):
+    """Likewise, an output."""
+    return set_overlap_for_input(output_tensors, mode)
 
 
 class PoplarExecutor:
@@ -22,7 +61,7 @@ class PoplarExecutor:
     def __init__(self, model, options, optimizer=None):
         options.frozen = True
         self.model, self.options = model, options
-        self._optimizer = self._values = self._device = None
+        self._optimizer = self._values = self._program = None
         self._host_is_stale = False
         if optimizer is not None:
             self.setOptimizer(optimizer)
@@ -30,7 +69,7 @@ class PoplarExecutor:
 
     def isCompiled(self):
         """Whether there is a program."""
-        return self._device is not None
+        return self._program is not None
 
     def isAttachedToDevice(self):
         """Whether this model has the IPUs."""
@@ -39,12 +78,57 @@ class PoplarExecutor:
     def compile(self, *args, **kwargs):
         """Makes the program from the arguments of a call, and takes the IPUs."""
         assert not kwargs, "the double takes positional arguments only"
+        assert not list(self.model.buffers()), "the double moves no buffers"
         count = self.options.micro_batches
         assert all(len(tensor) % count == 0 for tensor in args), f"batch dimension: must be a multiple of {count}"
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in args]
-        micro_batch = [tensor[: len(tensor) // count] for tensor in args]
-        self._device = Device(self.model, self.options, self._optimizer, self._values, micro_batch)
+        program = copy.deepcopy(self.model)
+        self._check(program, [tensor[: len(tensor) // count] for tensor in args])
+        rounds = self.options.value("Precision.enableStochasticRounding", False)
+        self._rounded = updates.stochastic if rounds else updates.nearest
+        self._program, self._state = program, {}
+        if self._optimizer is not None:
+            self._make_state()
         self._attach()
+
+    def _check(self, program, micro_batch):
+        """Refuses what PopTorch cannot compile."""
+        training, options = self._optimizer is not None, self.options
+        _marks.clear()
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+            outputs = program(*micro_batch)
+        losses, blocks, overlaps = (_marks.get(kind, []) for kind in ("losses", "blocks", "overlaps"))
+        if training and len(losses) != 1:
+            raise poptorch.Error(f"{len(losses)} losses found in graph. Graph must have one final loss.")
+        stages = len(blocks) or 1
+        pipelined = not isinstance(options.value("setExecutionStrategy"), poptorch.ShardedExecution)
+        ends = [*micro_batch, *(outputs if isinstance(outputs, tuple) else [outputs])]
+        if overlaps and pipelined:
+            raise poptorch.Error("Overlapped IO is not supported with poptorch.PipelinedExecution.")
+        if overlaps and not options.value("TensorLocations.numIOTiles"):
+            raise poptorch.Error("No IO tiles allocated. You must allocate at least 32 IO tiles.")
+        if not all(any(tensor is end for end in ends) for tensor in overlaps):
+            raise poptorch.Error("poptorch.set_overlap_for_input applied on a node which is not a tensor input.")
+        if pipelined and [ipu for _, ipu in blocks] != list(range(len(blocks))):
+            raise poptorch.Error(f"{blocks}: the IPUs of a pipeline must increase from block to block")
+        method, least = ("Training.gradientAccumulation", 2 * stages - 1) if training else ("deviceIterations", stages)
+        if pipelined and options.value(method, 1) < least:
+            raise poptorch.Error(
+                f"poptorch.Options().{method} must be greater than or equal to the number of pipeline stages ({least}) "
+                "when using poptorch.PipelinedExecution."
+            )
+        ipus = stages * options.replicas
+        if ipus > 64 or ipus & (ipus - 1):
+            raise poptorch.Error(f"{ipus} IPUs: PopTorch must reserve a power of 2 or maximum of 64 per process")
+
+    def _make_state(self):
+        kind, types, correction = type(self._optimizer).__name__, self._optimizer.types, self._optimizer.bias_correction
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._groups = [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
+        for group, values in zip(self._groups, self._values):
+            for name in group:
+                made = updates.new_state(kind, values, types, correction, self._program.get_parameter(name).detach())
+                self._state.update({prefix + name: tensor for prefix, tensor in made.items()})
 
     def __call__(self, *args, **kwargs):
         """Runs all micro batches of the arguments. Compiles where that was not done; takes the IPUs."""
@@ -59,14 +143,65 @@ class PoplarExecutor:
         if not all(tensor.is_contiguous() for tensor in args):
             logger.warning("At least one input tensor is not contiguous: non-contiguous tensors will be converted.")
         self._write_state()
-        outputs = self._device.run(args)
-        self._host_is_stale = self._optimizer is not None
+        micro_batches = list(zip(*(tensor.chunk(self.options.micro_batches) for tensor in args)))
+        if self._optimizer is None:
+            with torch.no_grad():
+                return self._collected([self._program(*each) for each in micro_batches])
+        self._host_is_stale = True
+        return tuple(map(self._collected, zip(*self._train(micro_batches))))
+
+    def _train(self, micro_batches):
+        """The outputs of all micro batches, after the update."""
+        outputs, kind, scale = [], type(self._optimizer).__name__, self._optimizer.loss_scaling
+        sums = [{} for _ in range(self.options.replicas)]
+        for number, inputs in enumerate(micro_batches):
+            self._program.zero_grad(set_to_none=True)
+            _marks.clear()
+            outputs.append([tensor.detach() for tensor in self._program(*inputs)])
+            (_marks["losses"][0].sum() * scale).backward()
+            own = sums[number % len(sums)]
+            for name, parameter in self._program.named_parameters():
+                if parameter.grad is not None:  # added in the accumulator's type
+                    total = parameter.grad.float() + (own[name].float() if name in own else 0.0)
+                    own[name] = self._rounded(total, self._optimizer.types["accum_type"])
+        gradients = self._reduced(sums, scale)
+        with torch.no_grad():
+            for names, values in zip(self._groups, self._values):
+                for name in filter(gradients.__contains__, names):
+                    state = {each: self._state[each + name] for each in updates.PREFIXES if each + name in self._state}
+                    weight = self._program.get_parameter(name)
+                    updates.apply(kind, values, weight, gradients[name], state, self._rounded, scale)
         return outputs
+
+    def _reduced(self, sums, scale):
+        """{name: float32 mean gradient}, over micro batches and replicas of all processes, without loss scale."""
+        accumulation = self.options.value("Training.gradientAccumulation", 1)
+        assert self.options.value("Training.accumulationAndReplicationReductionType") == poptorch.ReductionType.Mean
+        strategy = self.options.value("Training.setMeanAccumulationAndReplicationReductionStrategy")
+        # A running mean of one micro batch is its gradient.
+        assert strategy == poptorch.MeanReductionStrategy.Post or accumulation == 1, "the double divides once"
+        total = {name: sum(part[name].float() for part in sums) for name in sums[0]}
+        processes = distributed.get_world_size() if distributed.is_initialized() else 1
+        if processes > 1:
+            for gradient in total.values():
+                distributed.all_reduce(gradient)
+        factor = scale * self.options.replicas * processes * accumulation
+        return {name: gradient * (1.0 / factor) for name, gradient in total.items()}
+
+    def _collected(self, tensors):
+        """One output of all micro batches; a scalar becomes one element each. The sum is each replica's own."""
+        mode, replicas = self.options.value("outputMode"), self.options.replicas
+        assert mode in (poptorch.OutputMode.All, poptorch.OutputMode.Sum), "the double knows All and Sum"
+        if mode == poptorch.OutputMode.Sum:
+            tensors = [sum(tensors[replica::replicas]) for replica in range(replicas)]
+        if len(tensors) == 1:
+            return tensors[0]
+        return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors)
 
     def _attach(self):
         global _holder
         if _holder is not None and _holder() not in (None, self):
-            raise poptorch.Error(f"Failed to acquire {self._device.ipus} IPU(s)")
+            raise poptorch.Error("Failed to acquire IPU(s)")
         _holder = weakref.ref(self)
         self.copyWeightsToDevice()
         self._write_state()
@@ -83,18 +218,18 @@ class PoplarExecutor:
         """Frees the IPUs and forgets the program."""
         if self.isAttachedToDevice():
             self.detachFromDevice()
-        self._device = None
+        self._program = None
 
     def copyWeightsToDevice(self):
         """From the user's model."""
         self._host_is_stale = False
-        self._device.write_weights(dict(self.model.named_parameters()))
+        _copy(self.model, self._program)
 
     def _read_weights(self):
-        """To the user's model, if the device has changed them since the last time."""
-        if self._host_is_stale:
-            self._host_is_stale = False
-            self._device.read_weights(dict(self.model.named_parameters()))
+        """To the user's model, if the device has changed them; with synthetic data nothing leaves the device."""
+        if self._host_is_stale and not self.options.value("enableSyntheticData"):
+            _copy(self._program, self.model)
+        self._host_is_stale = False
 
     def load_state_dict(self, state_dict, strict=True):
         """Into the user's model and, where it is attached, the device."""
@@ -107,22 +242,30 @@ class PoplarExecutor:
     def setOptimizer(self, optimizer):
         """Takes an optimizer, or the same one with other values. A constant of a program may not change."""
         values = [_on_device(group) for group in optimizer.param_groups]
-        if self.isCompiled():
-            for before, after in zip(self._values, values):
-                for name in before.keys() - optimizer.variable_attrs.names:
-                    if before[name] != after[name]:
-                        raise poptorch.Error(f"Problem with {name}. Values are constant but do not match.")
-            self._device.values = values
-        this = weakref.ref(self)
-        optimizer.device_state = lambda: this()._device.read_state() if this() and this().isCompiled() else None
+        for before, after in zip(self._values, values) if self.isCompiled() else ():
+            for name in before.keys() - optimizer.variable_attrs.names:
+                if before[name] != after[name]:
+                    raise poptorch.Error(f"Problem with {name}. Values are constant but do not match.")
+        optimizer.device_state = weakref.WeakMethod(self._read_state)
         self._optimizer, self._values = optimizer, values
         if self.isAttachedToDevice():
             self._write_state()
 
+    def _read_state(self):
+        """{PopART's name: tensor}; None before there is a program."""
+        return {name: tensor.clone() for name, tensor in self._state.items()} if self.isCompiled() else None
+
     def _write_state(self):
         if self._optimizer is not None and self._optimizer.loaded is not None:
-            self._device.write_state(self._optimizer.loaded["ipu_state"])
+            for name, tensor in self._state.items():
+                tensor.copy_(self._optimizer.loaded["ipu_state"][name])
             self._optimizer.loaded = None
+
+
+def _copy(source, target):
+    with torch.no_grad():
+        for theirs, own in zip(source.parameters(), target.parameters()):
+            own.copy_(theirs)
 
 
 def _on_device(group):

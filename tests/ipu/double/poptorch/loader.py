@@ -13,10 +13,8 @@ from torch import multiprocessing
 
 
 class DataLoader:
-    """Iterates once over batches for a whole call, which a process of its own reads.
-
-    What it gives lies in that process's `buffer_size` buffers, and is overwritten some batches later.
-    """
+    """Iterates once over batches for a whole call, which a process of its own reads into `buffer_size` buffers; what
+    they hold is overwritten some batches later."""
 
     def __init__(
         self, options, dataset, batch_size=1, shuffle=None, num_workers=0, drop_last=True,
@@ -32,9 +30,7 @@ class DataLoader:
         )
         accessor = inspect.signature(poptorch.AsynchronousDataAccessor).bind(dataset, **(async_options or {}))
         accessor.apply_defaults()
-        batches = torch.utils.data.DataLoader(
-            dataset, size, num_workers=num_workers, drop_last=drop_last, **kwargs
-        )  # fmt: skip
+        batches = torch.utils.data.DataLoader(dataset, size, num_workers=num_workers, drop_last=drop_last, **kwargs)
         context = multiprocessing.get_context("forkserver")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_fill, args=(far_end, batches, accessor.arguments["buffer_size"]))

@@ -14,10 +14,7 @@ _KNOWN = {"params", "loss_scaling", "bias_correction", "use_combined_accum", "us
 
 
 class VariableAttributes:
-    """Which attributes may change after compilation: those that the constructor was given.
-
-    Those that only a group has are constant.
-    """
+    """Attributes that may change after compilation: those that the constructor was given, not those of groups only."""
 
     def __init__(self, names, allowed):
         self.names, self._allowed = set(names), allowed
@@ -31,8 +28,7 @@ class VariableAttributes:
 class Optimizer(torch.optim.Optimizer):
     """State of the device's optimizer as the host knows it: {"ipu_state": {name: tensor}, "ipu_param": {...}}.
 
-    device_state: a function that reads it once the executor has compiled a program. loaded: a state that has not
-    reached the device yet.
+    device_state: a weak reference to what reads it. loaded: a state that has not reached the device yet.
     """
 
     defaults_of_groups = {}
@@ -46,19 +42,17 @@ class Optimizer(torch.optim.Optimizer):
         assert not given.get("use_combined_accum") and given.get("use_tf_variant", True)
         groups = {name: given.get(name, value) for name, value in {"lr": 1e-3, **self.defaults_of_groups}.items()}
         super().__init__(given["params"], groups)
-        assert isinstance(groups.get("betas", ()), tuple), (
-            f"Expected a pair for betas but got {groups['betas']} instead"
-        )
+        assert isinstance(groups.get("betas", ()), tuple), "Expected a pair for betas"
         self.loss_scaling = given.get("loss_scaling", 1.0)
         self.bias_correction = given.get("bias_correction", True)
         self.types = {name: given.get(name, torch.float32) for name in _TYPES}
         self.variable_attrs = VariableAttributes(given, [*groups, "loss_scaling"])
-        self.device_state = lambda: None
-        self.loaded = None
+        self.device_state = self.loaded = None
 
     def state_dict(self):
         """The device's state and torch's own; None in the place of state that does not exist yet."""
-        state = self.loaded or {"ipu_state": self.device_state(), "ipu_param": {}}
+        read = self.device_state and self.device_state()
+        state = self.loaded or {"ipu_state": read and read(), "ipu_param": {}}
         return {**state, **super().state_dict()}
 
     def load_state_dict(self, state):

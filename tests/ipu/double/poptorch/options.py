@@ -55,16 +55,9 @@ class Options(Recorder):
         torch.manual_seed(random_seed)
         return self._recording(self.table.randomSeed)(random_seed)
 
-    def value(self, method, default):
+    def value(self, method, default=None):
         """The argument of the last call of a method, e.g. "Training.gradientAccumulation"."""
         found = [arguments[0] for path, arguments in self.calls if path == f"Options.{method}"]
-        return found[-1] if found else default
-
-    def session(self, key, default):
-        """The value of one of PopART's session options."""
-        found = [
-            arguments[1] for path, arguments in self.calls if path == "Options._Popart.set" and arguments[0] == key
-        ]
         return found[-1] if found else default
 
     @property
@@ -73,16 +66,6 @@ class Options(Recorder):
         return self.value("replicationFactor", 1)
 
     @property
-    def iterations(self):
-        """Batches of a call that each replica scores, or updates of a call."""
-        return self.value("deviceIterations", 1)
-
-    @property
-    def accumulation(self):
-        """Micro batches of an update that each replica computes."""
-        return self.value("Training.gradientAccumulation", 1)
-
-    @property
     def micro_batches(self):
         """Of a call."""
-        return self.replicas * self.iterations * self.accumulation
+        return self.replicas * self.value("deviceIterations", 1) * self.value("Training.gradientAccumulation", 1)

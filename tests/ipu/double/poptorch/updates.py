@@ -30,11 +30,8 @@ def stochastic(values, dtype):
 def new_state(kind, values, types, correction, weight):
     """{prefix: tensor} of a parameter's state before the first update.
 
-    Args:
-        kind: name of the optimizer's class.
-        values: {name: number} of the parameter's group.
-        types: {argument of the constructor: dtype}.
-        correction: whether LAMB corrects its averages' bias.
+    Args: kind: name of the optimizer's class. values: {name: number} of the parameter's group. types: {argument of the
+    constructor: dtype}. correction: whether LAMB corrects its averages' bias.
     """
     first, second = (types[f"{order}_order_momentum_accum_type"] for order in ("first", "second"))
     if kind == "SGD":
@@ -49,20 +46,11 @@ def new_state(kind, values, types, correction, weight):
 
 
 def apply(kind, values, weight, gradient, state, rounded, loss_scaling=1.0):
-    """One update of one parameter.
-
-    Args:
-        kind, values: as of new_state; loss_scaling: which SGD's velocity is kept larger by.
-        weight, state: changed in place.
-        gradient: of weight's shape, in the dtype of the arithmetic.
-        rounded: nearest or stochastic.
-    """
-    if kind == "LAMB":
-        _lamb(values, weight, gradient, state, rounded)
-    elif kind == "SGD":
-        _sgd(values, weight, gradient, state, loss_scaling, rounded)
-    else:
-        _rmsprop(values, weight, gradient, state, rounded)
+    """One update of one parameter; weight and state change in place. Args: kind, values: as of new_state. gradient: in
+    the dtype of the arithmetic. rounded: nearest or stochastic. loss_scaling: by which SGD's velocity is larger."""
+    if kind == "SGD":
+        values = {**values, "loss_scaling": loss_scaling}
+    {"LAMB": _lamb, "SGD": _sgd, "RMSprop": _rmsprop}[kind](values, weight, gradient, state, rounded)
 
 
 def _set(target, values, rounded):
@@ -98,8 +86,8 @@ def _trust(max_weight_norm, weight, update):
     return weight_square.sqrt().clamp(max=max_weight_norm) / update_square.sqrt()
 
 
-def _sgd(values, weight, gradient, state, loss_scaling, rounded):
-    wide = gradient.dtype
+def _sgd(values, weight, gradient, state, rounded):
+    wide, loss_scaling = gradient.dtype, values["loss_scaling"]
     step = gradient + values["weight_decay"] * weight.to(wide)
     if "Accl1___" in state:
         velocity = state["Accl1___"]
