@@ -41,10 +41,7 @@ _Opened = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job,
 
 
 class DaliLoader:
-    """Loads requested micro batches as data/reader.py does, except for the rounding of resampling.
-
-    Images that are made on a GPU stay there. A box is always decoded at its own size.
-    """
+    """Loads as data/reader.py does but for rounding; images stay on the GPU. Boxes are decoded at their own size."""
 
     def __init__(self, reader: Reader, requests: Iterable[Request], threads: int, device: torch.device):
         """Raises DataError: DALI is not installed. Args: device: where images are made."""
@@ -92,7 +89,6 @@ class DaliLoader:
     def _micro_batch(
         self, request: Request, opened: Iterator[_Opened], pixels: Iterator[Optional[torch.Tensor]]
     ) -> MicroBatch:
-        """Take a request's images from `opened`, and those that DALI made from `pixels`."""
         shape = self._reader.rows, 3, request.image_size, request.image_size
         images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
 

@@ -123,10 +123,7 @@ def _pillow_memory(width: int, height: int, channels: int) -> int:
 
 
 def _orientation(exif: bytes) -> int:
-    """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none or the data are damaged.
-
-    Source: CIPA DC-008 (Exif 2.32), sections 4.5.2 and 4.6.4.
-    """
+    """Orientation in EXIF data (CIPA DC-008, 4.5.2 and 4.6.4); 1 where there is none or the data are damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

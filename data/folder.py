@@ -93,10 +93,7 @@ class _Scan:
         return tuple(os.fsdecode(name) for name in sorted(entry.name for entry in entries))
 
     def images(self, below: bytes, around: Tuple[bytes, ...] = ()) -> Iterator[bytes]:
-        """Paths, relative to the folder, of the images at any depth in its folder `below`, in no order.
-
-        Args: around: the folders between this one and `below`.
-        """
+        """Relative paths, in no order, of the images at any depth in the folder `below`, with folders `around` it."""
         folder = os.path.join(self._folder, below)
         around = (*(around or (self._folder,)), folder)
         for entry in _entries(folder):

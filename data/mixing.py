@@ -1,7 +1,6 @@
 """Mixup and cutmix of a micro batch by the rules of the published G16 recipe: draws on the host, mixing on the device.
 
 Partners are rows of the same micro batch, and draws are a function of (seed, step, micro batch).
-
 Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
 """
 

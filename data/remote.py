@@ -84,10 +84,7 @@ class RemoteFolder(Folder):
         return answers
 
     def _answers(self, names: Sequence[str], fetch: _Fetch, size: int) -> list:
-        """Answers to requests for files of these names; in the place of one that failed, the last try's exception.
-
-        Args: size: bytes that all answers together have.
-        """
+        """Answers, of `size` bytes together, to requests for these files; of one that failed, the last exception."""
         answers: List[Any] = [None] * len(names)
         pending = list(range(len(names)))
         for tried in range(1, _TRIES + 1):

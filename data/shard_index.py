@@ -83,10 +83,7 @@ def decode_index(encoded: bytes, place: str) -> Index:
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
-    """A shard's index, checked against the manifest, the number of classes and, where that is quick, the tar.
-
-    Raises DataError: it is missing or damaged, or belongs to another shard.
-    """
+    """A shard's index, checked against manifest, number of classes and, where that is quick, tar. Raises DataError."""
     place = folder.path(index_name(shard.name))
     try:
         index = decode_index(folder.read(index_name(shard.name), MOST_OF_INDEX), place)

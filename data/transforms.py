@@ -79,7 +79,6 @@ class Training(Transform):
     """Random crop, resized to a square, mirrored or not, then data.augment by torchvision.
 
     Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's order of draws.
-
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
     """
 

@@ -8,11 +8,10 @@ from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class BlockCost(NamedTuple):
-    """Costs of one block for one micro batch.
+    """Costs of one block for one micro batch: seconds where measured, multiply-adds where counted; and bytes.
 
-    forward, backward: seconds where measured, multiply-adds where counted. saved: bytes that autograd keeps for the
-    backward pass, the block's input among them where it is needed, parameters and buffers not. output: bytes of the
-    block's output. parameters: their number.
+    saved: what autograd keeps for the backward pass, the block's input among it where it is needed, parameters and
+    buffers not. output: the block's. parameters: their number.
     """
 
     forward: float
@@ -75,13 +74,11 @@ def balance(
     block only the input is in flight (but for the images); its saved bytes are there once.
 
     Args:
-        costs: block's name -> cost, in running order.
-        stages: of one replica, over all devices.
+        costs: block's name -> cost, in running order. stages: of one replica, over all devices.
         in_flight: per stage, the micro batches whose activations it holds at once: all of a step with GPipe's schedule,
             `stages` - stage with 1F1B.
         recompute: names of the blocks that are recomputed in the backward pass: their forward pass is paid twice.
-        bytes_per_parameter: weight, gradient and slots of the optimizer.
-        memory: bytes of one device.
+        bytes_per_parameter: weight, gradient and slots of the optimizer. memory: bytes of one device.
         phases: whether all forward passes come before all backward passes, as in GPipe. A step then takes as long as
             the slowest forward and the slowest backward phase: from the cut above, borders are moved as long as that
             sum falls, which is not exact, but never worse.

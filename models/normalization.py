@@ -1,7 +1,4 @@
-"""Normalisation layers with their activation, in the shape that timm's blocks ask for: group, layer, batch, proxy.
-
-Layer normalisation is a group normalisation with one group: per image, over all channels and pixels (1803.08494).
-"""
+"""Normalisation layers with their activation, as timm's blocks need them: group, layer (one group), batch, proxy."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ class GroupNormAct(nn.GroupNorm):
 
     Statistics are float32 also for half-precision input. Not for channels-last input on the CPU: there torch takes the
     variance as a difference of squares, which loses its digits where the mean is large.
-
     Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
     """
 

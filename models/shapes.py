@@ -1,7 +1,4 @@
-"""The blocks of a model as numbers: parameters, multiply-adds and activations of each. Needs no torch.
-
-Those of an EfficientNet are here; `models.efficientnet` builds the same blocks of modules.
-"""
+"""The blocks of a model, here an EfficientNet, as numbers: parameters, multiply-adds, activations. Needs no torch."""
 
 from __future__ import annotations
 
