@@ -46,6 +46,8 @@ def decode(encoded: bytes, name: str) -> torch.Tensor:
     header = read_header(encoded, name)
     try:
         image = _decode_torchvision(encoded) if header.plain else _decode_pillow(encoded)
+    except MemoryError:  # Pillow's answer to sides that are too long, too
+        raise UnreadableImage(f"{name}: not enough memory") from None
     except UnidentifiedImageError:
         raise UnreadableImage(f"{name}: damaged or of an unsupported kind") from None
     except Exception as error:  # decoders of damaged files raise nearly everything
