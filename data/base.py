@@ -1,4 +1,4 @@
-"""Sources of images: what each is asked for, and the registry of them."""
+"""Sources of images: their interface, and the registry of them."""
 
 import abc
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -17,7 +17,7 @@ class UnreadableImage(DataError):
 
 
 class Box(NamedTuple):
-    """A rectangle of an image's pixels, the image upright."""
+    """A rectangle of pixels of an upright image."""
 
     top: int
     left: int
@@ -26,24 +26,23 @@ class Box(NamedTuple):
 
 
 class Image(abc.ABC):
-    """One image, of which only the requested part is decoded."""
+    """One image, of which only the requested part is decoded. `height` and `width` are those of the upright image."""
 
-    height: int  # in pixels, the image upright
+    height: int
     width: int
 
     @abc.abstractmethod
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        """The pixels of a box, or of the whole image: uint8 [3, height, width], RGB. Raises UnreadableImage.
+        """Pixels of a box, or of the whole image: uint8 [3, height, width], RGB. Raises UnreadableImage.
 
         With `enough` the box may come at a half, a quarter or an eighth of its size, if no side gets fewer pixels.
         """
 
 
 class Pixels(Image):
-    """An image that has been decoded."""
+    """A decoded image, uint8 [3, height, width]."""
 
     def __init__(self, pixels: torch.Tensor):
-        """Args: pixels: uint8 [3, height, width]."""
         self._pixels = pixels
         self.height, self.width = pixels.shape[1:]
 
@@ -56,10 +55,10 @@ class Source(abc.ABC):
     """Numbered images with labels. Safe to share with worker processes."""
 
     place: str  # folder, URL or key of the recipe, as errors name it
-    classes: Tuple[str, ...]  # names by label, as they are printed (recipe.errors.printable)
+    classes: Tuple[str, ...]  # printable names by label
     labels: np.ndarray  # int64 [n], label of each image
     digest: str = ""  # of names and labels, in their order; empty where the recipe alone determines them
-    notes: Tuple[str, ...] = ()  # lines for the user on files that lie beside the images and were left out
+    notes: Tuple[str, ...] = ()  # lines for the user on files that were left out
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,14 +76,15 @@ class Source(abc.ABC):
         return Pixels(self.read(index))
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
-        """Several images, in the order of `indices`; in the place of one that cannot be opened, the error."""
-        opened: List[Union[Image, UnreadableImage]] = []
-        for index in indices:
-            try:
-                opened.append(self.open(index))
-            except UnreadableImage as error:
-                opened.append(error)
-        return opened
+        """Several images, in the order of `indices`; the error in the place of one that cannot be opened."""
+        return [self._opened(self.open, index) for index in indices]
+
+    @staticmethod
+    def _opened(open_one: Callable[..., Image], *arguments: object) -> Union[Image, UnreadableImage]:
+        try:
+            return open_one(*arguments)
+        except UnreadableImage as error:
+            return error
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Order in which an epoch visits the images: int64 [n], a permutation; a function of (seed, epoch)."""
@@ -92,14 +92,12 @@ class Source(abc.ABC):
 
 
 class Names:
-    """Names by number, held in one block of bytes.
+    """Names by number in one block of bytes: strings take twice the memory, and workers would copy them page by page.
 
-    Strings would take twice the memory, and each worker would come to own a copy: reading one writes its reference
-    count.
+    blocks: names without separators. lengths: integers [names], bytes of each name in a block.
     """
 
     def __init__(self, blocks: Sequence[bytes], lengths: Sequence[np.ndarray]):
-        """Args: blocks: names without separators. lengths: integers [names], bytes of each name in a block."""
         self._block = b"".join(blocks)
         self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
 
@@ -115,7 +113,7 @@ SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """An epoch's random order of `size` images: int64 [size], a permutation of range(size).
 
-    Images are sorted by 32 random bits each, which are all different, as `bits32` of one draw maps numbers one to one.
-    So the order depends on no library's generator or sort.
+    Images are sorted by 32 random bits each, which all differ (`bits32` of one draw is a bijection), so the order
+    depends on no library's generator or sort.
     """
     return np.argsort(bits32(key("order", seed, epoch), np.arange(size, dtype=np.int64)))

@@ -2,27 +2,28 @@
 
 DALI draws nothing and keeps no state: it makes the transform's `frame` of an image, as the other reader does, so order,
 resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses are made
-by the other reader's functions, one by one, so that an image's pixels never depend on those beside it.
+by the other reader's functions, one by one, so an image's pixels never depend on those beside it.
 """
 
 import contextlib
-from typing import Any, ContextManager, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
+import itertools
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 import torch
 
-from data.base import Image, Source, UnreadableImage
-from data.batches import Loaded, Request
+from data.base import Image, UnreadableImage
+from data.batches import MicroBatch, Request
 from data.encoded import EncodedImage
-from data.reader import gathered
-from data.transforms import Frame, Transform
+from data.reader import Reader
+from data.transforms import Frame
 from recipe.errors import DataError
 
 _IMAGES_PER_THREAD = 4  # of one run, at least: threads end at about the same time, and images still lie in caches
 
 
 class _Job(NamedTuple):
-    """An image for DALI: the box that it decodes, and which part of that it resizes to which square.
+    """An image for DALI: the box (anchor and shape) that it decodes, and which part of that it resizes to `size`.
 
     The part is given by its first and last corner, in fractions of pixels; it is mirrored if these are swapped. Pixels
     around it in the box count at its edges, as if a larger picture were resized and then cut.
@@ -39,85 +40,56 @@ class _Job(NamedTuple):
 _Opened = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job, if it is not for DALI
 
 
-class DaliReader:
-    """Loads requested micro batches as data/reader.py does, except for the rounding of resampling.
+class DaliLoader:
+    """Loads as data/reader.py does but for rounding; images stay on the GPU. Boxes are decoded at their own size."""
 
-    Images that are made on a GPU stay there. A box is always decoded at its own size.
-    """
-
-    ahead = True  # by threads of its own
-
-    def __init__(self, source: Source, rows: int, transform: Transform, threads: int, device: torch.device):
-        """
-        Args:
-            source: of files (data.encoded.EncodedSource).
-            rows: images of a micro batch, with those that are padding.
-            threads: of DALI, for all that it does not do on a GPU.
-            device: where images are made.
-
-        Raises DataError: DALI is not there.
-        """
+    def __init__(self, reader: Reader, requests: Iterable[Request], threads: int, device: torch.device):
+        """Raises DataError: DALI is not installed. Args: device: where images are made."""
         try:
             import nvidia.dali  # noqa: F401
         except ImportError:
             raise DataError(
                 "data.reader=dali: NVIDIA DALI is not installed; install nvidia-dali-cuda130, or set data.reader=torch"
             ) from None
-        self._source, self._rows, self._transform = source, rows, transform
+        self._reader, self._requests, self._transform = reader, requests, reader.transform
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # of this thread; images are made in another
         self._threads, self._device = threads, device
-        self._together = max(1, -(-_IMAGES_PER_THREAD * threads // rows))
+        self._together = max(1, -(-_IMAGES_PER_THREAD * threads // reader.rows))
 
-    def load(self, requests: Iterable[Request]) -> Iterator[Loaded]:
-        """Answers in the order of the requests; while DALI makes the images of a group, those of the next are opened.
-
-        Closing the iterator ends DALI's threads.
-        """
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """While DALI makes the images of a group, those of the next are opened. Closing ends DALI's threads."""
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with contextlib.closing(_Dali(self._rows * self._together, self._threads, self._device)) as dali:
-            before: List[Request] = []
-            opened_before: List[_Opened] = []
-            for group in _groups(requests, self._together):
-                opened = self._opened(group)
-                made = dali.made()
-                dali.start([job for _, job in opened if job is not None])
-                yield from self._loaded(before, opened_before, made, stream)
-                before, opened_before = group, opened
-            yield from self._loaded(before, opened_before, dali.made(), stream)
+        dali = _Dali(self._reader.rows * self._together, self._threads, self._device)
+        before: List[Request] = []
+        opened_before: List[_Opened] = []
+        for group in itertools.chain(_groups(self._requests, self._together), [[]]):
+            opened = self._opened(group)
+            made = dali.made()
+            dali.start([job for _, job in opened if job is not None])
+            images, pixels = iter(opened_before), iter(made)
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                batches = [self._micro_batch(request, images, pixels) for request in before]
+            if stream is not None:
+                # Whoever takes the images uses another stream, and DALI is given back its memory after this.
+                stream.synchronize()
+            yield from batches
+            before, opened_before = group, opened
 
     def _opened(self, requests: List[Request]) -> List[_Opened]:
         wanted = [(index, request) for request in requests for index in request.indices]
         opened: List[_Opened] = []
-        for (index, request), image in zip(wanted, self._source.open_all([index for index, _ in wanted])):
+        for (index, request), image in zip(wanted, self._reader.source.open_all([index for index, _ in wanted])):
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
                 job = _job(image, self._transform.frame(image, request.image_size, request.epoch, index))
             opened.append((image, job))
         return opened
 
-    def _loaded(
-        self,
-        requests: List[Request],
-        opened: List[_Opened],
-        made: List[Optional[torch.Tensor]],
-        stream: Optional["torch.cuda.Stream"],
-    ) -> List[Loaded]:
-        """The micro batches of a group of requests. Args: made: of the images with a job."""
-        images, pixels = iter(opened), iter(made)
-        on_stream: ContextManager[Any] = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-        with on_stream:
-            loaded = [self._micro_batch(request, images, pixels) for request in requests]
-        if stream is not None:
-            # Whoever takes the images uses another stream, and DALI is given back its memory after this.
-            stream.synchronize()
-        return loaded
-
     def _micro_batch(
         self, request: Request, opened: Iterator[_Opened], pixels: Iterator[Optional[torch.Tensor]]
-    ) -> Loaded:
-        """Take a request's images from `opened`, and those that DALI made from `pixels`."""
-        shape = self._rows, 3, request.image_size, request.image_size
+    ) -> MicroBatch:
+        shape = self._reader.rows, 3, request.image_size, request.image_size
         images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
 
         def finished(index: int) -> torch.Tensor:
@@ -129,20 +101,19 @@ class DaliReader:
                 return self._transform(image, request.image_size, request.epoch, index)
             return self._transform.finish(made, request.epoch, index)
 
-        return gathered(request, images, self._source, finished)
+        return self._reader.gather(request, images, finished)
 
 
 class _Dali:
-    """A pipeline of DALI, run for one batch of jobs at a time."""
+    """A pipeline of DALI, run for one batch of at most `most` jobs at a time. Its threads end with this object."""
 
     def __init__(self, most: int, threads: int, device: torch.device):
-        """Args: most: jobs in a run."""
         self._most, self._threads, self._device = most, threads, device
         self._pipeline: Any = None
         self._jobs: List[_Job] = []  # whose bytes DALI reads where they are
 
     def start(self, jobs: List[_Job]) -> None:
-        """Begin a run. Args: jobs: any number up to the most, of one size; none is no run."""
+        """Begin a run of jobs of one size; none is no run."""
         self._jobs = jobs
         if not jobs:
             return
@@ -163,23 +134,17 @@ class _Dali:
         try:
             (images,) = self._pipeline.share_outputs()
             self._pipeline.release_outputs()
+            # DALI's executor leaves outputs alone as long as somebody holds them.
+            return list(torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2))
         except RuntimeError:  # invalidates the pipeline
             self._pipeline = None
             if len(jobs) == 1:
                 return [None]
-        else:
-            # DALI's executor leaves outputs alone as long as somebody holds them.
-            return list(torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2))
         made: List[Optional[torch.Tensor]] = []
         for job in jobs:  # one image fails the run of all, and the error does not name it
             self.start([job])
             made += self.made()
         return made
-
-    def close(self) -> None:
-        """End DALI's threads."""
-        self._pipeline = None
-        self._jobs = []
 
     def _built(self) -> Any:
         from nvidia.dali import Pipeline, fn, types
@@ -188,12 +153,8 @@ class _Dali:
             return fn.external_source(name=name, ndim=1, dtype=dtype)
 
         cuda = self._device.type == "cuda"
-        pipeline = Pipeline(
-            batch_size=self._most,
-            num_threads=self._threads,
-            device_id=self._device.index if cuda else None,
-            prefetch_queue_depth=1,
-        )
+        device = self._device.index if cuda else None
+        pipeline = Pipeline(self._most, self._threads, device, prefetch_queue_depth=1)
         with pipeline:
             decoded = fn.decoders.image_slice(
                 fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True),
@@ -220,21 +181,17 @@ class _Dali:
 
 def _groups(requests: Iterable[Request], most: int) -> Iterator[List[Request]]:
     """Up to `most` requests at a time, all of one image size."""
-    group: List[Request] = []
-    for request in requests:
-        if group and (len(group) == most or request.image_size != group[0].image_size):
-            yield group
-            group = []
-        group.append(request)
-    if group:
-        yield group
+    for _, alike in itertools.groupby(requests, lambda request: request.image_size):
+        rest = iter(alike)
+        yield from iter(lambda rest=rest: list(itertools.islice(rest, most)), [])
 
 
 def _job(image: EncodedImage, frame: Frame) -> _Job:
     box, size = frame.box, frame.size
     down, right = box.height / frame.height, box.width / frame.width
-    top, bottom = frame.top * down, (frame.top + size) * down
-    sides = frame.left * right, (frame.left + size) * right
+    row, column = frame.corner
+    top, bottom = row * down, (row + size) * down
+    sides = column * right, (column + size) * right
     first, last = reversed(sides) if frame.flip else sides
     encoded = np.frombuffer(image.encoded, np.uint8)
     return _Job(encoded, (box.top, box.left), (box.height, box.width), (top, first), (bottom, last), (size, size))

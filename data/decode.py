@@ -19,7 +19,6 @@ MAX_PIXELS = 178_956_970  # where Pillow refuses, too: half a gigabyte of RGB
 MAX_MEMORY = 2**31  # bytes that decoding one image may take; also of one encoded file
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_ONE_CHANNEL = (0, 3)  # kinds of colour: grey, palette
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman-coded: baseline, extended and progressive
 _JPEG_WITHOUT_LENGTH = frozenset(range(0xD0, 0xD9)) | {0x00, 0x01}
@@ -27,8 +26,6 @@ _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 class Header(NamedTuple):
-    """Facts about an image from before its pixels in the file."""
-
     width: int
     height: int
     plain: bool  # a JPEG that torchvision decodes rightly
@@ -41,19 +38,16 @@ def decode(encoded: bytes, name: str) -> torch.Tensor:
     """Decode a JPEG or PNG file to RGB: uint8 [3, height, width], not necessarily contiguous.
 
     Grey, palette and CMYK images become RGB as by Pillow's `convert("RGB")`; alpha is dropped; of 16 bits the high 8
-    are kept; EXIF orientation is applied.
+    are kept; EXIF orientation is applied. Errors call the file `name`.
 
-    Args: encoded: the whole file. name: what errors call it, usually its path.
-
-    Raises:
-        UnreadableImage: the file is empty, damaged, truncated, neither JPEG nor PNG, too large (`MAX_PIXELS`,
-            `MAX_MEMORY`; refused before it is decoded), or there is no memory for it.
+    Raises UnreadableImage: the file is empty, damaged, truncated, neither JPEG nor PNG, or too large (`MAX_PIXELS`,
+    `MAX_MEMORY`), which is refused before it is decoded.
     """
     header = read_header(encoded, name)
     try:
         image = _decode_torchvision(encoded) if header.plain else _decode_pillow(encoded)
     except MemoryError:  # Pillow's answer to sides that are too long, too
-        raise no_memory(name, header.width, header.height) from None
+        raise UnreadableImage(f"{name}: not enough memory") from None
     except UnidentifiedImageError:
         raise UnreadableImage(f"{name}: damaged or of an unsupported kind") from None
     except Exception as error:  # decoders of damaged files raise nearly everything
@@ -67,12 +61,10 @@ def read_header(encoded: bytes, name: str) -> Header:
     """Size, kind and orientation of a file. Raises UnreadableImage as `decode`, as far as the header shows."""
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
-    if encoded.startswith(b"\xff\xd8"):
-        header = _jpeg_header(encoded)
-    elif encoded.startswith(_PNG_SIGNATURE):
-        header = _png_header(encoded)
-    else:
+    is_jpeg = encoded.startswith(b"\xff\xd8")
+    if not is_jpeg and not encoded.startswith(_PNG_SIGNATURE):
         raise UnreadableImage(f"{name}: neither JPEG nor PNG")
+    header = _jpeg_header(encoded) if is_jpeg else _png_header(encoded)
     if header is None:
         raise UnreadableImage(f"{name}: truncated or damaged")
     size = f"{header.width} x {header.height} pixels"
@@ -86,11 +78,6 @@ def read_header(encoded: bytes, name: str) -> Header:
             f"{MAX_MEMORY:,}"
         )
     return header
-
-
-def no_memory(name: str, width: int, height: int) -> UnreadableImage:
-    """The error of an image for which there is not enough memory."""
-    return UnreadableImage(f"{name}: not enough memory for its {width} x {height} pixels")
 
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
@@ -128,23 +115,17 @@ def _png_header(encoded: bytes) -> Optional[Header]:
     # The chunk may come before or after the pixels, which may contain its name: what follows is checked.
     position = encoded.find(b"eXIf")
     orientation = 1 if position < 0 else _orientation(encoded[position + 4 :])
-    memory = _pillow_memory(width, height, 1 if encoded[25] in _PNG_ONE_CHANNEL else 4)
+    memory = _pillow_memory(width, height, 1 if encoded[25] in (0, 3) else 4)  # grey, palette
     return Header(width, height, False, orientation, 33, memory)
 
 
 def _pillow_memory(width: int, height: int, channels: int) -> int:
-    """Bytes at the peak: the image as it is stored, its RGB, two copies of that, and pointers to the rows.
-
-    Measured: 11.0 bytes a pixel with one channel, 14.0 with more, 30.0 with one pixel a row.
-    """
+    """Bytes at the peak, as measured: the image as it is stored, its RGB, two copies of that, pointers to the rows."""
     return height * (width * ((1 if channels == 1 else 4) + 4 + 3 + 3) + 2 * 8)
 
 
 def _orientation(exif: bytes) -> int:
-    """Orientation in EXIF data (a TIFF header and its first directory); 1 where there is none or the data are damaged.
-
-    Source: CIPA DC-008 (Exif 2.32), sections 4.5.2 and 4.6.4.
-    """
+    """Orientation in EXIF data (CIPA DC-008, 4.5.2 and 4.6.4); 1 where there is none or the data are damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

@@ -16,7 +16,6 @@ class DigitsSource(Source):
     """The 1,797 handwritten digits of digits.npz, 8 x 8 grey: 1,437 to train on and 360 to validate with."""
 
     def __init__(self, split: str):
-        """Args: split: "train" or "validation"."""
         with np.load(_FILE) as file:
             grey, labels = file["images"], file["labels"].astype(np.int64)
         self.place = "data.source=digits"

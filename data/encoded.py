@@ -15,18 +15,14 @@ _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than
 class EncodedImage(Image):
     """A JPEG or PNG file, checked as far as its header.
 
-    Of a JPEG only the part inside the box is decoded where that is less work and the platform has a decoder for it;
-    the pixels are those of the whole image. A box that comes smaller ends at whole pixels of the small image, up to
-    one of them outside.
-
-    Attributes:
-        encoded: the whole file.
-        plain: whether it is a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours.
-        orientation: of EXIF, 1 to 8; `height` and `width` are those after it has been applied.
+    Of a JPEG only the part inside the box is decoded where that is less work and the platform has a decoder for it; the
+    pixels are those of the whole image. A box that comes smaller may reach one small pixel beyond the requested one.
+    `plain`: a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours. `orientation`: of
+    EXIF, 1 to 8; it is applied to `height` and `width`.
     """
 
     def __init__(self, encoded: bytes, name: str):
-        """Args: name: what errors call it. Raises UnreadableImage, see decode.decode."""
+        """Raises UnreadableImage, see decode.decode."""
         header = decode.read_header(encoded, name)
         self.encoded, self._name = encoded, name
         self._stored_size, self.orientation = (header.height, header.width), header.orientation
@@ -35,18 +31,16 @@ class EncodedImage(Image):
         self.height, self.width = self._stored_size[::-1] if self.orientation >= 5 else self._stored_size
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        if box is None:
-            box = Box(0, 0, self.height, self.width)
         try:
-            part = self._part(box, enough) if self.plain else None
+            part = self._part(box, enough) if box is not None and self.plain else None
         except MemoryError:
-            raise decode.no_memory(self._name, self.width, self.height) from None
+            raise UnreadableImage(f"{self._name}: not enough memory for {self.width} x {self.height} pixels") from None
         return Pixels(decode.decode(self.encoded, self._name)).pixels(box) if part is None else part
 
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
         """The box by a decoder of parts, or None if that is for the decoder of whole images."""
         top, left, height, width = box
-        vertical, horizontal = decode.mirrored(self.orientation)  # the way back of decode.upright
+        vertical, horizontal = decode.mirrored(self.orientation)  # the inverse of decode.upright
         top = self.height - top - height if vertical else top
         left = self.width - left - width if horizontal else left
         stored = Box(left, top, width, height) if self.orientation >= 5 else Box(top, left, height, width)

@@ -1,11 +1,9 @@
 """Class folders on disk: one folder per class, JPEG and PNG files at any depth inside it."""
 
-import errno
 import hashlib
 import os
 from collections import Counter
-from pathlib import Path
-from typing import FrozenSet, Iterator, List, Tuple, Union
+from typing import Iterator, List, Tuple
 
 import numpy as np
 
@@ -19,8 +17,6 @@ _OTHER_IMAGES = frozenset(
     b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
 )  # a user who has these beside others may think that they are read
 _NAMED = 3  # files that a note names
-
-_Identities = FrozenSet[Tuple[int, int]]  # device and number of folders
 
 
 class FolderSource(EncodedSource):
@@ -86,26 +82,20 @@ class _Scan:
     def __init__(self, folder: str):
         self._place, self._folder = folder, os.fsencode(folder)
         self._kinds: Counter[str] = Counter()
-        self._files: List[bytes] = []  # the first of other kinds
+        self._files: List[bytes] = []  # those of other kinds
         self._loops: List[bytes] = []
-        self._around: _Identities = frozenset()
 
     def classes(self) -> Tuple[str, ...]:
         """Names of the class folders, in the order of their labels. Raises DataError."""
-        path = Path(os.path.realpath(self._place))
-        self._around = frozenset(_identity(folder) for folder in (path, *path.parents))
-        entries = [entry for entry in _entries(self._folder) if self._is_folder(entry, entry.name, self._around)]
+        entries = [entry for entry in _entries(self._folder) if self._is_folder(entry, entry.name, (self._folder,))]
         if not entries:
             raise DataError(f"{self._place}: no class folders; it must hold one folder of images per class")
         return tuple(os.fsdecode(name) for name in sorted(entry.name for entry in entries))
 
-    def images(self, below: bytes, around: _Identities = frozenset()) -> Iterator[bytes]:
-        """Paths, relative to the folder, of the images at any depth in its folder `below`, in no order.
-
-        Args: around: the folders between this one and `below`.
-        """
+    def images(self, below: bytes, around: Tuple[bytes, ...] = ()) -> Iterator[bytes]:
+        """Relative paths, in no order, of the images at any depth in the folder `below`, with folders `around` it."""
         folder = os.path.join(self._folder, below)
-        around = around | self._around | {_identity(folder)}
+        around = (*(around or (self._folder,)), folder)
         for entry in _entries(folder):
             path = below + b"/" + entry.name
             kind = os.path.splitext(entry.name)[1].lower()
@@ -119,19 +109,15 @@ class _Scan:
                 self._kinds[kind.decode()] += 1
                 self._files += [path] if len(self._files) < _NAMED else []
 
-    def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: _Identities) -> bool:
-        """Whether an entry is a folder, or a link to one that does not lead back to those `around`."""
-        try:
-            if not entry.is_dir():
-                return False
-            leads_back = entry.is_symlink() and _identity(entry.path) in around
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise DataError(f"{os.fsdecode(entry.path)}: {error.strerror}") from None
-            leads_back = True
-        if leads_back:
-            self._loops.append(path)
-        return not leads_back
+    def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: Tuple[bytes, ...]) -> bool:
+        """Whether an entry is a folder, or a link to one that neither is nor holds one of those `around`."""
+        if not entry.is_symlink():
+            return entry.is_dir()
+        target = os.path.join(os.path.realpath(entry.path), b"")
+        if not any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
+            return os.path.isdir(entry.path)
+        self._loops.append(path)
+        return False
 
     def notes(self) -> Tuple[str, ...]:
         """A line for each kind of thing that was left out."""
@@ -155,17 +141,9 @@ def _first(paths: List[bytes]) -> str:
 
 
 def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
-    """What is in a folder and not hidden."""
+    """The entries of a folder that are not hidden."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(b".")]
     except OSError as error:
         raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
-
-
-def _identity(folder: Union[bytes, Path]) -> Tuple[int, int]:
-    try:
-        found = os.stat(folder)
-    except OSError as error:
-        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
-    return found.st_dev, found.st_ino

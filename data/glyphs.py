@@ -7,7 +7,7 @@ import functools
 import io
 import math
 import os
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 from unicodedata import name as unicode_name
 
 import numpy as np
@@ -22,8 +22,7 @@ from recipe.randomness import Stream, bits32, key
 # The first is the only one at difficulty 0.
 FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSerif-Italic")
 # By class; never reorder. Of the glyphs that all fonts have, those that resemble an earlier one were left out (Greek
-# Alpha for A, O for 0). Resemblance is the highest cosine of their images over fonts and rotations by 0 and 10 degrees:
-# at most 0.966 among digits and Latin letters, then by code point those below 0.92, then those below 0.945.
+# Alpha for A, O for 0), by the highest cosine of their images over fonts and rotations by 0 and 10 degrees.
 GLYPHS = (
     "0123456789ABCDEFGHJKLMNPQRSTUVWXYZabdefghkmnopqrtuy#$%&()*+/:;<=>?@^~¢£¤§©«¬±¶»¿Æ×ÞæþŒƁƄƆƇƑƒƔƕƛƜƝƢƤƦ"
     "ƧƩƫƴƸƺƾǁǂǶȜȠȡȤȴȵȸȹȻȾȿɀɁɕɖɘɚɝɧɬɮɰɱɲɳɸɹɻɽʁʇʍʎʐʑʕʛʝʞʤʦʧʩʪʫʬʭʮʯ˦˧˨˩ΞΨαβζνχωϗϙϚϞϟϠϻЂЉЋЏДЖЛФЧЪЫЮЯѣҐҔҖҘҚңҥҬ"
@@ -42,36 +41,20 @@ _CACHED_BYTES = 2**27  # of pixels, up to which a set is kept once drawn; drawin
 
 
 class GlyphsSource(Source):
-    """One glyph an image, in more fonts, poses, colours and clutter the higher the difficulty.
+    """One glyph an image of size x size pixels, in more fonts, poses, colours and clutter the higher the difficulty.
 
     Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1 all of these are
     random, over pieces of other glyphs, behind lines, blurred and noisy; a person can still read them. Some glyphs
-    mirror others (b and d), so recipes do better with data.flip=0.
+    mirror others (b and d), so recipes do better with data.flip=0. The splits "train" and "validation" share no draws.
     """
 
     def __init__(self, classes: int, images: int, split: str, size: int, difficulty: float):
-        """
-        Args:
-            classes: the first so many of GLYPHS.
-            images: how many there are; a class has as many as any other, or one more.
-            split: "train" or "validation"; they share no draws.
-            size: pixels a side.
-            difficulty: in [0, 1].
-
-        Raises:
-            DataError: more classes than glyphs; or no fonts.
-        """
-        if classes > len(GLYPHS):
-            raise DataError(
-                f"data.source=glyphs: model.classes is {classes}, but there are glyphs for {len(GLYPHS)}; "
-                f"set model.classes={len(GLYPHS)} or lower"
-            )
+        """Raises DataError: there are no fonts."""
         self.place = "data.source=glyphs"
         self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
         self.labels = np.arange(images, dtype=np.int64) % classes
         self._split, self._size, self._difficulty = split, size, difficulty
-        self._folder = _font_folder()
-        _tools(self._folder, size)  # errors come now, and forked workers inherit them
+        _tools(size)  # errors come now, and forked workers inherit them
 
     def name(self, index: int) -> str:
         return f"glyphs/{self._split}/{index}"
@@ -99,13 +82,12 @@ class GlyphsSource(Source):
         """uint8 [3, size, size]."""
         size, hard = self._size, self._difficulty
         stream = Stream(key("glyphs", self._split, int(index)))  # NumPy's integers would be other keys
-        tools = _tools(self._folder, size)
+        tools = _tools(size)
         glyph = GLYPHS[self.labels[index]]
         mask = _posed(glyph, tools.fonts[stream.integer(1 + round(hard * (len(FONTS) - 1)))], size, hard, stream)
         light_on_dark = stream.uniform() < hard / 2
         near, far = (_colour(stream, not light_on_dark, hard) for _ in range(2))
         ink = _colour(stream, light_on_dark, hard)
-
         image = Image.new("RGB", (size, size), near)
         if hard:
             image.paste(far, (0, 0), _gradient(tools.ramp, size, stream.uniform(0, 2 * math.pi)))
@@ -137,28 +119,14 @@ def _open(data: Glyphs, classes: int, split: str) -> Source:
 def _cached(
     images: int, classes: int, split: str, size: int, difficulty: float
 ) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
-    """Images of a set that this process has drawn, uint8 [images, 3, size, size], and which, bool [images].
-
-    Memory is taken as it is filled. None for a set too large.
-    """
+    """Images of a set, uint8 [images, 3, size, size], and whether each is drawn; None for a set too large."""
     if images * 3 * size * size > _CACHED_BYTES:
         return None
     return torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool)
 
 
-def _font_folder() -> str:
-    """Where matplotlib keeps its fonts. Raises DataError."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise DataError(
-            "data.source=glyphs: its fonts come with matplotlib, which is not installed; pip install matplotlib"
-        ) from None
-    return os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
-
-
 class _Tools(NamedTuple):
-    """Fonts and materials with which every image of a size is drawn."""
+    """Fonts and materials for images of one size."""
 
     fonts: Tuple[ImageFont.FreeTypeFont, ...]  # as FONTS
     scraps: Tuple[Image.Image, ...]  # coverage of small glyphs, for clutter
@@ -167,11 +135,17 @@ class _Tools(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def _tools(folder: str, size: int) -> _Tools:
-    """For images of `size` pixels a side. Raises DataError."""
+def _tools(size: int) -> _Tools:
+    """Raises DataError."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise DataError(
+            "data.source=glyphs: its fonts come with matplotlib, which is not installed; pip install matplotlib"
+        ) from None
     large, small = [], []
     for font in FONTS:
-        path = os.path.join(folder, f"{font}.ttf")
+        path = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
         try:
             with open(path, "rb") as file:
                 encoded = file.read()
@@ -198,17 +172,15 @@ def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
 
 
 def _posed(glyph: str, font: ImageFont.FreeTypeFont, size: int, hard: float, stream: Stream) -> Image.Image:
-    """Coverage of the glyph in a random pose: "L" image of size x size; its longer side, upright, is a random share."""
+    """Coverage of the glyph in a random pose: "L" image of size x size."""
     upright = _upright(glyph, font)
     left, top, right, bottom = upright.getbbox()
-
     share = stream.uniform(0.68 - 0.2 * hard, 0.72 + 0.1 * hard)
     angle = math.radians(20) * hard * stream.uniform(-1, 1)
     shear = 0.3 * hard * stream.uniform(-1, 1)
     stretch = math.exp(0.2 * hard * stream.uniform(-1, 1))
     reach = min(0.02 + 0.13 * hard, (1 - share) / 2) * size
     x, y = (size / 2 + reach * stream.uniform(-1, 1) for _ in range(2))
-
     # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the result to `upright`.
     scale = max(right - left, bottom - top) / (share * size)
     cos, sin = scale * math.cos(angle), scale * math.sin(angle)
@@ -235,22 +207,20 @@ def _colour(stream: Stream, light: bool, hard: float) -> Tuple[int, ...]:
 
 
 def _add_scrap(image: Image.Image, scrap: Image.Image, stream: Stream) -> None:
-    """Put another glyph, a small one, around the border, which cuts it."""
-    turn, distance, red, green, blue, *_ = _bytes(stream)
+    """Put another, small glyph where the border cuts it."""
+    turn, distance, *channels, _, _, _ = _bytes(stream)
     angle, distance = 2 * math.pi / 256 * turn, image.width * (0.45 + 0.2 / 255 * distance)
     left = (image.width - scrap.width) / 2 + distance * math.cos(angle)
     top = (image.height - scrap.height) / 2 + distance * math.sin(angle)
-    image.paste(_middling(red, green, blue), (round(left), round(top)), scrap)
+    image.paste(_middling(channels), (round(left), round(top)), scrap)
 
 
 def _add_line(draw: ImageDraw.ImageDraw, size: int, stream: Stream) -> None:
-    """Draw a thin line between any two points."""
-    *ends, red, green, blue, _ = _bytes(stream)
-    draw.line([size / 255 * end for end in ends], fill=_middling(red, green, blue), width=max(1, size // 40))
+    drawn = _bytes(stream)
+    draw.line([size / 255 * end for end in drawn[:4]], fill=_middling(drawn[4:7]), width=max(1, size // 40))
 
 
-def _middling(*channels: int) -> Tuple[int, ...]:
-    """A colour neither light nor dark, from a byte a channel."""
+def _middling(channels: Sequence[int]) -> Tuple[int, ...]:
     return tuple(60 + (channel >> 1) for channel in channels)
 
 
@@ -260,7 +230,7 @@ def _bytes(stream: Stream) -> bytes:
 
 
 def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
-    """Add noise of `strength` levels from end to end. Args: pixels: uint8. noise: int16 in [-128, 128), as many."""
+    """Add noise (int16 in [-128, 128), one number a pixel) scaled to `strength` levels from end to end."""
     levels = noise.reshape(pixels.shape) * np.int16(strength)
     levels >>= 8
     levels += pixels

@@ -21,15 +21,7 @@ def largest_factor(side: int, enough: Optional[int]) -> int:
 
 
 def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Optional[torch.Tensor]:
-    """A box at a fraction of its size: uint8 [3, about box.height / factor, about box.width / factor].
-
-    None if the decoder refuses the file.
-
-    Args:
-        encoded: a complete JPEG of height x width pixels.
-        box: in its pixels as they are stored.
-        factor: 2, 4 or 8.
-    """
+    """A box of a complete JPEG of height x width stored pixels at 1 / factor (2, 4, 8) of its size; None if refused."""
     try:
         whole = simplejpeg.decode_jpeg(
             encoded, min_height=-(-height // factor), min_width=-(-width // factor), min_factor=factor, strict=False
@@ -42,10 +34,7 @@ def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Op
 
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
-    """A box, uint8 [3, box.height, box.width], with the bits of the whole image; None if the decoder cannot make it.
-
-    Args: encoded: a complete JPEG. box: in its pixels as they are stored.
-    """
+    """A box of a complete JPEG's stored pixels with the bits of the whole image; None if the decoder cannot make it."""
     tools = _nvimgcodec()
     if tools is None:
         return None

@@ -7,26 +7,24 @@ batch, and the number of workers who loads it, never its contents.
 
 import errno
 import os
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, Union
+from typing import Callable, Iterable, Iterator, Union
 
 import torch
 
 from data.base import Source, UnreadableImage
-from data.batches import Loaded, MicroBatch, Request
+from data.batches import MicroBatch, Request
 from data.prefetch import Prefetcher
-from data.transforms import Evaluation, Training, Transform
-from data.workers import WorkerReader, shared_memory_is_full
+from data.reader import Reader
+from data.transforms import Evaluation, Training
+from data.workers import Loader, shared_memory_is_full
 from recipe.batch import steps_per_epoch
 from recipe.config import Data
-
-if TYPE_CHECKING:
-    from data.dali import DaliReader
 
 _CPU = torch.device("cpu")
 
 
 class NotLeftOut(UnreadableImage):
-    """An unreadable image where data.bad_images=error. Attributes: reason: names the image and its fault."""
+    """An unreadable image where data.bad_images=error; `reason` names the image and its fault."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -49,29 +47,34 @@ def training_batches(
 ) -> Prefetcher:
     """One replica's micro batches of the steps first_step <= step < last_step, in order.
 
-    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers
-    start here, once, and load ahead over the ends of epochs; closing the iterator ends them.
+    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers start here, once, and
+    load ahead over the ends of epochs; closing the iterator ends them.
 
     Args:
-        image_size: pixels a side of the images, or the function from an epoch, counted from 0, to them. It is
-            called in this process, once an epoch and ahead of the training; workers never see it.
-        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch, and
-            the source fills at least one.
+        image_size: pixels a side, or a function from an epoch, counted from 0, to them, which this process calls once
+            an epoch, ahead of the training.
+        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch.
         seed: of the run; order and augmentation are functions of it.
-        replica, replicas: this replica's number, and how many there are.
-        device: where the images go.
 
-    Raises:
-        UnreadableImage: while iterating, under data.bad_images=error.
+    Raises UnreadableImage while iterating, under data.bad_images=error.
     """
     assert global_batch % (micro * replicas) == 0 and 0 <= replica < replicas, (global_batch, micro, replicas)
     assert len(source) >= global_batch, (len(source), global_batch)
     share = global_batch // micro // replicas
-    requests = _training_requests(
-        source, image_size, global_batch, micro, seed, range(first_step, last_step),
-        range(replica * share, (replica + 1) * share),
-    )  # fmt: skip
-    return _prefetched(_reader(source, micro, Training(data, seed), data, device), requests, data, device)
+
+    def requests() -> Iterator[Request]:
+        ordered = None
+        for step in range(first_step, last_step):
+            epoch, within = divmod(step, steps_per_epoch(len(source), global_batch))
+            if epoch != ordered:
+                order, ordered = source.order(seed, epoch), epoch
+                pixels = image_size(epoch) if callable(image_size) else image_size
+            for number in range(replica * share, (replica + 1) * share):
+                start = within * global_batch + number * micro
+                yield Request(step, epoch, number, pixels, order[start : start + micro].tolist())
+
+    loader = _loader(Reader(source, micro, Training(data, seed)), requests(), data, device)
+    return _prefetched(loader, data, device)
 
 
 class EvaluationBatches:
@@ -88,10 +91,9 @@ class EvaluationBatches:
         replicas: int = 1,
         device: torch.device = _CPU,
     ):
-        """Args as for `training_batches`.
+        """Args: batch: images per micro batch; the last is padded. Others as for `training_batches`.
 
-        `batch` is images per micro batch; the last is padded. Each replica gets a contiguous range of the
-        micro batches, as equal in length as can be; `number` counts over all replicas, `step` is 0.
+        Each replica gets a contiguous range of the micro batches; `number` counts over all replicas, `step` is 0.
         """
         assert 0 <= replica < replicas, (replica, replicas)
         self._requests = [
@@ -99,15 +101,15 @@ class EvaluationBatches:
             for number in evaluation_share(len(source), batch, replica, replicas)
         ]
         self._data, self._device = data, device
-        self._reader = _reader(source, batch, Evaluation(data.crop_fraction), data, device, again=True)
+        reader = Reader(source, batch, Evaluation(data.crop_fraction))
+        self._loader = _loader(reader, self._requests, data, device)
 
     def __len__(self) -> int:
-        """Micro batches in one pass of this replica."""
         return len(self._requests)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Raises UnreadableImage on the way, under data.bad_images=error."""
-        batches = _prefetched(self._reader, self._requests, self._data, self._device)
+        batches = _prefetched(self._loader, self._data, self._device)
         try:
             yield from batches
         finally:
@@ -115,57 +117,36 @@ class EvaluationBatches:
 
     def close(self) -> None:
         """End the workers; the batches cannot be iterated any more."""
-        del self._reader
+        del self._loader
 
 
 def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> range:
-    """Numbers of the micro batches of `batch` images that a replica evaluates: as many for each as can be."""
+    """Numbers of the micro batches of `batch` images that a replica evaluates: nearly the same number for each."""
     total = -(-images // batch)
     return range(total * replica // replicas, total * (replica + 1) // replicas)
 
 
-def _training_requests(
-    source: Source,
-    image_size: Union[int, Callable[[int], int]],
-    global_batch: int,
-    micro: int,
-    seed: int,
-    steps: range,
-    numbers: range,
-) -> Iterator[Request]:
-    ordered = None
-    for step in steps:
-        epoch, within = divmod(step, steps_per_epoch(len(source), global_batch))
-        if epoch != ordered:
-            order, ordered = source.order(seed, epoch), epoch
-            pixels = image_size(epoch) if callable(image_size) else image_size
-        for number in numbers:
-            start = within * global_batch + number * micro
-            yield Request(step, epoch, number, pixels, order[start : start + micro].tolist())
-
-
-def _reader(
-    source: Source, rows: int, transform: Transform, data: Data, device: torch.device, again: bool = False
-) -> Union[WorkerReader, "DaliReader"]:
-    """The recipe's reader. Args: again: whether it loads several times, always the same requests."""
+def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: torch.device) -> Iterable[MicroBatch]:
+    """Requested micro batches, loaded as the recipe says."""
     if data.reader == "dali":
-        from data.dali import DaliReader
+        from data.dali import DaliLoader
 
-        return DaliReader(source, rows, transform, max(1, data.workers), device)
-    return WorkerReader(source, rows, transform, data, again)
-
-
-def _prefetched(
-    reader: Union[WorkerReader, "DaliReader"], requests: Iterable[Request], data: Data, device: torch.device
-) -> Prefetcher:
-    """Micro batches, taken ahead unless this process reads: two threads that compute would hinder each other."""
-    return Prefetcher(_delivered(reader.load(requests), data), device, data.prefetch if reader.ahead else 0)
+        return DaliLoader(reader, requests, max(1, data.workers), device)
+    return Loader(reader, requests, data)
 
 
-def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:
+def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:
+    """Micro batches, taken ahead unless this process decodes: two threads that compute would hinder each other."""
+    works_beside = data.workers > 0 or data.reader == "dali"
+    return Prefetcher(_delivered(iter(loader), data), device, data.prefetch if works_beside else 0)
+
+
+def _delivered(batches: Iterator[MicroBatch], data: Data) -> Iterator[MicroBatch]:
     try:
-        for loaded in batches:
-            yield _micro_batch(loaded, data)
+        for batch in batches:
+            if batch.unreadable and data.bad_images == "error":
+                raise NotLeftOut(batch.unreadable[0])
+            yield batch._replace(labels=torch.from_numpy(batch.labels), indices=torch.from_numpy(batch.indices))
     except RuntimeError as error:  # from a worker, as a text
         if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
             raise shared_memory_is_full() from None
@@ -177,13 +158,3 @@ def _delivered(batches: Iterator[Loaded], data: Data) -> Iterator[MicroBatch]:
     finally:
         # Workers end with the last reference to their batches, which a traceback would otherwise keep.
         del batches
-
-
-def _micro_batch(loaded: Loaded, data: Data) -> MicroBatch:
-    if loaded.unreadable and data.bad_images == "error":
-        raise NotLeftOut(loaded.unreadable[0])
-    valid = len(loaded.indices)
-    padding = len(loaded.images) - valid
-    labels = torch.tensor(loaded.labels + [0] * padding)
-    indices = torch.tensor(loaded.indices + [-1] * padding)
-    return MicroBatch(loaded.images, labels, indices, valid, loaded.number, loaded.step, loaded.unreadable)

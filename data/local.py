@@ -2,10 +2,10 @@
 
 import abc
 import errno
+import functools
 import os
 import stat
 import threading
-from collections import OrderedDict
 from typing import List, NamedTuple, Optional, Sequence, Union
 
 from recipe.errors import DataError
@@ -20,7 +20,7 @@ class MissingFile(DataError):
 def read_file(path: Union[str, bytes], most: int) -> bytes:
     """A whole regular file of at most `most` bytes. Raises OSError."""
     # A named pipe would otherwise be waited for, here, until somebody writes to it.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
@@ -30,8 +30,6 @@ def read_file(path: Union[str, bytes], most: int) -> bytes:
 
 
 class Range(NamedTuple):
-    """Bytes of a file: `length` of them from `start` on."""
-
     name: str
     start: int
     length: int
@@ -86,23 +84,17 @@ class LocalFolder(Folder):
 
     def _range(self, wanted: Range) -> Union[bytes, str]:
         # One set of open files for all threads would need a lock, which a fork could copy while it is held.
-        files = self._opened.__dict__.setdefault("files", OrderedDict())
+        opened = self._opened.__dict__.setdefault("file", functools.lru_cache(_OPEN_FILES)(_File))
+        path = self.path(wanted.name)
         try:
             try:
-                read = self._file(files, wanted.name).read(wanted.start, wanted.length)
+                read = opened(path).read(wanted.start, wanted.length)
             except OSError:  # a file that was opened long ago may have been replaced on a network's file system
-                files.pop(wanted.name, None)
-                read = self._file(files, wanted.name).read(wanted.start, wanted.length)
+                opened.cache_clear()
+                read = opened(path).read(wanted.start, wanted.length)
         except OSError as error:
             return error.strerror or type(error).__name__
         return read if len(read) == wanted.length else "the file ends before the image does"
-
-    def _file(self, files: "OrderedDict[str, _File]", name: str) -> "_File":
-        """The open file, which becomes the last of `files`: those that this thread keeps open, last used last."""
-        file = files[name] = files.pop(name, None) or _File(self.path(name))
-        if len(files) > _OPEN_FILES:
-            files.popitem(last=False)
-        return file
 
 
 class _File:
@@ -111,15 +103,14 @@ class _File:
     _number = -1
 
     def __init__(self, path: str):
-        self._number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if self._number >= 0:
             os.close(self._number)
 
     def read(self, start: int, length: int) -> bytes:
-        """Up to `length` bytes, fewer only at the end of the file."""
-        # A place is given with each read: processes after a fork share the file's own.
+        """Up to `length` bytes, fewer only at the end of the file; processes after a fork share its position."""
         read = more = os.pread(self._number, length, start)
         while more and len(read) < length:
             more = os.pread(self._number, length - len(read), start + len(read))

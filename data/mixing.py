@@ -1,7 +1,6 @@
 """Mixup and cutmix of a micro batch by the rules of the published G16 recipe: draws on the host, mixing on the device.
 
 Partners are rows of the same micro batch, and draws are a function of (seed, step, micro batch).
-
 Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
 """
 
@@ -15,17 +14,15 @@ from recipe.config import Data
 from recipe.randomness import Stream, key
 
 _Box = Tuple[int, int, int, int]
-
 _NO_BOX = (0, 0, 0, 0)
-_DENOMINATOR = 4.0  # of the logarithm that a cutmix share is drawn by
 _SMALLEST_ALPHA = 1e-6  # such shares are 0 and 1 already; from 1e-100, numpy 1.24 never returns
 
 
 class Mixing(NamedTuple):
-    """How the N rows of one micro batch are mixed. Tensors are on the host.
+    """Mixing of the N rows of a micro batch; tensors are on the host. Padding rows are their own partners and donors.
 
     Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on the result:
-    inside the box, row i shows row donor[i]. Padding rows are their own partners and donors.
+    inside the box, row i shows row donor[i].
     """
 
     share: torch.Tensor  # float32 [N], from 0.5 to 1
@@ -36,22 +33,16 @@ class Mixing(NamedTuple):
 
 
 def mixes(data: Data) -> bool:
-    """Whether the recipe mixes images at all."""
     return bool(data.mixup) or data.cutmix is not None
 
 
 def draw(
     data: Data, seed: int, step: int, number: int, rows: int, valid: int, height: int, width: int
 ) -> Optional[Mixing]:
-    """Draw how a micro batch is mixed; None if the recipe does not mix.
+    """Draw how a micro batch, number `number` of its step over all replicas, is mixed; None without mixing.
 
     The partner is the image before (i - 1), the donor the one two before, or before if there are only two. A single
-    image stays as it is.
-
-    Args:
-        seed, step, number: of the run, of the update, and of the micro batch in it over all replicas.
-        rows, valid: rows of the micro batch, and how many of them are images; the others are padding.
-        height, width: of the images, in pixels.
+    image stays as it is. Of `rows` rows the first `valid` are images, of height x width pixels.
     """
     if not mixes(data):
         return None
@@ -80,10 +71,7 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
 
 
 def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> torch.Tensor:
-    """Each class's share of a row's pixels: int64 [N] to float32 [N, classes] on the same device, rows sum to 1.
-
-    Without a plan targets are one-hot.
-    """
+    """Each class's share of a row's pixels: int64 [N] to float32 [N, classes]; one-hot without a plan."""
     targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
     if plan is None:
         return targets
@@ -92,7 +80,7 @@ def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> t
 
 
 def _mixed_up(rows: torch.Tensor, plan: Mixing) -> torch.Tensor:
-    """share x row + (1 - share) x partner, for rows of any shape; exactly the row where the two are equal."""
+    """share x row + (1 - share) x partner; exactly the row where the two are equal."""
     partner = plan.partner.to(rows.device, non_blocking=True)
     share = plan.share.to(rows.device, non_blocking=True)
     return torch.lerp(rows[partner], rows, share.view(-1, *[1] * (rows.dim() - 1)))
@@ -106,31 +94,28 @@ def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
 
 
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
-    """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count], each image with more of itself than of another.
-
-    The draws are a function of the key and of NumPy's Beta sampler, on which versions 1.24 and 2.4 agree.
-    """
+    """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count]. NumPy 1.24 and 2.4 draw the same."""
     alpha = max(alpha, _SMALLEST_ALPHA)
     drawn = np.random.Generator(np.random.Philox(key=draw)).beta(alpha, alpha, count)
     return np.maximum(drawn, 1 - drawn)
 
 
 def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
-    """One box for a micro batch, of the image's aspect: (top, left, height, width), or that of no pixel.
+    """One box for a micro batch, of the image's aspect; none with probability 1.55 x cutmix - 0.96.
 
-    With probability 1.55 x cutmix - 0.96 there is none; else its share of the area is -ln(u) / 4 for u uniform in
-    [e^-4, 1). The centre is uniform over the image, then moved so that the box lies inside.
+    Its share of the area is -ln(u) / 4 for u uniform in [e^-4, 1). The centre is uniform over the image, then moved so
+    that the box lies inside.
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX
-    side = math.sqrt(-math.log(stream.uniform(math.exp(-_DENOMINATOR), 1.0)) / _DENOMINATOR)
+    side = math.sqrt(-math.log(stream.uniform(math.exp(-4.0), 1.0)) / 4.0)
     top, bottom = _edges(stream.uniform(), side, height)
     left, right = _edges(stream.uniform(), side, width)
     return top, left, bottom - top, right - left
 
 
 def _edges(centre: float, side: float, pixels: int) -> Tuple[int, int]:
-    """Where a box begins and ends on an axis, given its centre and side as shares of the image's `pixels`."""
+    """First and last edge of a box on an axis, from its centre and side as shares of the image's `pixels`."""
     half = side / 2
     centre = min(max(centre, half), 1 - half)
     return round((centre - half) * pixels), round((centre + half) * pixels)

@@ -6,13 +6,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Iterator, NamedTuple, Optional, Union
+from typing import Callable, Deque, Iterator, Optional, Tuple, Union
 
 import torch
 
 from data.batches import MicroBatch
 
 _PATIENCE = 10.0  # seconds that a thread gets to end: it may be waiting for a slow network
+
+# A batch whose images are on their way to the device, and the event of their arrival on CUDA.
+_Moved = Tuple[MicroBatch, Optional[torch.cuda.Event]]
+_Move = Callable[[MicroBatch], _Moved]
 
 
 class Prefetcher:
@@ -23,13 +27,11 @@ class Prefetcher:
     """
 
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
-        """
-        Args:
-            batches: with a method `close`, which is called in the end.
-            depth: micro batches taken ahead; 0 takes each when it is needed, in the calling thread.
-        """
-        self._device, self._started, self._waits = device, False, _Waits(device)
-        move = _to_cuda(device) if device.type == "cuda" else _Moved
+        """`batches.close` is called in the end. With depth 0 each is taken when it is needed, in the calling thread."""
+        self._device, self._started = device, False
+        self._pending: Deque[tuple] = deque()  # pairs of marks, around each wait
+        self._waited = 0.0
+        move = _to_cuda(device) if device.type == "cuda" else _stay
         self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
         # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
         self._end = weakref.finalize(self, self._ahead.close)
@@ -39,38 +41,44 @@ class Prefetcher:
 
     def __next__(self) -> MicroBatch:
         """Raises what `batches` raises, at the place where it was raised."""
-        before = self._waits.mark()
+        before = self._mark()
         batch, copied = next(self._ahead)
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             batch.images.record_stream(stream)
         if self._started:
-            self._waits.add(before)
+            self._pending.append((before, self._mark()))
+            self.waited()
         self._started = True
         return batch
 
     def waited(self) -> float:
         """Seconds that the device was idle, waiting for images, without the first wait, which starts workers."""
-        return self._waits.seconds()
+        on_cpu = self._device.type != "cuda"
+        while self._pending and (on_cpu or self._pending[0][1].query()):
+            before, after = self._pending.popleft()
+            self._waited += after - before if on_cpu else before.elapsed_time(after) / 1000
+        return self._waited
 
     def close(self) -> None:
         """End the thread and the iterator that it reads."""
         self._end()
 
+    def _mark(self) -> Union[float, torch.cuda.Event]:
+        """The time, or on CUDA an event: the host may wait while the device still has work to do."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-class _Moved(NamedTuple):
-    """A batch whose images are on their way to the device, and the event of their arrival on CUDA."""
 
-    batch: MicroBatch
-    copied: Optional[torch.cuda.Event] = None
-
-
-_Move = Callable[[MicroBatch], _Moved]
+def _stay(batch: MicroBatch) -> _Moved:
+    return batch, None
 
 
 def _to_cuda(device: torch.device) -> _Move:
-    """Copying to a CUDA device by a stream of its own."""
     side = torch.cuda.Stream(device)
 
     def move(batch: MicroBatch) -> _Moved:
@@ -80,13 +88,12 @@ def _to_cuda(device: torch.device) -> _Move:
             copied = torch.cuda.Event()
             copied.record(side)
         labels, indices = batch.labels.pin_memory(), batch.indices.pin_memory()
-        return _Moved(batch._replace(images=images, labels=labels, indices=indices), copied)
+        return batch._replace(images=images, labels=labels, indices=indices), copied
 
     return move
 
 
 def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:
-    """Each batch when it is needed."""
     with contextlib.closing(batches):
         yield from map(move, batches)
 
@@ -135,33 +142,3 @@ class _Ahead:
             self._ready.put(error)
         finally:
             self._batches.close()
-
-
-class _Waits:
-    """Waiting for images: as the thread that computes sees it, or on CUDA the device, which may still have work to do.
-
-    Two marks, around each wait, are times, or events between which the stream has nothing to do; these are read once
-    the device has passed them.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
-        self._pending: Deque[tuple] = deque()
-        self._seconds = 0.0
-
-    def mark(self) -> Union[float, torch.cuda.Event]:
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def add(self, before: Union[float, torch.cuda.Event]) -> None:
-        self._pending.append((before, self.mark()))
-        self.seconds()
-
-    def seconds(self) -> float:
-        while self._pending and (self._device is None or self._pending[0][1].query()):
-            before, after = self._pending.popleft()
-            self._seconds += after - before if self._device is None else before.elapsed_time(after) / 1000
-        return self._seconds

@@ -2,57 +2,55 @@
 
 from typing import Callable, List
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from data.base import Source, UnreadableImage
-from data.batches import Loaded, Request
+from data.batches import MicroBatch, Request
 from data.transforms import Transform
 
 
 class Reader(Dataset):
-    """Loads requested micro batches; lives in the workers, or in the training process if there are none."""
+    """Loads requested micro batches of `rows` images; lives in the workers, or in the training process without any."""
 
     def __init__(self, source: Source, rows: int, transform: Transform):
-        """Args: rows: images of a micro batch, with those that are padding."""
-        self._source, self._rows, self._transform = source, rows, transform
+        self.source, self.rows, self.transform = source, rows, transform
 
-    def __getitem__(self, request: Request) -> Loaded:
+    def __getitem__(self, request: Request) -> MicroBatch:
         def pixels(index: int) -> torch.Tensor:
             image = next(opened)
             if isinstance(image, UnreadableImage):
                 raise image
-            return self._transform(image, size, request.epoch, index)
+            return self.transform(image, size, request.epoch, index)
 
         size = request.image_size
         # Channels last in memory, as decoding and resizing give them.
-        shape, strides = (self._rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
+        shape, strides = (self.rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
         if get_worker_info() is None:
             images = torch.empty_strided(shape, strides, dtype=torch.uint8)
-        else:  # in memory that processes share, to which the answer would otherwise be copied
-            storage = torch.UntypedStorage._new_shared(self._rows * strides[0])
+        else:  # in shared memory, to which the images would otherwise be copied
+            storage = torch.UntypedStorage._new_shared(self.rows * strides[0])
             images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
-        opened = iter(self._source.open_all(request.indices))
-        return gathered(request, images, self._source, pixels)
+        opened = iter(self.source.open_all(request.indices))
+        return self.gather(request, images, pixels)
 
+    def gather(self, request: Request, images: torch.Tensor, pixels: Callable[[int], torch.Tensor]) -> MicroBatch:
+        """The requested micro batch in `images`, uint8 [rows, 3, size, size], without those that cannot be read.
 
-def gathered(request: Request, images: torch.Tensor, source: Source, pixels: Callable[[int], torch.Tensor]) -> Loaded:
-    """The answer to a request; images that cannot be read are named in it and left out.
-
-    Args:
-        images: room for it, uint8 [rows, 3, size, size]; rows that are not filled become 0.
-        pixels: from an index of the request to uint8 [3, size, size]; called for each, in order. Raises
-            UnreadableImage, which is not raised out of here: torch would wrap it into the traceback of a worker.
-    """
-    indices: List[int] = []
-    unreadable = []
-    for index in request.indices:
-        try:
-            images[len(indices)] = pixels(index)
-        except UnreadableImage as error:
-            unreadable.append(str(error))
-        else:
-            indices.append(index)
-    images[len(indices) :] = 0
-    labels = [int(source.labels[index]) for index in indices]
-    return Loaded(images, labels, indices, request.number, request.step, tuple(unreadable))
+        `pixels` is called for each index of the request, in order, and returns uint8 [3, size, size]. Its
+        UnreadableImage is caught here: torch would wrap it into the traceback of a worker.
+        """
+        found: List[int] = []
+        unreadable = []
+        for index in request.indices:
+            try:
+                images[len(found)] = pixels(index)
+                found.append(index)
+            except UnreadableImage as error:
+                unreadable.append(str(error))
+        valid = len(found)
+        images[valid:] = 0
+        labels, indices = np.zeros(len(images), np.int64), np.full(len(images), -1, np.int64)
+        labels[:valid], indices[:valid] = self.source.labels[found], found
+        return MicroBatch(images, labels, indices, valid, request.number, request.step, tuple(unreadable))

@@ -6,7 +6,7 @@ Imported only where a place is a URL. Nothing is ever listed. Whatever a server 
 import os
 import threading
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Union
 
 from data.local import Folder, MissingFile, Range
 from recipe import credentials
@@ -26,35 +26,7 @@ _LITTLE_PATIENCE = 0.5  # where it has not for the same file before, and
 _RATE = 1e6  # bytes a second that it must give at least
 _PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fetch a whole shard
 
-
-class _Connection(NamedTuple):
-    """fsspec's file system, the folder in it, what follows the name of a file, and the process that it works in."""
-
-    system: Any
-    root: str
-    query: str
-    process: int
-
-    def file(self, name: str) -> str:
-        """Path of a file within the file system."""
-        return f"{self.root}/{name}{self.query}"
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether threads may use it at once. Caches claim to be what they stand before; their class does not."""
-        return isinstance(self.system, fsspec.asyn.AsyncFileSystem)
-
-
-# A function that fetches, by a connection, the files or ranges with these numbers.
-_Fetch = Callable[[_Connection, List[int]], list]
-
-
-class _NoAnswer(Exception):
-    """A server that took too long."""
-
-
-class _WrongLength(Exception):
-    """A server that gave more or fewer bytes than requested."""
+_Fetch = Callable[[List[int]], list]  # fetches the files or ranges with these numbers
 
 
 class RemoteFolder(Folder):
@@ -70,22 +42,19 @@ class RemoteFolder(Folder):
             self.place = credentials.take(place).rstrip("/")
         except ValueError as error:
             raise DataError(str(error)) from None
-        self._access = credentials.restored(self.place)
+        self._access, self._query = credentials.restored(self.place)
         self._failing: Set[str] = set()
-        self._connection: Optional[_Connection] = None
-        self._connected()
+        self._process: Optional[int] = None
+        self._connect()
 
     def __getstate__(self) -> dict:
-        return {"place": self.place, "_access": self._access, "_failing": set(), "_connection": None}
+        return {**self.__dict__, "_failing": set(), "_process": None, "_system": None}
 
     def size(self, name: str) -> Optional[int]:
         return None  # it would take a request for each file
 
     def read(self, name: str, most: int) -> bytes:
-        def fetch(connection: _Connection, numbers: List[int]) -> list:
-            return [connection.system.cat_file(connection.file(name), end=most + 1)]
-
-        (answer,) = self._answers([name], fetch, 0)
+        (answer,) = self._answers([name], lambda _: [self._system.cat_file(self._file(name), end=most + 1)], 0)
         if isinstance(answer, Exception):
             kind = MissingFile if isinstance(answer, FileNotFoundError) else DataError
             raise kind(f"{self.path(name)}: {_reason(answer)}")
@@ -94,17 +63,28 @@ class RemoteFolder(Folder):
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        def fetch(connection: _Connection, numbers: List[int]) -> list:
-            return _ranges(connection, [wanted[number] for number in numbers])
+        def fetch(numbers: List[int]) -> list:
+            return self._ranges([wanted[number] for number in numbers])
 
         answers = self._answers([one.name for one in wanted], fetch, sum(one.length for one in wanted))
         return [_reason(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
-    def _answers(self, names: Sequence[str], fetch: _Fetch, size: int) -> list:
-        """Answers to requests for files of these names; in the place of one that failed, the last try's exception.
+    def _ranges(self, wanted: Sequence[Range]) -> list:
+        """The bytes of each range, or the exception in its place."""
+        files = [self._file(one.name) for one in wanted]
+        ends = [one.start + one.length for one in wanted]
+        answers = self._system.cat_ranges(files, [one.start for one in wanted], ends, on_error="return")
+        for number, (one, answer) in enumerate(zip(wanted, answers)):
+            if isinstance(answer, Exception) or len(answer) == one.length:
+                continue
+            reason = f"{len(answer):,} bytes came instead of {one.length:,}"
+            if len(answer) > one.length:  # how many more there were is not known: the rest was not read
+                reason = f"more than {one.length:,} bytes came; the server does not know byte ranges"
+            answers[number] = ValueError(reason)
+        return answers
 
-        Args: size: bytes that all answers together have.
-        """
+    def _answers(self, names: Sequence[str], fetch: _Fetch, size: int) -> list:
+        """Answers, of `size` bytes together, to requests for these files; of one that failed, the last exception."""
         answers: List[Any] = [None] * len(names)
         pending = list(range(len(names)))
         for tried in range(1, _TRIES + 1):
@@ -123,88 +103,64 @@ class RemoteFolder(Folder):
     def _is_worth_a_try(self, name: str, answer: Any) -> bool:
         if not isinstance(answer, Exception) or name in self._failing:
             return False
-        if isinstance(answer, _NoAnswer):  # a cache goes on fetching; a second fetch would be in its way
-            return self._connected().concurrent
+        if isinstance(answer, TimeoutError):  # a cache goes on fetching; a second fetch would be in its way
+            return self._concurrent
         return not isinstance(answer, (FileNotFoundError, PermissionError))
 
     def _attempt(self, names: Sequence[str], pending: List[int], fetch: _Fetch, size: int) -> Dict[int, Any]:
-        """Request once: each file by itself where threads can, so that one that hangs holds up no other."""
-        connection = self._connected()
+        """Request once: each file in a thread of its own where that works, so that one that hangs holds up no other."""
+        self._connect()
         groups: Dict[str, List[int]] = {}
         for number in pending:
-            groups.setdefault(names[number] if connection.concurrent else "", []).append(number)
-        if connection.concurrent:
-            patience = [(_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE for name in groups]
-        else:
-            patience = [_PATIENCE_WITH_CACHES]
-        found: Dict[int, Any] = {}
-        for numbers, answer in zip(groups.values(), _together(fetch, connection, [*groups.values()], patience)):
-            found.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
-        return found
+            groups.setdefault(names[number] if self._concurrent else "", []).append(number)
+        found: Dict[str, Any] = {}
 
-    def _connected(self) -> _Connection:
-        """The connection of this process: those of others do not survive a fork."""
-        connection = self._connection
-        if connection is None or connection.process != os.getpid():
-            connection = self._connection = _connect(self.place, *self._access)
-        return connection
+        def run(name: str) -> None:
+            try:
+                found[name] = fetch(groups[name])
+            except Exception as error:  # each file system raises its own
+                found[name] = error
 
+        # Daemons: the process may end while one of them still waits.
+        threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in groups}
+        start = time.monotonic()
+        for thread in threads.values():
+            thread.start()
+        answers: Dict[int, Any] = {}
+        for name, numbers in groups.items():
+            patience = (_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE
+            patience = patience if self._concurrent else _PATIENCE_WITH_CACHES
+            threads[name].join(max(0.0, start + patience - time.monotonic()))
+            answer = found.get(name, TimeoutError(f"no answer within {patience:.0f} s"))
+            answers.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
+        return answers
 
-def _connect(place: str, access: str, query: str) -> _Connection:
-    """Args: place: for errors. access, query: see recipe.credentials."""
-    try:
-        system, root = fsspec.core.url_to_fs(access)
-    except ImportError as error:
-        missing = getattr(error.__cause__ or error, "name", None)
-        remedy = f"pip install {missing}" if missing else str(error)
-        raise DataError(f"{place}: a package for this kind of URL is missing: {remedy}") from None
-    except Exception as error:  # each file system has its own complaints about URLs and credentials
-        raise DataError(f"{place}: {_reason(error)}") from None
-    if place.startswith(("http://", "https://")):
-        from data.http import BoundedHttp
+    @property
+    def _concurrent(self) -> bool:
+        """Whether threads may use it at once. Caches claim to be what they stand before; their class does not."""
+        return isinstance(self._system, fsspec.asyn.AsyncFileSystem)
 
-        system = BoundedHttp(**system.storage_options)
-    return _Connection(system, root.rstrip("/"), query, os.getpid())
+    def _file(self, name: str) -> str:
+        """Path of a file within the file system."""
+        return f"{self._root}/{name}{self._query}"
 
-
-def _ranges(connection: _Connection, wanted: Sequence[Range]) -> list:
-    """The bytes of each range, or the exception in its place."""
-    answers = connection.system.cat_ranges(
-        [connection.file(one.name) for one in wanted],
-        [one.start for one in wanted],
-        [one.start + one.length for one in wanted],
-        on_error="return",
-    )
-    for number, (one, answer) in enumerate(zip(wanted, answers)):
-        if isinstance(answer, Exception) or len(answer) == one.length:
-            continue
-        reason = f"{len(answer):,} bytes came instead of {one.length:,}"
-        if len(answer) > one.length:  # how many more there were is not known: the rest was not read
-            reason = f"more than {one.length:,} bytes came; the server does not know byte ranges"
-        answers[number] = _WrongLength(reason)
-    return answers
-
-
-def _together(
-    fetch: _Fetch, connection: _Connection, groups: Sequence[List[int]], patience: Sequence[float]
-) -> List[Union[list, Exception]]:
-    """What each group's fetch returns or raises, each in a thread, which is abandoned after `patience` seconds."""
-    answers: List[Any] = [_NoAnswer(f"no answer within {seconds:.0f} s") for seconds in patience]
-
-    def run(place: int) -> None:
+    def _connect(self) -> None:
+        """Connect, once in each process: connections do not survive a fork."""
+        if self._process == os.getpid():
+            return
         try:
-            answers[place] = fetch(connection, groups[place])
-        except Exception as error:  # each file system raises its own
-            answers[place] = error
+            self._system, root = fsspec.core.url_to_fs(self._access)
+        except ImportError as error:
+            missing = getattr(error.__cause__ or error, "name", None)
+            remedy = f"pip install {missing}" if missing else str(error)
+            raise DataError(f"{self.place}: a package for this kind of URL is missing: {remedy}") from None
+        except Exception as error:  # each file system has its own complaints about URLs and credentials
+            raise DataError(f"{self.place}: {_reason(error)}") from None
+        if self.place.startswith(("http://", "https://")):
+            from data.http import BoundedHttp
 
-    # Daemons: the process may end while one of them still waits.
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(groups))]
-    start = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread, seconds in zip(threads, patience):
-        thread.join(max(0.0, start + seconds - time.monotonic()))
-    return list(answers)
+            self._system = BoundedHttp(**self._system.storage_options)
+        self._root, self._process = root.rstrip("/"), os.getpid()
 
 
 def _reason(error: Exception) -> str:

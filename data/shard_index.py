@@ -1,10 +1,4 @@
-"""The files beside tar shards: an index of each, and one manifest that names them all.
-
-Index, NAME.tar.index: a safetensors file with the arrays of `Index`. Its metadata have one key, "shard": JSON with the
-format's version, the tar's bytes and SHA-256, and the plan of `tools.shards pack`, if it made the tar.
-
-Manifest, shards.json: the format's version, the classes by label, and name, bytes, images and SHA-256 of each shard.
-"""
+"""The files beside tar shards: an index of each, and one manifest that names them all (docs/shards.md, Format)."""
 
 import json
 import re
@@ -46,8 +40,6 @@ class Index(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A shard's line in the manifest."""
-
     name: str
     bytes: int
     images: int
@@ -55,14 +47,11 @@ class Shard(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The classes and shards of a folder."""
-
     classes: Tuple[str, ...]
     shards: Tuple[Shard, ...]
 
 
 def index_name(shard: str) -> str:
-    """Name of the file with a shard's index."""
     return f"{shard}.index"
 
 
@@ -75,7 +64,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(encoded: bytes, place: str) -> Index:
-    """The index in a file's bytes, which is consistent. Args: place: what errors call it. Raises DataError."""
+    """The index in a file's bytes, checked for consistency. Errors call the file `place`. Raises DataError."""
     try:
         arrays = safetensors.numpy.load(encoded)
         header = parse_json(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
@@ -94,32 +83,25 @@ def decode_index(encoded: bytes, place: str) -> Index:
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
-    """A shard's index, checked against the manifest, the number of classes and, where that is quick, the tar.
-
-    Raises:
-        DataError: it is missing or damaged, or the shard is not the one that it is of.
-    """
+    """A shard's index, checked against manifest, number of classes and, where that is quick, tar. Raises DataError."""
     place = folder.path(index_name(shard.name))
     try:
         index = decode_index(folder.read(index_name(shard.name), MOST_OF_INDEX), place)
     except MissingFile as error:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
-    size = folder.size(shard.name)
+    size, labels = folder.size(shard.name), index.labels
+    fault = ""
     if size is not None and size != index.bytes:
-        raise DataError(
-            f"{folder.path(shard.name)}: {size:,} bytes, but its index is of {index.bytes:,}; "
-            f"copy the shard again, or make the index anew: {_REMEDY}"
-        )
-    if (index.bytes, len(index.labels), index.sha256) != (shard.bytes, shard.images, shard.sha256):
-        raise DataError(
-            f"{place}: {len(index.labels)} images in {index.bytes:,} bytes, but {MANIFEST} says {shard.images} in "
-            f"{shard.bytes:,}, or another checksum; copy both again, or make them anew: {_REMEDY}"
-        )
-    if index.labels.max() >= classes:
-        raise DataError(
-            f"{place}: label {index.labels.max()}, but {MANIFEST} names {classes} classes, 0 to {classes - 1}; "
-            f"name all classes: {_REMEDY} --classes FILE"
-        )
+        place = folder.path(shard.name)
+        fault = f"{size:,} bytes, but its index is of {index.bytes:,}; copy the shard again, or make the index anew:"
+    elif (index.bytes, len(labels), index.sha256) != (shard.bytes, shard.images, shard.sha256):
+        fault = f"{len(labels)} images in {index.bytes:,} bytes, but {MANIFEST} says {shard.images} in "
+        fault += f"{shard.bytes:,}, or another checksum; copy both again, or make them anew:"
+    elif labels.max() >= classes:
+        fault = f"label {labels.max()}, but {MANIFEST} names {classes} classes, 0 to {classes - 1}; "
+        fault += "name all classes by --classes FILE:"
+    if fault:
+        raise DataError(f"{place}: {fault} {_REMEDY}")
     return index
 
 
@@ -134,18 +116,16 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of a folder. Raises MissingFile, DataError."""
     place = folder.path(MANIFEST)
     try:
-        encoded = folder.read(MANIFEST, _MOST_OF_MANIFEST)
-    except MissingFile as error:
-        raise MissingFile(f"{error}; make it: {_REMEDY}") from None
-    try:
-        data = parse_json(encoded)
+        data = parse_json(folder.read(MANIFEST, _MOST_OF_MANIFEST))
         _check_format(data["format"], f"{place}: manifest")
         shards = tuple(_shard(**shard) for shard in data["shards"])
-        classes = tuple(printable(_text(name)) for name in data["classes"])
+        classes = tuple(printable(name) for name in data["classes"])
         if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
             raise ValueError("no shards, no classes, or a shard twice")
         return Manifest(classes, shards)
-    except (ValueError, KeyError, TypeError) as error:
+    except MissingFile as error:
+        raise MissingFile(f"{error}; make it: {_REMEDY}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{place}: damaged manifest ({error}); make it anew: {_REMEDY}") from None
 
 
@@ -156,17 +136,11 @@ def _check_format(version: Any, file: str) -> None:
 
 def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
     # Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
-    if not re.fullmatch(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*\.tar", _text(name)):
+    if not re.fullmatch(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*\.tar", name):
         raise ValueError(f"{name!r} is no name of a shard")
-    if not all(type(number) is int and number > 0 for number in (bytes, images)):
-        raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images")
-    return Shard(name, bytes, images, _text(sha256))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
+    if not all(type(number) is int and number > 0 for number in (bytes, images)) or not isinstance(sha256, str):
+        raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images, SHA-256 {sha256!r}")
+    return Shard(name, bytes, images, sha256)
 
 
 def _check_consistent(index: Index) -> None:

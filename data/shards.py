@@ -5,7 +5,7 @@ import hashlib
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Dict, List, Sequence, Union
+from typing import List, Sequence, Union
 
 import numpy as np
 
@@ -24,30 +24,20 @@ class ShardsSource(EncodedSource):
     """Tar shards in the WebDataset convention, with the indexes and the manifest that `tools.shards` makes.
 
     Images are numbered in the order of the manifest, and in a shard as they lie in it. Their bytes are compared with
-    the checksum of the index.
+    the checksum of the index. `place` is a folder, or a URL that fsspec knows; `window`: images among which `order`
+    shuffles beyond the order of shards; 1 leaves shards as they are.
     """
 
     def __init__(self, place: str, window: int):
-        """
-        Args:
-            place: folder, or URL that fsspec knows, with the shards, their indexes and the manifest.
-            window: images among which `order` shuffles beyond the order of shards; 1 leaves shards as they are.
-
-        Raises:
-            DataError: the manifest or an index is missing or damaged, or does not fit a shard.
-        """
-        self.place, self._folder = place, open_folder(place)
-        self._window = window
+        """Raises DataError: the manifest or an index is missing or damaged, or does not fit a shard."""
+        self.place, self._folder, self._window = place, open_folder(place), window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
         self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
         read = functools.partial(read_index, self._folder, classes=len(manifest.classes))
-        if isinstance(self._folder, LocalFolder):
-            indexes = [read(shard) for shard in manifest.shards]
-        else:
-            with ThreadPoolExecutor(_AT_ONCE) as threads:
-                indexes = list(threads.map(read, manifest.shards))
+        with ThreadPoolExecutor(1 if isinstance(self._folder, LocalFolder) else _AT_ONCE) as threads:
+            indexes = list(threads.map(read, manifest.shards))
         self._starts = np.cumsum([0, *(len(index.labels) for index in indexes)])
         self.labels = np.concatenate([index.labels for index in indexes]).astype(np.int64)
         self._offsets = np.concatenate([index.offsets for index in indexes])
@@ -66,19 +56,13 @@ class ShardsSource(EncodedSource):
         # In the order of their places, so that a disk reads on and neighbours are requested together.
         wanted = sorted(set(indices))
         answers = self._folder.ranges([self._range(index) for index in wanted])
-        opened: Dict[int, Union[Image, UnreadableImage]] = {}
-        for index, answer in zip(wanted, answers):
-            try:
-                opened[index] = EncodedImage(self._checked(index, answer), self.name(index))
-            except UnreadableImage as error:
-                opened[index] = error
+        opened = {index: self._opened(self._image, index, answer) for index, answer in zip(wanted, answers)}
         return [opened[index] for index in indices]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """Shards in random order, then images among those nearby: each moves by less than the window.
+        """Shards in random order, then images among those nearby, so that a worker reads from few shards at a time.
 
-        An image i places behind the first sorts at i + window x a random fraction; ties stay in their order. So a
-        worker reads from few shards at a time. With a window of all images it is a random order as any source's.
+        An image i places behind the first sorts at i + window x a random fraction; ties stay in their order.
         """
         size = len(self)
         if self._window >= size:
@@ -96,6 +80,9 @@ class ShardsSource(EncodedSource):
 
     def _range(self, index: int) -> Range:
         return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
+
+    def _image(self, index: int, answer: Union[bytes, str]) -> EncodedImage:
+        return EncodedImage(self._checked(index, answer), self.name(index))
 
     def _checked(self, index: int, answer: Union[bytes, str]) -> bytes:
         """The bytes that a folder answered. Raises UnreadableImage."""
@@ -128,7 +115,7 @@ def _open(data: Shards, classes: int, split: str) -> Source:
 
 
 def open_folder(place: str) -> Folder:
-    """Where shards lie: a folder of this machine, or a URL. Raises DataError."""
+    """The folder or URL of shards. Raises DataError."""
     if "://" not in place:
         return LocalFolder(place)
     from data.remote import RemoteFolder

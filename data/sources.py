@@ -7,26 +7,20 @@ from recipe.errors import DataError
 
 
 def open_source(data: Data, classes: int, split: str) -> Source:
-    """Open the images that a recipe names, after checks that need nothing decoded.
+    """Open the "train" or "validation" images of a recipe with so many classes; nothing is decoded.
 
     Both splits must have the same classes (shards: in the same order), as labels are numbered by them; without training
     images (to score a checkpoint, say) the validation's own classes count.
 
-    Args: classes: the recipe's `model.classes`. split: "train" or "validation".
-
-    Raises:
-        DataError: images that the recipe names are missing, incomplete or do not fit the recipe.
+    Raises DataError: images that the recipe names are missing, incomplete or do not fit the recipe.
     """
-    source = SOURCES.of(data)(data, classes, split)
+    source, expected = SOURCES.of(data)(data, classes, split), data.images(split)
     if len(source.classes) != classes:
-        raise DataError(
-            f"{source.place}: {len(source.classes)} classes, but model.classes is {classes}; "
-            f"set model.classes={len(source.classes)}"
-        )
-    count_key, expected = f"{split}_images", data.images(split)
+        found = len(source.classes)
+        raise DataError(f"{source.place}: {found} classes, but model.classes is {classes}; set model.classes={found}")
     if expected is not None and len(source) != expected:
         raise DataError(
-            f"{source.place}: {len(source)} images, but data.{count_key} is {expected}; "
-            f"complete the images or set data.{count_key}={len(source)}"
+            f"{source.place}: {len(source)} images, but data.{split}_images is {expected}; "
+            f"complete the images or set data.{split}_images={len(source)}"
         )
     return source

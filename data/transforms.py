@@ -22,20 +22,10 @@ _generator_in_use = threading.Lock()
 _GREY = 128  # what operations that move pixels leave behind, as in the TensorFlow reference
 
 
-def augmentation(seed: int, epoch: int, index: int, height: int, width: int, data: Data) -> Tuple[Box, bool]:
-    """Draw the crop and flip of an image: a function of (seed, epoch, sample index) and the image's size."""
-    stream = Stream(key("augment", seed, epoch, index))
-    flip = stream.uniform() < data.flip
-    return crop_box(stream, height, width, data.crop_area, data.crop_aspect), flip
-
-
 def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float], aspect: Tuple[float, float]) -> Box:
     """Draw a random box inside an image of height x width pixels; the largest central one if none fits in ten tries.
 
-    Args:
-        area: low and high share of the image's area, uniform.
-        aspect: low and high width over height, uniform in the logarithm.
-
+    Its share of the image's area is uniform in `area`, the logarithm of width over height in that of `aspect`.
     Source: Szegedy et al., 1409.4842, section 6; limits and fallback as in torchvision's RandomResizedCrop.
     """
     for _ in range(10):
@@ -53,7 +43,7 @@ def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float],
 class Frame(NamedTuple):
     """The part of an image that the model gets: the middle of a resized box, mirrored or not."""
 
-    box: Box  # in the image's pixels, the image upright
+    box: Box
     height: int  # of the resized box
     width: int
     size: int  # pixels a side of the square that is cut out of the middle of the resized box
@@ -61,46 +51,60 @@ class Frame(NamedTuple):
     exact: bool  # whether the box must be decoded at its own size, however small it becomes
 
     @property
-    def top(self) -> int:
-        """First row of the square in the resized box."""
-        return round((self.height - self.size) / 2)
-
-    @property
-    def left(self) -> int:
-        """First column of the square in the resized box."""
-        return round((self.width - self.size) / 2)
+    def corner(self) -> Tuple[int, int]:
+        """First row and column of the square in the resized box."""
+        return round((self.height - self.size) / 2), round((self.width - self.size) / 2)
 
 
 class Transform(abc.ABC):
-    """The work on each image of a split; goes to worker processes.
-
-    size: pixels a side of the result. index: of the image in its source.
-    """
+    """The work on each image of a split: from image number `index` of the source to `size` pixels a side."""
 
     @abc.abstractmethod
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame: ...
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """Change the pixels of the frame, or not. Args: pixels: uint8 [3, size, size]."""
+        """Augment the pixels of the frame, uint8 [3, size, size]."""
         return pixels
 
     def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
         """Return uint8 [3, size, size], mostly channels last in memory. Raises UnreadableImage."""
-        return self.finish(framed(image, self.frame(image, size, epoch, index)), epoch, index)
+        frame = self.frame(image, size, epoch, index)
+        top, left = frame.corner
+        pixels = image.pixels(frame.box, None if frame.exact else size)
+        pixels = _resized(pixels, frame.height, frame.width)[:, top : top + size, left : left + size]
+        return self.finish(pixels.flip(2) if frame.flip else pixels, epoch, index)
 
 
 class Training(Transform):
-    """Random crop, resized to a square, mirrored or not, then data.augment; a function of (seed, epoch, index)."""
+    """Random crop, resized to a square, mirrored or not, then data.augment by torchvision.
+
+    Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's order of draws.
+    Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
+    """
 
     def __init__(self, data: Data, seed: int):
         self._data, self._seed = data, seed
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
-        box, flip = augmentation(self._seed, epoch, index, image.height, image.width, self._data)
+        stream = Stream(key("augment", self._seed, epoch, index))
+        flip = stream.uniform() < self._data.flip
+        box = crop_box(stream, image.height, image.width, self._data.crop_area, self._data.crop_aspect)
         return Frame(box, size, size, size, flip, exact=False)
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        return operated(pixels, self._data, self._seed, epoch, index)
+        data = self._data
+        if data.augment == "none":
+            return pixels
+        operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
+        # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
+        generator = torch.default_generator
+        with _generator_in_use:
+            state = generator.get_state()
+            generator.manual_seed(key(data.augment, self._seed, epoch, index))
+            try:
+                return operations(pixels)
+            finally:
+                generator.set_state(state)
 
 
 class Evaluation(Transform):
@@ -122,39 +126,8 @@ class Evaluation(Transform):
         return Frame(box, height, width, size, flip=False, exact=True)
 
 
-def framed(image: Image, frame: Frame) -> torch.Tensor:
-    """The pixels of a frame: uint8 [3, size, size]. Raises UnreadableImage."""
-    pixels = image.pixels(frame.box, None if frame.exact else frame.size)
-    pixels = _resized(pixels, frame.height, frame.width)
-    pixels = pixels[:, frame.top : frame.top + frame.size, frame.left : frame.left + frame.size]
-    return pixels.flip(2) if frame.flip else pixels
-
-
-def operated(image: torch.Tensor, data: Data, seed: int, epoch: int, index: int) -> torch.Tensor:
-    """RandAugment, AutoAugment (its policy for ImageNet) or TrivialAugment, by torchvision; or the image as it is.
-
-    Draws are a function of (seed, epoch, sample index) and of the installed torchvision's order of draws. Image and
-    result are uint8 [3, height, width].
-
-    Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
-    """
-    if data.augment == "none":
-        return image
-    operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
-    # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
-    generator = torch.default_generator
-    with _generator_in_use:
-        state = generator.get_state()
-        generator.manual_seed(key(data.augment, seed, epoch, index))
-        try:
-            return operations(image)
-        finally:
-            generator.set_state(state)
-
-
 @functools.lru_cache(maxsize=None)
 def _operations(augment: str, number: int, magnitude: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """torchvision's transform of that name, made once in each process."""
     # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a third longer.
     torchvision.disable_beta_transforms_warning()
     from torchvision.transforms import v2

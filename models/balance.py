@@ -8,14 +8,10 @@ from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class BlockCost(NamedTuple):
-    """What one block costs.
+    """Costs of one block for one micro batch: seconds where measured, multiply-adds where counted; and bytes.
 
-    forward, backward: of one micro batch, in seconds where measured, in multiply-adds where counted. Whoever compares
-        blocks needs the ratio only.
-    saved: bytes that autograd keeps of one micro batch for the block's backward pass, its input among them where it
-        is needed. Parameters and buffers, which are there anyway, do not count.
-    output: bytes of the block's output for one micro batch.
-    parameters: their number.
+    saved: what autograd keeps for the backward pass, the block's input among it where it is needed, parameters and
+    buffers not. output: the block's. parameters: their number.
     """
 
     forward: float
@@ -26,12 +22,11 @@ class BlockCost(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where a model is cut, and what follows from it, per stage.
+    """A cut of a model into stages, and what follows from it, per stage.
 
-    cuts: the names of the blocks that open the stages after the first, as `split_names` takes them.
-    seconds: of one micro batch, forward and backward; multiply-adds where the costs were counted.
-    bytes: activations in flight and state of the parameters.
-    memory: what `balance` was told a device has, in bytes.
+    cuts: the names of the blocks that open the stages after the first, as `split_names` takes them. seconds: of one
+    micro batch, forward and backward; multiply-adds where the costs were counted. bytes: activations in flight and
+    state of the parameters. memory: bytes of a device, as given to `balance`.
     """
 
     cuts: List[str]
@@ -41,13 +36,12 @@ class Cut(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """By which share the slowest stage takes longer than the mean of all: 0 for an even cut."""
+        """Share by which the slowest stage takes longer than the mean of all: 0 for an even cut."""
         mean = math.fsum(self.seconds) / len(self.seconds)
         return max(self.seconds) / mean - 1 if mean else 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether each stage's bytes are within the memory of a device."""
         return self.memory is None or max(self.bytes) <= self.memory
 
     def describe(self, origin: str = "measured") -> str:
@@ -74,29 +68,22 @@ def balance(
 ) -> Cut:
     """The cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
 
-    Exact, by dynamic programming over the blocks. Of cuts that are equally fast, the one whose largest stage needs
-    least memory is taken; where no cut fits, that which needs least, and then the fastest of these: see `Cut.fits`.
-    A stage without parameters would have nothing to learn and is not made, so no cut comes right after `preprocess`.
-
-    A stage's memory is counted as bytes_per_parameter x parameters + in_flight x saved bytes. Of a block that is
-    recomputed only the input is kept in flight (that of the first block, the images, is not counted); while it is
-    recomputed its saved bytes are there once, and one block is recomputed at a time.
+    Exact, by dynamic programming over the blocks. Of equally fast cuts the one whose largest stage needs least memory
+    is taken; where no cut fits (`Cut.fits`), the one that needs least, and then the fastest of these. No stage is
+    without parameters. A stage's memory is bytes_per_parameter x parameters + in_flight x saved bytes. Of a recomputed
+    block only the input is in flight (but for the images); its saved bytes are there once.
 
     Args:
-        costs: block's name -> cost, in running order.
-        stages: of one replica, over all devices: where devices compute several stages each, all of them.
-        in_flight: per stage, the micro batches whose activations it holds at once: with GPipe's schedule all of a
-            step, with 1F1B `stages` - stage.
-        recompute: names of the blocks whose activations are computed a second time in the backward pass: their
-            forward pass is paid twice.
-        bytes_per_parameter: weight, gradient and slots of the optimizer.
-        memory: bytes of one device.
-        phases: whether all forward passes come before all backward passes, as GPipe has it. A step then takes as
-            long as the slowest forward and the slowest backward phase: from the cut above, borders are moved as
-            long as the sum of the two falls. That is not exact, but never worse.
+        costs: block's name -> cost, in running order. stages: of one replica, over all devices.
+        in_flight: per stage, the micro batches whose activations it holds at once: all of a step with GPipe's schedule,
+            `stages` - stage with 1F1B.
+        recompute: names of the blocks that are recomputed in the backward pass: their forward pass is paid twice.
+        bytes_per_parameter: weight, gradient and slots of the optimizer. memory: bytes of one device.
+        phases: whether all forward passes come before all backward passes, as in GPipe. A step then takes as long as
+            the slowest forward and the slowest backward phase: from the cut above, borders are moved as long as that
+            sum falls, which is not exact, but never worse.
 
-    Raises:
-        ValueError: more stages than blocks with parameters.
+    Raises ValueError: more stages than blocks with parameters.
 
     Source: of the schedules, Huang et al., 1811.06965 (GPipe) and Narayanan et al., 1806.03377 (1F1B).
     """
@@ -135,30 +122,25 @@ def balance(
 def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     """`names` as consecutive lists, a new one opening at each name in `cuts`.
 
-    Raises:
-        ValueError: a cut that is no block, is the first block, or is out of order; the message lists the blocks.
+    Raises ValueError: a cut is no block, is the first block, or is out of order.
     """
-    positions = []
     for cut in cuts:
         if cut not in names:
             raise ValueError(f"{cut} is not a block; the blocks are {', '.join(names)}")
-        positions.append(list(names).index(cut))
-    edges = [0, *positions, len(names)]
-    if any(end <= start for start, end in zip(edges, edges[1:])):
+    positions = [list(names).index(cut) for cut in cuts]
+    stages = [list(names[start:end]) for start, end in zip([0, *positions], [*positions, len(names)])]
+    if not all(stages):
         raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
-    return [list(names[start:end]) for start, end in zip(edges, edges[1:])]
-
-
-_Part = Tuple[int, int, int]
+    return stages
 
 
 def _best_edges(
-    parts: Dict[_Part, Tuple[float, int]], stages: int, blocks: int, order: Tuple[int, int]
+    parts: Dict[Tuple[int, int, int], Tuple[float, int]], stages: int, blocks: int, order: Tuple[int, int]
 ) -> Optional[List[int]]:
-    """The edges 0, ..., `blocks` of consecutive `parts` whose largest cost of kind order[0] is the least.
+    """The edges 0, ..., `blocks` of consecutive `parts` with the least largest cost of kind order[0], then order[1].
 
-    Among these, the largest of kind order[1] is the least. In two rounds: the best beginning of a cut by both kinds
-    need not be the beginning of the best cut, as a later stage may be slower anyway. None if there is no way.
+    In two rounds: the best beginning of a cut by both kinds need not begin the best cut, as a later stage may be slower
+    anyway. None if there is no way.
     """
     for kind in order:
         # (stages made, block behind them) -> (largest cost up to there, edges so far)
@@ -176,10 +158,10 @@ def _best_edges(
 
 
 def _moved(edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container) -> List[int]:
-    """`edges` after all moves of one by one or two blocks that lower max(forward) + max(backward) over the stages."""
+    """`edges` after moving them by one or two blocks as long as that lowers max(forward) + max(backward)."""
 
     def slowness(edges: Sequence[int]) -> float:
-        stages = [slice(start, end) for start, end in zip(edges, edges[1:])]
+        stages = [slice(*ends) for ends in zip(edges, edges[1:])]
         return sum(max(math.fsum(phase[stage]) for stage in stages) for phase in (forward, backward))
 
     while True:
@@ -200,5 +182,4 @@ def _megabytes(size: int) -> str:
 
 
 def _listed(items: List[str]) -> str:
-    """`a, b and c`."""
     return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

@@ -18,16 +18,11 @@ _IN_TURN = 3  # micro batches that a measurement sends forward before the first 
 
 
 def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Dict[str, BlockCost]:
-    """Seconds and bytes of each block, timed alone in training mode on the device where model and images are.
+    """Seconds and bytes of each block for one micro batch of images, uint8 [micro, 3, H, W], timed in training mode.
 
-    Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that
-    a block's input and what it saved are not in the caches. Takes the minimum over repetitions, as noise only adds
-    time; the first pass warms up. Time is that of computing gradients, not of adding them up. A block whose output
-    needs no gradient, such as `preprocess`, has no backward pass, and the next computes no gradient of its input.
-
-    The model is left as it was to the bit: gradients, running statistics, draws and training flags.
-
-    Args: images: one micro batch, uint8 [micro, 3, H, W]. repetitions: timed passes, at least 1.
+    Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that a
+    block's input and what it saved are not in the caches. Takes the minimum over repetitions; the first pass warms up.
+    Gradients are computed, not added up. The model keeps its gradients, running statistics, draws and training flags.
     """
     blocks = {name: model.block(name) for name in model.names}
     times = dict.fromkeys(blocks, (math.inf, math.inf))
@@ -40,7 +35,7 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
                 output = block(x)
             parameters = sum(parameter.numel() for parameter in block.parameters())
             sizes[name] = (sum(saved.values()), output.numel() * output.element_size(), parameters)
-            x = _detached(output)
+            x = output.detach().requires_grad_(output.requires_grad)
         for _ in range(repetitions):
             for name, seconds in _timed(blocks, images).items():
                 times[name] = tuple(map(min, times[name], seconds))
@@ -48,7 +43,7 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
 
 
 def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
-    """Block by block, the median time of what several processes have measured of one model."""
+    """Median times of each block over what several processes have measured."""
     return {
         name: cost._replace(
             forward=statistics.median(each[name].forward for each in measured),
@@ -69,7 +64,7 @@ def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tupl
             output = block(x)
             seconds[name][0] += _now(x.device) - started
             passes.append((name, block, x, output))
-            x = _detached(output)
+            x = output.detach().requires_grad_(output.requires_grad)
     while passes:
         name, block, x, output = passes.pop()
         if output.requires_grad:
@@ -82,20 +77,13 @@ def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tupl
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _detached(output: torch.Tensor) -> torch.Tensor:
-    """The next block's input: a graph of its own, with a gradient if there is something to learn."""
-    return output.detach().requires_grad_(output.requires_grad)
-
-
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore training flags and buffers in the end."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -113,18 +101,14 @@ def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
     """Collect what autograd saves: storage -> bytes; parameters and buffers are left out."""
     sizes: Dict[int, int] = {}
     alive = [*block.parameters(), *block.buffers()]
-    own = {_storage(tensor) for tensor in alive}
+    own = {tensor.untyped_storage()._cdata for tensor in alive}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if _storage(tensor) not in own:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
             alive.append(tensor.detach())  # a storage that is freed may give its place, and so its key, to another
-            sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            sizes[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sizes
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """A key that tells storages apart."""
-    return tensor.untyped_storage()._cdata

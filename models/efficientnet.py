@@ -22,16 +22,13 @@ from recipe.randomness import key
 
 
 def build(model: network.EfficientNet, seed: int) -> BlockList:
-    """Build an EfficientNet: see `Family.build`.
+    """Build an EfficientNet: see `Family.build`. Raises ConfigError: channels do not divide into a norm's groups.
 
     Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Parameters and buffers have timm's names behind the
     block's, so `timm_name` maps a state dict to timm's except for `num_batches_tracked` and proxy normalisation.
     Depthwise with expansion 6 and batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5)
     or `tf_efficientnet_bN` (padding same, norm_eps 1e-3). Initial weights follow timm's rules (but see
     `_calm_classifier`).
-
-    Raises:
-        ConfigError: channels that do not divide into the groups of the normalisation.
 
     Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
     """
@@ -53,7 +50,7 @@ def build(model: network.EfficientNet, seed: int) -> BlockList:
 
 
 def timm_name(name: str) -> str:
-    """Name of a parameter or buffer in timm's EfficientNet, which has no `stem` and `head`."""
+    """See `Family.timm_name`: timm's EfficientNet has no `stem` and `head`."""
     return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
 
 
@@ -86,16 +83,14 @@ class _EfficientNetFamily(Family):
 def _calm_classifier(classifier: nn.Linear) -> None:
     """Shrink the initial weights of a classifier of fewer than 1,000 classes to the size they have with 1,000.
 
-    timm draws them, as the authors' code does, between -1 and 1 over the root of the classes. With ten classes that
-    gives logits of a hundred times the variance: a first loss of 5 in the place of 2.3, and SGD that never recovers.
+    timm, like the authors, draws them between -1 and 1 over the root of the classes. With ten classes the first loss is
+    then 5 instead of 2.3, and SGD never recovers.
     """
     with torch.no_grad():
         classifier.weight.mul_(min(1.0, classifier.out_features / 1000) ** 0.5)
 
 
 class _Stem(nn.Module):
-    """First convolution: [N, 3, H, W] -> [N, C, H/2, W/2]."""
-
     def __init__(self, theirs: EfficientNet):
         super().__init__()
         self.conv_stem, self.bn1 = theirs.conv_stem, theirs.bn1
@@ -105,8 +100,6 @@ class _Stem(nn.Module):
 
 
 class _Head(nn.Module):
-    """Last convolution, mean over pixels, dropout, classifier: [N, C, h, w] -> [N, classes]."""
-
     def __init__(self, theirs: EfficientNet, dropout: Dropout):
         super().__init__()
         self.conv_head, self.bn2 = theirs.conv_head, theirs.bn2

@@ -6,10 +6,10 @@ from recipe.config import Model
 
 
 def build(section: Model, seed: int) -> BlockList:
-    """Build the model of a recipe: see `Family.build`."""
+    """See `Family.build`."""
     return FAMILIES.of(section).build(section, seed)
 
 
 def timm_name(section: Model, name: str) -> str:
-    """Name of a parameter or buffer in timm's files: see `Family.timm_name`."""
+    """See `Family.timm_name`."""
     return FAMILIES.of(section).timm_name(name)

@@ -1,7 +1,4 @@
-"""Normalisation layers with their activation, in the shape that timm's blocks ask for: group, layer, batch, proxy.
-
-Layer normalisation is a group normalisation with one group: per image, over all channels and pixels (1803.08494).
-"""
+"""Normalisation layers with their activation, as timm's blocks need them: group, layer (one group), batch, proxy."""
 
 from __future__ import annotations
 
@@ -18,16 +15,14 @@ _NODES = 32
 
 
 class GroupNormAct(nn.GroupNorm):
-    """Group normalisation over [N, C, H, W], scale and bias per channel, then SiLU or nothing.
+    """Group normalisation over [N, C, H, W], scale and (with `shift`) bias per channel, then SiLU or nothing.
 
     Statistics are float32 also for half-precision input. Not for channels-last input on the CPU: there torch takes the
     variance as a difference of squares, which loses its digits where the mean is large.
-
     Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, apply_act: bool = True, shift: bool = True):
-        """Args: channels: a multiple of `groups`; eps: added to the variance; shift: whether there is a `bias`."""
         super().__init__(groups, channels, eps=eps)
         self.apply_act = apply_act
         if not shift:
@@ -53,16 +48,14 @@ class _FullPrecisionBuffers(nn.Module):
 class BatchNormAct(_FullPrecisionBuffers):
     """Batch normalisation over N, H and W of [N, C, H, W], scale and bias per channel, then SiLU or nothing.
 
-    As torch's: in training x is normalised by its own statistics, and every forward pass moves the running ones
-    (unbiased variance) towards them by `momentum`; in evaluation by the running ones. Input and output have one dtype;
-    statistics, and scale and bias as they are applied, are float32 also where that is half precision. `weight`, `bias`,
-    `running_mean` and `running_var`, each [C], have torch's and timm's names; there is no `num_batches_tracked`.
+    Like torch's, but statistics, and scale and bias as they are applied, are float32 also where input and output are
+    half precision, and there is no `num_batches_tracked`. Every forward pass in training moves the running statistics
+    (unbiased variance) by `momentum` towards the batch's.
 
     Source: Ioffe and Szegedy, 1502.03167.
     """
 
     def __init__(self, channels: int, eps: float, momentum: float, apply_act: bool = True):
-        """Args: eps: added to the variance; momentum: share of the new batch in the running statistics, in (0, 1]."""
         super().__init__()
         self.eps, self.momentum, self.apply_act = eps, momentum, apply_act
         self.moves_statistics = True  # False where a pass is computed for the second time
@@ -84,16 +77,14 @@ class BatchNormAct(_FullPrecisionBuffers):
 class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
     """Group normalisation, scale and bias, SiLU, and then proxy normalisation; [N, C, H, W], output in x's dtype.
 
-    Single channels keep a mean and a scale after a group normalisation and SiLU. Proxy normalisation takes off those
-    that a Gaussian variable Y in the place of a channel's normalised values y would have, in training and evaluation:
+    It takes off the mean and scale that a Gaussian Y in the place of a channel's normalised values would have:
 
         Y ~ N(proxy_shift, (1 + proxy_scale)^2)
         output = (silu(weight y + bias) - mean) / sqrt(variance + proxy_eps)
         mean, variance: those of silu(weight Y + bias)
 
     `proxy_shift` and `proxy_scale`, [C], are learnt and start at 0; gradients reach weight and bias through the
-    moments too. The moments and the arithmetic that applies them are float32: in float16 the sums over pixels in their
-    gradients would overflow.
+    moments too. The moments and their use are float32: in float16 sums over pixels in their gradients would overflow.
 
     Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code (graphcore/examples
     v3.0.0, vision/cnns/tensorflow1/training/Models: proxy_norm.py), a layer without activation has no proxy and no
@@ -102,7 +93,6 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
     """
 
     def __init__(self, channels: int, groups: int, eps: float, proxy_eps: float):
-        """Args: channels: a multiple of `groups`; eps, proxy_eps: added to the variances of x and of the proxy."""
         super().__init__(channels, groups, eps)
         self.proxy_eps = proxy_eps
         self.proxy_shift = nn.Parameter(torch.zeros(channels))
@@ -119,10 +109,8 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
     def moments(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of each channel's proxy after SiLU, [C] each, float32."""
-        weight, bias, shift, scale = (
-            parameter.to(self.nodes.dtype)[:, None]
-            for parameter in (self.weight, self.bias, self.proxy_shift, self.proxy_scale)
-        )
+        learnt = self.weight, self.bias, self.proxy_shift, self.proxy_scale
+        weight, bias, shift, scale = (parameter.to(self.nodes.dtype)[:, None] for parameter in learnt)
         z = F.silu(weight * (shift + (1 + scale) * self.nodes) + bias)
         # A sum and no matrix product: that may be rounded to 10 bits (TF32).
         mean = (z * self.shares).sum(1)
@@ -130,7 +118,6 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """In place where no gradient is wanted."""
     return F.silu(x, inplace=not torch.is_grad_enabled())
 
 
@@ -140,9 +127,5 @@ NORMS = (GroupNormAct, BatchNormAct)
 
 def norm_parameters(model: nn.Module) -> List[str]:
     """Names of the parameters that belong to normalisation layers, those of the proxy among them."""
-    return [
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if isinstance(module, NORMS)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    norms = [(prefix, module) for prefix, module in model.named_modules() if isinstance(module, NORMS)]
+    return [f"{prefix}.{name}" for prefix, norm in norms for name, _ in norm.named_parameters(recurse=False)]

@@ -12,8 +12,7 @@ class Preprocess(nn.Module):
     """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
 
     Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W] in
-    `memory_format`: contiguous, unless that is set to another. Mean and standard deviation are of RGB in [0, 1]. They
-    belong to the recipe, not to the weights, and so are no part of the state dict.
+    `memory_format`. Mean and standard deviation are of RGB in [0, 1]; they belong to the recipe, not to the state dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):

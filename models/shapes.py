@@ -1,7 +1,4 @@
-"""The blocks of a model as numbers: parameters, multiply-adds and activations of each. Needs no torch.
-
-Those of an EfficientNet are here; `models.efficientnet` builds the same blocks of modules.
-"""
+"""The blocks of a model, here an EfficientNet, as numbers: parameters, multiply-adds, activations. Needs no torch."""
 
 from __future__ import annotations
 
@@ -74,7 +71,6 @@ def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
 @SHAPES.implements(EfficientNet)
 def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
     def rounded(channels: int) -> int:
-        """Channels at the model's width: the nearest multiple of 8 that is not below nine tenths of it."""
         return _divisible(channels * model.width)
 
     found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
@@ -114,10 +110,7 @@ def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]
 
 
 def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
-    """Multiply-adds (without normalisations and activations) and bytes of each block for a micro batch.
-
-    Args: micro: images of a micro batch. itemsize: bytes of an activation.
-    """
+    """Multiply-adds (without normalisations and activations) and bytes, `itemsize` an activation, of each block."""
     return {
         name: BlockCost(
             micro * shape.multiply_adds,
@@ -139,6 +132,7 @@ def groups_of(channels: int, group_size: int) -> int:
 
 
 def _divisible(value: float) -> int:
+    """The nearest multiple of 8 that is not below nine tenths of the value."""
     result = max(CHANNEL_DIVISOR, int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR)
     return result + CHANNEL_DIVISOR if result < 0.9 * value else result
 

@@ -13,14 +13,13 @@ from recipe.kinds import Registry
 
 
 class BlockList(nn.Module):
-    """Blocks that run one after the other, e.g. `preprocess`, `stem`, `blocks.0.0`, ..., `head`.
+    """Named blocks that run one after the other, e.g. `preprocess`, `stem`, `blocks.0.0`, ..., `head`.
 
-    Dots in a name nest modules, so a parameter's name starts with its block's name and does not depend
-    on which other blocks are present: a stage's state dict is a part of the whole model's.
+    Each takes and returns one tensor. Dots in a name nest modules, so a parameter's name starts with its block's name
+    and does not depend on which other blocks are present: a stage's state dict is a part of the whole model's.
     """
 
     def __init__(self, blocks: Iterable[Tuple[str, nn.Module]]):
-        """Args: blocks: (name, module) in running order; each module takes and returns one tensor."""
         super().__init__()
         self.names = []
         for name, block in blocks:

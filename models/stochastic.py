@@ -18,10 +18,8 @@ class Draws:
         self.seed, self.step, self.micro_batch = seed, 0, 0
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
-        """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device.
-
-        Drawn on the host: a few numbers are cheaper there than ten kernel launches on a device.
-        """
+        """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device."""
+        # Drawn on the host: a few numbers are cheaper there than ten kernel launches on a device.
         draw = key("model", self.seed, self.step, self.micro_batch, name)
         kept = bits32(draw, np.arange(count, dtype=np.uint64)) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
@@ -45,23 +43,20 @@ class _Dropping(nn.Module):
         return self.draws.keep_mask(self.name, self.rate, rows * self.per_row, like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mask is not None:  # first: compiled, layers of all rates are then one program
-            return self._drop(x, self.mask)
-        return self._drop(x, self.draw(len(x), x)) if self.training and self.rate else x
+        mask = self.mask  # first: compiled, layers of all rates are then one program
+        if mask is None:
+            if not (self.training and self.rate):
+                return x
+            mask = self.draw(len(x), x)
+        return x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
 
 
 class Dropout(_Dropping):
     """Zeroes single activations. Input and output: [N, per_row]. Source: Srivastava et al., JMLR 15 (2014)."""
 
-    def _drop(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x * mask.view_as(x)
-
 
 class DropPath(_Dropping):
     """Zeroes a residual branch per image. Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382."""
-
-    def _drop(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x * mask.view(-1, 1, 1, 1)
 
 
 RANDOM_LAYERS = (Dropout, DropPath)

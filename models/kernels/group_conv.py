@@ -4,16 +4,15 @@ With groups of 16 channels, a kernel of k x k and stride 1, an output element ta
 in half precision 4 bytes: 72 (k = 3) or 200 (k = 5) operations a byte. That is too many for a GPU's vector units (20 a
 byte on an H100, by its data sheet) and few for its tensor cores (300). So each group is a product for tensor cores,
 [pixels, 16] x [16, 16], at every point of the kernel, and pixels are read up to k^2 times, from the cache. Padding is
-masked, where timm's Conv2dSame copies its input. The input is kept for the backward pass.
-
-Sums are float32. Those of the weights' gradient are stored in parts and added in a fixed order: there are no atomics,
-so results repeat bit for bit.
+masked, where timm's Conv2dSame copies its input. Sums are float32; those of the weights' gradient are stored in parts
+and added in a fixed order, without atomics, so results repeat bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Tuple
+import math
+from typing import List
 
 import torch
 import triton
@@ -35,10 +34,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def replaces(module: nn.Module) -> bool:
-    """Whether `FusedGroupConv2d.of` takes the module: a Conv2d padded by half its kernel, or timm's Conv2dSame.
-
-    With groups of 16 or 32 channels, as many out as in; 3 x 3 or 5 x 5, stride 1 or 2, without dilation and bias.
-    """
+    """Whether `FusedGroupConv2d.of` takes the module: a Conv2d padded by half its kernel, or timm's Conv2dSame."""
     if type(module) not in (nn.Conv2d, Conv2dSame):
         return False
     kernel = module.kernel_size
@@ -65,7 +61,7 @@ class FusedGroupConv2d(nn.Conv2d):
 
     @classmethod
     def of(cls, conv: nn.Conv2d) -> FusedGroupConv2d:
-        """A layer with the Parameter and settings of `conv`, which `replaces` must be true for."""
+        """A layer with the Parameter and settings of `conv`."""
         assert replaces(conv), f"no kernels for {conv}"
         fused = copy.copy(conv)
         fused.__class__ = cls
@@ -110,37 +106,34 @@ class _Launches:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, stride: int, pads_same: bool):
         self.format = _format(x)
-        self.images, self.channels, self.height, self.width = x.shape
+        self.images, self.channels, *self.size = x.shape
         self.group, self.kernel, self.stride = weight.shape[1], weight.shape[2], stride
         self.groups = self.channels // self.group
-        self.out_height, self.out_width = -(-self.height // stride), -(-self.width // stride)
-        self.out_pixels = self.images * self.out_height * self.out_width
-        self.top = self._low_padding(self.height, pads_same)
-        self.left = self._low_padding(self.width, pads_same)
-        assert self.images * self.height * self.width < 2**31 - max(_PIXELS.values()), "pixels are counted in 32 bits"
-
-    def _low_padding(self, size: int, pads_same: bool) -> int:
-        """Rows above, or columns left of, the image. TensorFlow's total is the least; its odd one goes to the end."""
-        if not pads_same:
-            return self.kernel // 2
-        return max((-(-size // self.stride) - 1) * self.stride + self.kernel - size, 0) // 2
+        self.out_size = [-(-side // stride) for side in self.size]
+        self.out_pixels = self.images * math.prod(self.out_size)
+        padding = [self.kernel // 2] * 2  # above and left of the image
+        if pads_same:  # TensorFlow's total is the least; its odd one goes to the end
+            sides = zip(self.size, self.out_size)
+            padding = [max((out - 1) * stride + self.kernel - side, 0) // 2 for side, out in sides]
+        self.sizes = (self.channels, *self.size, *self.out_size, *padding)
+        assert self.images * math.prod(self.size) < 2**31 - max(_PIXELS.values()), "pixels are counted in 32 bits"
 
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = self._empty(x, self.out_height, self.out_width)
+        y = self._empty(x, self.out_size)
         tiles = triton.cdiv(self.out_pixels, _PIXELS[self.format])
         constants = self._constants(_PIXELS[self.format])
-        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self.out_pixels, *self._sizes(), **constants)
+        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self.out_pixels, *self.sizes, **constants)
         return y
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """One program's pixels (in a contiguous image its rows) lie `stride` apart: the same points reach all."""
-        dx = self._empty(dy, self.height, self.width)
+        dx = self._empty(dy, self.size)
         column_step = self.stride if self.format is torch.channels_last else 1
-        pixels = self.images * -(-self.height // self.stride) * -(-self.width // column_step)
+        pixels = self.images * self.out_size[0] * -(-self.size[1] // column_step)
         tiles = triton.cdiv(pixels, _PIXELS[self.format])
         constants = self._constants(_PIXELS[self.format], COLUMN_STEP=column_step)
         _input_gradient[(tiles * self.groups * self.stride * column_step,)](
-            dy, _by_point(weight), dx, tiles, pixels, *self._sizes(), **constants
+            dy, _by_point(weight), dx, tiles, pixels, *self.sizes, **constants
         )
         return dx
 
@@ -153,16 +146,13 @@ class _Launches:
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         constants = self._constants(_SUMMED_PIXELS, POINTS=points)
         _weight_gradient[(parts * self.groups * chunks,)](
-            x, dy, sums, triton.cdiv(tiles, parts), self.out_pixels, *self._sizes(), **constants
+            x, dy, sums, triton.cdiv(tiles, parts), self.out_pixels, *self.sizes, **constants
         )
         return sums.sum(0).permute(0, 3, 4, 1, 2).reshape(self.channels, self.group, *shape[2:4]).to(x.dtype)
 
-    def _empty(self, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        shape = (self.images, self.channels, height, width)
+    def _empty(self, like: torch.Tensor, size: List[int]) -> torch.Tensor:
+        shape = (self.images, self.channels, *size)
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=self.format)
-
-    def _sizes(self) -> Tuple[int, ...]:
-        return self.channels, self.height, self.width, self.out_height, self.out_width, self.top, self.left
 
     def _constants(self, pixels: int, **others: int) -> dict:
         return {
@@ -179,7 +169,7 @@ class _Launches:
 
 
 def _by_point(weight: torch.Tensor) -> torch.Tensor:
-    """[groups, k, k, out, in]: the matrix of a group at a point of the kernel lies in one piece."""
+    """[groups, k, k, out, in], contiguous: each group's matrix at each point of the kernel."""
     channels, group, kernel, _ = weight.shape
     return weight.reshape(channels // group, group, group, kernel, kernel).permute(0, 3, 4, 1, 2).contiguous()
 
@@ -296,7 +286,7 @@ def _weight_gradient(
 
 @triton.jit
 def _group_and_tile(program, groups, tiles, CHANNELS_LAST: tl.constexpr):
-    """What a program computes. Programs that run together read what lies together."""
+    """A program's group and tile: programs that run together read what lies together."""
     if CHANNELS_LAST:
         return program % groups, program // groups
     else:

@@ -7,8 +7,8 @@ Tensors of x's size that move between memory and processor:
 | backward | read x, dy; read x, dy, write dx: 5 | read z, dy, write dz; then the five with dz: 8     |
 | kept     | x                                   | x and z                                            |
 
-A tile of one image is [channels, pixels], in either layout; one program computes one tile. Its sums are stored for each
-channel, and merged in a fixed order: there are no atomics, so results repeat bit for bit. All arithmetic is float32.
+One program computes one tile, [channels, pixels] of one image in either layout. Its sums are stored for each channel
+and merged in a fixed order, without atomics, so results repeat bit for bit. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def replaces(module: nn.Module) -> bool:
-    """Whether `FusedGroupNormAct.of` takes the module: group, layer and proxy normalisation of models/normalization."""
+    """Whether `FusedGroupNormAct.of` takes the module."""
     return type(module) in (GroupNormAct, ProxyNormAct)
 
 
@@ -45,7 +45,7 @@ class FusedGroupNormAct(GroupNormAct):
 
     @classmethod
     def of(cls, norm: GroupNormAct) -> FusedGroupNormAct:
-        """A layer with the Parameters, buffers and settings of `norm`, which `replaces` must be true for."""
+        """A layer with the Parameters, buffers and settings of `norm`."""
         assert replaces(norm), f"no kernels for {type(norm).__name__}"
         fused = copy.copy(norm)
         fused.__class__ = _FusedProxyNormAct if isinstance(norm, ProxyNormAct) else cls
@@ -92,26 +92,16 @@ class _Tiles(NamedTuple):
     def chunks(self) -> int:
         return triton.cdiv(self.pixels, self.columns)
 
-    @property
-    def grid(self) -> Tuple[int]:
-        """In one dimension, the only one that may be longer than 65,535."""
-        return (self.images * triton.cdiv(self.channels, self.rows) * self.chunks,)
-
     def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """Place for two numbers of each channel of each tile: [2, N, C, chunks], float32."""
+        """Memory for two numbers of each channel of each tile: [2, N, C, chunks], float32."""
         return torch.empty((2, self.images, self.channels, self.chunks), dtype=torch.float32, device=x.device)
 
-    def arguments(self) -> dict:
-        """Arguments of every kernel over tiles."""
-        return {
-            "channels": self.channels,
-            "pixels": self.pixels,
-            "CHANNELS_LAST": self.channels_last,
-            "ALIGNED": self.aligned,
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "num_warps": _WARPS,
-        }
+    def run(self, kernel, *arguments, **constants) -> None:
+        """One program a tile. The grid has one dimension, the only one that may be longer than 65,535."""
+        grid = (self.images * triton.cdiv(self.channels, self.rows) * self.chunks,)
+        layout = {"CHANNELS_LAST": self.channels_last, "ALIGNED": self.aligned, "num_warps": _WARPS}
+        tile = {"ROWS": self.rows, "COLUMNS": self.columns}
+        kernel[grid](*arguments, channels=self.channels, pixels=self.pixels, **layout, **tile, **constants)
 
 
 class _GroupNormAct(torch.autograd.Function):
@@ -123,7 +113,7 @@ class _GroupNormAct(torch.autograd.Function):
         size = tiles.channels // groups
         mean, scale = _statistics(x, tiles, groups, eps)
         y = torch.empty_like(x)
-        _normalise[tiles.grid](x, y, weight, bias, mean, scale, size, SILU=apply_act, **tiles.arguments())
+        tiles.run(_normalise, x, y, weight, bias, mean, scale, size, SILU=apply_act)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.groups, ctx.apply_act = groups, apply_act
         return y
@@ -137,21 +127,21 @@ class _GroupNormAct(torch.autograd.Function):
         dy = dy.contiguous(memory_format=torch.channels_last if tiles.channels_last else torch.contiguous_format)
         given = (x, dy, weight, bias, mean, scale, size)
         partial = tiles.partial_sums(x)
-        _sum_gradients[tiles.grid](*given, partial[0], partial[1], SILU=ctx.apply_act, **tiles.arguments())
+        tiles.run(_sum_gradients, *given, partial[0], partial[1], SILU=ctx.apply_act)
         by_channel = partial.sum(3)
         dbias, dweight = by_channel.sum(1)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
             by_group = (by_channel * weight).view(2, tiles.images, ctx.groups, size).sum(3)
-            _input_gradient[tiles.grid](*given, by_group[0], by_group[1], dx, SILU=ctx.apply_act, **tiles.arguments())
+            tiles.run(_input_gradient, *given, by_group[0], by_group[1], dx, SILU=ctx.apply_act)
         return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), None, None, None
 
 
 def _statistics(x: torch.Tensor, tiles: _Tiles, groups: int, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
     """Mean, and one over the standard deviation, of each image's groups: [N, groups] each, float32."""
     partial = tiles.partial_sums(x)
-    _tile_statistics[tiles.grid](x, partial[0], partial[1], **tiles.arguments())
+    tiles.run(_tile_statistics, x, partial[0], partial[1])
     mean, scale = torch.empty((2, tiles.images, groups), dtype=torch.float32, device=x.device)
     size = tiles.channels // groups
     block = min(_power_of_two(size * tiles.chunks), _MERGED)
@@ -249,13 +239,13 @@ def _merge_statistics(means, squares, mean, scale, size, pixels, eps, COLUMNS: t
 
 @triton.jit
 def _by_group(values, image, channel, channels, size):
-    """Of what [N, groups] holds: each channel's, [ROWS]."""
+    """Each channel's number of [N, groups]: [ROWS]."""
     return tl.load(values + image * (channels // size) + channel // size, mask=channel < channels, other=0.0)
 
 
 @triton.jit
 def _by_channel(values, channel, channels):
-    """Of what [C] holds: each channel's, [ROWS], float32."""
+    """Each channel's number of [C]: [ROWS], float32."""
     return tl.load(values + channel, mask=channel < channels, other=0.0).to(tl.float32)
 
 

@@ -19,10 +19,9 @@ def available() -> bool:
 
 
 def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
-    """Put fused layers, with the same parameters and names, in the place of those in `model`; return their names.
+    """Replace layers of `model` by fused ones with the same parameters; return their names.
 
-    Raises:
-        ImportError: Triton is missing, or cannot be loaded.
+    Raises ImportError: Triton is missing, or cannot be loaded.
     """
     loaded = [_load(name) for name in kernels]
     found: Dict[str, nn.Module] = {}

@@ -54,7 +54,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.released.wait(30)
             self.close_connection = True
             return
-        if self.server.login and self.headers.get("Authorization") != _basic(self.server.login):
+        if self.server.login and self.headers.get("Authorization") != f"Basic {_base64(self.server.login)}":
             return self._answer(401, b"no")
         if self.server.query and query != self.server.query:
             return self._answer(403, b"no")
@@ -63,9 +63,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             while not self.server.released.is_set():
                 self.wfile.write(bytes(1 << 16))
         if fault == "swelling":
-            packed = _swelling()
-            self._begin(200, len(packed), ("Content-Encoding", "gzip"))
-            return self.wfile.write(packed)
+            return self._answer(200, _swelling(), ("Content-Encoding", "gzip"))
         if isinstance(fault, int):
             return self._answer(fault, b"no")
         try:
@@ -76,10 +74,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found is None or fault == "whole":
             return self._answer(200, content)
         start, last = map(int, found.groups())
-        self._answer(206, content[start : last + 1], f"bytes {start}-{last}/{len(content)}")
+        self._answer(206, content[start : last + 1], ("Content-Range", f"bytes {start}-{last}/{len(content)}"))
 
-    def _answer(self, status, content, part=None):
-        self._begin(status, len(content), *([("Content-Range", part)] if part is not None else []))
+    def _answer(self, status, content, *headers):
+        self._begin(status, len(content), *headers)
         self.wfile.write(content)
 
     def _begin(self, status, length, *headers):
@@ -93,20 +91,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def _basic(login):
-    return f"Basic {base64.b64encode(login.encode()).decode()}"
+def _base64(text):
+    return base64.b64encode(text.encode()).decode()
 
 
 @contextlib.contextmanager
 def serving(folder):
     """The server while it runs."""
     server = Server(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield server
     finally:
         server.released.set()
         server.shutdown()
         server.server_close()
-        thread.join()

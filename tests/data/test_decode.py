@@ -1,10 +1,10 @@
 """Decoding: pixels against Pillow and values known by hand, parts against the whole, damaged files against an error."""
 
+import ctypes
 import io
 import itertools
-import os
+import multiprocessing
 import struct
-import subprocess
 import sys
 import zlib
 
@@ -15,33 +15,20 @@ from PIL import Image, ImageOps
 
 from data import jpeg
 from data.base import Box, Pixels, UnreadableImage
-from data.decode import MAX_PIXELS, decode
+from data.decode import MAX_PIXELS, decode, read_header
 from data.encoded import EncodedImage
-from tests.conftest import ROOT
 
 
-def picture(height=37, width=52):
+def picture(height=37, width=52, mode="RGB"):
     """RGB noise, smooth enough that JPEG keeps its colours; no symmetry."""
     noise = np.random.RandomState(0).randint(0, 256, (5, 7, 3)).astype(np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.BICUBIC)
+    return Image.fromarray(noise).resize((width, height), Image.BICUBIC).convert(mode)
 
 
-def encoded(image, kind, **options):
+def encoded(image, kind="JPEG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
-
-
-def decoded(data):
-    image = decode(data, "an image")
-    assert image.dtype == torch.uint8
-    assert image.shape[0] == 3
-    return image.permute(1, 2, 0).numpy()
-
-
-def difference(actual, expected):
-    assert actual.shape == expected.shape
-    return np.abs(actual.astype(int) - expected.astype(int)).max()
 
 
 def chunk(kind, content):
@@ -56,67 +43,67 @@ def png(width, height, bits, colour, rows):
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize(
-    "options",
-    [{"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}],
-    ids=["full colour", "halved colour", "progressive"],
-)
-def test_a_jpeg_has_the_pixels_that_pillow_gives(mode, options):
-    """Both use libjpeg-turbo's exact integer transform, so equality was seen; another build of the library
-    may round its colour conversion differently, by one level."""
-    data = encoded(picture().convert(mode), "JPEG", **options)
-    assert difference(decoded(data), np.array(Image.open(io.BytesIO(data)).convert("RGB"))) <= 1
+def palette():
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    return image
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "RGB"])
-def test_a_png_gives_back_what_was_put_in(mode, monkeypatch):
-    """And without a warning of Pillow's about large images, which comes at half of the size that it refuses."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1500)
-    image = picture().convert(mode)
-    np.testing.assert_array_equal(decoded(encoded(image, "PNG")), np.array(image.convert("RGB")))
+def images():
+    """File, its pixels [height, width, 3] and the tolerance.
 
-
-def test_a_cmyk_jpeg_has_the_colour_of_its_inks():
-    """A uniform image has only constant terms; two levels for their quantisation at quality 95."""
-    cyan, magenta, yellow, black = 20, 180, 90, 40
-    data = encoded(Image.new("CMYK", (32, 32), (cyan, magenta, yellow, black)), "JPEG", quality=95)
-    expected = [(255 - ink) * (255 - black) / 255 for ink in (cyan, magenta, yellow)]
-    assert difference(decoded(data), np.full((32, 32, 3), np.round(expected))) <= 2
-
-
-def test_transparency_is_dropped_and_the_colour_below_kept():
-    palette = Image.new("P", (2, 1))
-    palette.putpalette([10, 20, 30, 200, 100, 50])
-    palette.putpixel((1, 0), 1)
+    Pillow and torchvision use libjpeg-turbo's exact integer transform; another build of the library may round its
+    colour conversion by one level. A uniform CMYK image has only constant terms: two levels for their quantisation.
+    """
+    for mode in ("L", "RGB"):
+        for options in ({"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}):
+            data = encoded(picture(mode=mode), **options)
+            yield f"JPEG {mode} {options}", data, np.array(Image.open(io.BytesIO(data)).convert("RGB")), 1
+    inks, black = np.array([20, 180, 90]), 40
+    expected = np.broadcast_to(np.round((255 - inks) * (255 - black) / 255), (32, 32, 3))
+    yield "CMYK", encoded(Image.new("CMYK", (32, 32), (*inks, black)), quality=95), expected, 2
+    plain = encoded(picture())
+    stray = plain[:2] + b"\x12\0\x34\xff\xff" + plain[2:]  # some writers leave such bytes, and libjpeg skips them
+    yield "JPEG with stray bytes", stray, np.array(Image.open(io.BytesIO(plain))), 1
+    for mode in ("1", "L", "RGB"):
+        image = picture(mode=mode)
+        yield f"PNG {mode}", encoded(image, "PNG"), np.array(image.convert("RGB")), 0
     for options in ({}, {"transparency": 0}, {"transparency": bytes([0, 128])}):
-        np.testing.assert_array_equal(decoded(encoded(palette, "PNG", **options)), [[[10, 20, 30], [200, 100, 50]]])
+        yield f"palette {options}", encoded(palette(), "PNG", **options), [[[10, 20, 30], [200, 100, 50]]], 0
     for mode, colour, options, expected in (
         ("RGBA", (10, 20, 30, 0), {}, [10, 20, 30]),
         ("LA", (70, 128), {}, [70, 70, 70]),
         ("RGB", (1, 2, 3), {"transparency": (1, 2, 3)}, [1, 2, 3]),
     ):
-        data = encoded(Image.new(mode, (1, 1), colour), "PNG", **options)
-        np.testing.assert_array_equal(decoded(data), [[expected]])
-
-
-@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2)], ids=["grey", "RGB", "grey + alpha"])
-def test_of_sixteen_bits_the_high_eight_are_kept(colour, channels):
+        yield f"{mode} {options}", encoded(Image.new(mode, (1, 1), colour), "PNG", **options), [[expected]], 0
     high = np.arange(0, 256, 5)
-    row = b"".join(struct.pack(">H", value << 8 | 0xC3) * channels for value in high)
-    data = png(len(high), 1, 16, colour, [row])
-    np.testing.assert_array_equal(decoded(data), np.repeat(high[None, :, None], 3, axis=2))
+    for colour, channels in ((0, 1), (2, 3), (4, 2)):  # of 16 bits the high 8 are kept
+        row = b"".join(struct.pack(">H", value << 8 | 0xC3) * channels for value in high)
+        expected = np.repeat(high[None, :, None], 3, axis=2)
+        yield f"16 bits, colour {colour}", png(len(high), 1, 16, colour, [row]), expected, 0
+    for (kind, mode), orientation in itertools.product(
+        (("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB")), range(1, 9)
+    ):
+        data = file_of(picture(mode=mode), kind, orientation)
+        expected = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+        yield f"{kind} {mode}, orientation {orientation}", data, expected, 1
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB")])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_as_pillow_applies_it(kind, mode, orientation):
+def file_of(image, kind="JPEG", orientation=1, **options):
     exif = Image.Exif()
     exif[0x010F] = "maker"
     exif[0x0112] = orientation
-    data = encoded(picture().convert(mode), kind, exif=exif)
-    expected = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-    assert difference(decoded(data), expected) <= 1  # as for any JPEG
+    return encoded(image, kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize(("data", "expected", "tolerance"), [pytest.param(*each, id=name) for name, *each in images()])
+def test_images_have_the_pixels_that_pillow_gives(data, expected, tolerance, monkeypatch):
+    """Without its warning of large images, which comes at half of the size that it refuses."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1500)
+    image = decode(data, "an image")
+    assert (image.dtype, image.shape[1:]) == (torch.uint8, np.shape(expected)[:2])
+    assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= tolerance
 
 
 EXIF = {
@@ -133,16 +120,9 @@ EXIF = {
 
 @pytest.mark.parametrize("kind", EXIF)
 def test_exif_of_both_byte_orders_is_read_and_damaged_exif_leaves_the_image_upright(kind):
-    content, plain = b"Exif\0\0" + EXIF[kind], encoded(picture(), "JPEG")
+    content, plain = b"Exif\0\0" + EXIF[kind], encoded(picture())
     data = plain[:2] + b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content + plain[2:]
-    assert decoded(data).shape == ((52, 37, 3) if "endian" in kind else (37, 52, 3))
-
-
-def test_stray_bytes_between_the_segments_of_a_jpeg_are_skipped():
-    """Some writers leave them, and libjpeg skips them."""
-    plain = encoded(picture(), "JPEG")
-    data = plain[:2] + b"\x12\0\x34\xff\xff" + plain[2:]
-    np.testing.assert_array_equal(decoded(data), decoded(plain))
+    assert decode(data, "").shape == ((3, 52, 37) if "endian" in kind else (3, 37, 52))
 
 
 @pytest.mark.parametrize(("kind", "options"), [("JPEG", {}), ("JPEG", {"progressive": True}), ("PNG", {})], ids=str)
@@ -155,92 +135,74 @@ def test_a_truncated_file_is_unreadable_wherever_it_ends(kind, options):
             decode(data[:end], "cut.jpg")
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "the file is empty"),
-        (b"These are words.", "neither JPEG nor PNG"),
-        (encoded(picture(), "GIF"), "neither JPEG nor PNG"),
-        (b"\xff\xd8", "truncated or damaged"),
-        (b"\xff\xd8\xff\xd9", "truncated or damaged"),
-        (b"\x89PNG\r\n\x1a\n", "truncated or damaged"),
-        # Pillow refuses long sides by a MemoryError.
-        (png(150_000_000, 1, 8, 2, [b"\0" * 9]), "not enough memory for its 150000000 x 1 pixels"),
-    ],
-    ids=["empty", "text", "GIF", "JPEG of two bytes", "JPEG without image", "PNG of eight bytes", "long"],
-)
-def test_what_is_no_image_is_named_with_the_reason(data, reason):
-    with pytest.raises(UnreadableImage) as caught:
-        decode(data, "folder/file.jpg")
-    assert str(caught.value) == f"folder/file.jpg: {reason}"
-
-
-def bombs():
-    """Files that are whole but for the size that they claim, so only the size can be the reason."""
+def refused():
+    yield b"", "the file is empty"
+    yield b"These are words.", "neither JPEG nor PNG"
+    yield encoded(picture(), "GIF"), "neither JPEG nor PNG"
+    for short in (b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n"):
+        yield short, "truncated or damaged"
+    yield png(150_000_000, 1, 8, 2, [b"\0" * 9]), "not enough memory"
+    # Whole but for the size that they claim: refused before they are decoded.
     side = int(MAX_PIXELS**0.5) + 1
-    jpeg = bytearray(encoded(picture(), "JPEG"))
-    struct.pack_into(">HH", jpeg, jpeg.index(b"\xff\xc0") + 5, side, side)
-    pixels = "exceed the limit of 178,956,970 pixels"
-    yield pytest.param(bytes(jpeg), pixels, id="JPEG")
-    yield pytest.param(png(side, side, 8, 2, [b"\0" * 9]), pixels, id="PNG")
+    bomb = bytearray(encoded(picture()))
+    struct.pack_into(">HH", bomb, bomb.index(b"\xff\xc0") + 5, side, side)
+    for data in (bytes(bomb), png(side, side, 8, 2, [b"\0" * 9])):
+        yield data, f"{side} x {side} pixels exceed the limit of 178,956,970 pixels"
     # Within the limit of pixels; measured without this limit: 2.5, 4.8 and 2.5 GB.
     for width, height, colour in ((178_956_970, 1, 2), (1, 178_956_970, 0), (13_377, 13_377, 6)):
-        data = png(width, height, 8, colour, [b"\0" * 9])
-        yield pytest.param(data, "of memory to decode, above the limit of 2,147,483,648", id=f"{width} x {height}")
+        memory = height * (width * (14 if colour else 11) + 16)
+        yield (
+            png(width, height, 8, colour, [b"\0" * 9]),
+            f"{width} x {height} pixels of this kind take {memory:,} bytes",
+        )
 
 
-@pytest.mark.parametrize(("data", "reason"), list(bombs()))
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(data, reason):
-    with pytest.raises(UnreadableImage, match=rf"^bomb: .*{reason}$"):
-        decode(data, "bomb")
+@pytest.mark.parametrize(("data", "reason"), [pytest.param(*each, id=each[1]) for each in refused()])
+def test_what_cannot_be_decoded_is_named_with_the_reason(data, reason):
+    with pytest.raises(UnreadableImage) as caught:
+        decode(data, "folder/file.jpg")
+    assert str(caught.value).startswith(f"folder/file.jpg: {reason}")
+
+
+def _memory(answers):
+    """(measured, foreseen) bytes at the peak of decoding images of several kinds."""
+    # Memory that is freed goes back at once, or else it would be there before the next image.
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+
+    def memory(name):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+    kinds = [(mode, "PNG", {}, (2000, 1000)) for mode in ("RGB", "RGBA", "L", "P")]
+    kinds += [("RGB", "PNG", {}, (1, 2_000_000)), ("CMYK", "JPEG", {}, (2000, 1000))]
+    kinds += [("RGB", "JPEG", {"progressive": True, "subsampling": 0}, (2000, 1000))]
+    for mode, kind, options, size in kinds:
+        decode(encoded(Image.new(mode, (8, 8)), kind, **options), "small")
+        data = encoded(Image.new(mode, size), kind, **options)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        before = memory("VmRSS")
+        decode(data, "large")
+        answers.put((memory("VmHWM") - before, read_header(data, "large").memory))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_decoding_takes_no_more_memory_than_was_foreseen():
     """At the peak, of a process of its own; 4 MB for what does not grow with the image."""
-    code = """
-import io
-from PIL import Image
-from data.decode import decode, read_header
-def encoded(mode, kind, size, **options):
-    file = io.BytesIO()
-    Image.new(mode, size).save(file, kind, **options)
-    return file.getvalue()
-def memory(name):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
-for mode, kind, options in (
-    ("RGB", "PNG", {}), ("RGBA", "PNG", {}), ("L", "PNG", {}), ("P", "PNG", {}), ("RGB", "thin", {}),
-    ("CMYK", "JPEG", {}), ("RGB", "JPEG", {"progressive": True, "subsampling": 0}),
-):
-    size, kind = ((1, 2_000_000), "PNG") if kind == "thin" else ((2000, 1000), kind)
-    decode(encoded(mode, kind, (8, 8), **options), "small")
-    data = encoded(mode, kind, size, **options)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = memory("VmRSS")
-    decode(data, "large")
-    print(memory("VmHWM") - before, read_header(data, "large").memory)
-"""
-    # Memory that is freed goes back at once, or else it would be there before the next image.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    found = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
-    assert len(found) == 7
-    for taken, foreseen in found:
-        assert 0.7 * foreseen - 4e6 < taken < foreseen + 4e6
+    context = multiprocessing.get_context("spawn")  # a fork would reuse what earlier tests have freed
+    answers = context.Queue()
+    process = context.Process(target=_memory, args=(answers,))
+    process.start()
+    found = [answers.get(timeout=200) for _ in range(7)]
+    process.join()
+    assert all(0.7 * foreseen - 4e6 < taken < foreseen + 4e6 for taken, foreseen in found), found
 
 
-def photograph(height=150, width=211):
+def photograph(height=150, width=211, mode="RGB"):
     """Blobs in colour with a little noise. The sides are no multiple of the 8 or 16 pixels in which JPEGs are coded."""
     noise = np.random.RandomState(0).randint(-9, 10, (height, width, 3))
-    return Image.fromarray((np.asarray(picture(height, width)).astype(int) + noise).clip(0, 255).astype(np.uint8))
-
-
-def file_of(image, kind="JPEG", orientation=1, **options):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(image, kind, exif=exif, **options)
+    levels = (np.asarray(picture(height, width)).astype(int) + noise).clip(0, 255)
+    return Image.fromarray(levels.astype(np.uint8)).convert(mode)
 
 
 @pytest.fixture(params=["by the region decoder", "without one"])
@@ -255,40 +217,40 @@ def regions(request, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "kind", "options"),
     [
-        *((mode, "JPEG", {"subsampling": 2, "quality": 90}) for mode in ("RGB", "L")),
-        *((mode, "JPEG", {"progressive": True}) for mode in ("RGB", "L")),
-        *((mode, "JPEG", {"restart_marker_blocks": 3}) for mode in ("RGB", "L")),
+        ("RGB", "JPEG", {"subsampling": 2, "quality": 90}),
+        ("L", "JPEG", {"subsampling": 2, "quality": 90}),
+        ("L", "JPEG", {"progressive": True}),
+        ("RGB", "JPEG", {"progressive": True}),
+        ("RGB", "JPEG", {"restart_marker_blocks": 3}),
         ("RGB", "JPEG", {"subsampling": 1}),
         ("RGB", "JPEG", {"subsampling": 0, "quality": 95}),
         ("RGB", "JPEG", {"keep_rgb": True}),
         *(("RGB", "JPEG", {"orientation": orientation}) for orientation in range(1, 9)),
-        *(("RGB", "PNG", {"orientation": orientation}) for orientation in (1, 3, 6)),
+        ("RGB", "PNG", {"orientation": 6}),
     ],
     ids=str,
 )
 def test_a_box_has_the_pixels_of_the_whole_upright_image_to_the_bit(mode, kind, options, regions):
     """So a machine without a decoder of regions trains on the same images."""
-    file = file_of(photograph().convert(mode), kind, **options)
+    file = file_of(photograph(mode=mode), kind, **options)
     whole, image = decode(file, "whole"), EncodedImage(file, "part")
     assert image.plain == (kind == "JPEG")
     assert (image.height, image.width) == tuple(whole.shape[1:])
-    assert torch.equal(image.pixels(), whole)
     random, height, width = np.random.RandomState(1), image.height, image.width
-    boxes = [Box(0, 0, height, width), Box(height - 1, width - 1, 1, 1)]
+    boxes = [None, Box(0, 0, height, width), Box(height - 1, width - 1, 1, 1)]
     for _ in range(12):
         top, left = random.randint(0, height), random.randint(0, width)
         boxes.append(Box(top, left, random.randint(1, height - top + 1), random.randint(1, width - left + 1)))
     for box in boxes:
-        assert torch.equal(image.pixels(box), whole[:, box.top :, box.left :][:, : box.height, : box.width])
+        assert torch.equal(image.pixels(box), Pixels(whole).pixels(box))
 
 
 @pytest.mark.parametrize(
-    ("factor", "orientation"), [*((2, orientation) for orientation in range(1, 9)), (4, 1), (4, 7), (8, 3), (8, 6)]
+    ("factor", "orientation"), [*((2, orientation) for orientation in range(1, 9)), (4, 7), (8, 3)]
 )
 def test_where_less_will_do_a_box_comes_at_a_half_a_quarter_or_an_eighth(factor, orientation):
-    """Against the mean of each square of factor x factor pixels, to which a cosine transform of the smaller size comes
-    near: 2 levels on average for these images. The box ends up to one small pixel outside; a box that lies a
-    small pixel off is told from the right one."""
+    """Against the mean of each square of factor x factor pixels, to which a smaller cosine transform comes near: 2
+    levels on average for these images. A box that lies a small pixel off is told from the right one."""
     file = file_of(photograph(8 * 47, 8 * 61), orientation=orientation, subsampling=0, quality=95)
     whole, image = decode(file, "whole").float(), EncodedImage(file, "part")
     means = torch.nn.functional.avg_pool2d(whole[None], factor)[0]
@@ -296,42 +258,35 @@ def test_where_less_will_do_a_box_comes_at_a_half_a_quarter_or_an_eighth(factor,
         part = image.pixels(box, min(box.height, box.width) // factor).float()
         top, left, height, width = (number // factor for number in box)
         assert part.shape[1:] == (height, width)
-        errors = {}
-        for down, right in itertools.product((0, 1), repeat=2):
-            beside = means[:, top + down :, left + right :][:, :height, :width]
-            errors[down, right] = (beside - part).abs().mean()
-        assert errors[0, 0] < 2
-        assert min(errors, key=errors.get) == (0, 0)
+        moved = [means[:, top + down :, left + right :] for down, right in itertools.product((0, 1), repeat=2)]
+        errors = [(beside[:, :height, :width] - part).abs().mean() for beside in moved]
+        assert errors[0] < 2 and errors[0] == min(errors)
 
 
 def test_a_box_is_never_made_smaller_than_asked_for():
     image = EncodedImage(file_of(photograph(420, 500)), "part")
     for side, height in ((100, 399), (200, 399), (199, 399), (400, 400)):
-        box = Box(1, 3, height, 421)
-        part = image.pixels(box, side)
+        part = image.pixels(Box(1, 3, height, 421), side)
         assert min(part.shape[1:]) >= side
-        assert (part.shape[1] < box.height) == (2 * side <= height)
-        assert image.pixels(box).shape == (3, *box[2:])
+        assert (part.shape[1] < height) == (2 * side <= height)
 
 
-@pytest.mark.parametrize("ending", [-2, -200, 400])
-def test_a_truncated_jpeg_is_unreadable_whatever_part_is_asked_for(ending, regions):
+def test_a_truncated_jpeg_is_unreadable_whatever_part_is_asked_for(regions):
     """A decoder of parts stops before it sees the end."""
-    image = EncodedImage(file_of(photograph())[:ending], "cut.jpg")
-    for box, enough in ((Box(0, 0, 9, 9), None), (Box(0, 0, 100, 100), 10), (None, None)):
-        with pytest.raises(UnreadableImage, match=r"^cut\.jpg: [^:/]+$"):
-            image.pixels(box, enough)
+    for ending in (-2, -200, 400):
+        image = EncodedImage(file_of(photograph())[:ending], "cut.jpg")
+        for box, enough in ((Box(0, 0, 9, 9), None), (Box(0, 0, 100, 100), 10), (None, None)):
+            with pytest.raises(UnreadableImage, match=r"^cut\.jpg: [^:/]+$"):
+                image.pixels(box, enough)
 
 
 def test_images_that_the_decoders_of_parts_refuse_are_left_to_the_whole_one(monkeypatch, capfd):
     """Such as a CMYK JPEG, which they are not asked for; and nothing is printed."""
+    cmyk = EncodedImage(file_of(photograph(mode="CMYK")), "cmyk")
+    assert not cmyk.plain and cmyk.pixels(Box(4, 5, 60, 70), 20).shape == (3, 60, 70)
     monkeypatch.setattr(jpeg, "region", lambda *_: None)
     monkeypatch.setattr(jpeg, "scaled", lambda *_: None)
-    file = file_of(photograph())
-    whole, box = decode(file, "whole"), Box(4, 5, 60, 70)
+    file, box = file_of(photograph()), Box(4, 5, 60, 70)
     for enough in (None, 20):
-        assert torch.equal(EncodedImage(file, "part").pixels(box, enough), Pixels(whole).pixels(box))
-    cmyk = EncodedImage(file_of(photograph().convert("CMYK")), "cmyk")
-    assert not cmyk.plain
-    assert cmyk.pixels(box, 20).shape == (3, 60, 70)
+        assert torch.equal(EncodedImage(file, "part").pixels(box, enough), decode(file, "")[:, 4:64, 5:75])
     assert capfd.readouterr() == ("", "")

@@ -52,8 +52,7 @@ def test_images_and_targets_are_mixed_as_by_the_published_rule(data, rows, valid
         assert (plan.share.dtype, plan.share.shape) == (torch.float32, (rows,))
         before = images.clone()
         actual = mix_images(images, plan)
-        assert torch.equal(images, before)
-        assert (actual.dtype, actual.shape) == (torch.float32, images.shape)
+        assert torch.equal(images, before) and actual.dtype == torch.float32
         expected = mixed_by_the_row(images.numpy(), plan.share.double().numpy(), plan.box, valid)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=4.6e-5)
         assert torch.equal(actual[valid:], images[valid:].float()), "padding"
@@ -63,15 +62,13 @@ def test_images_and_targets_are_mixed_as_by_the_published_rule(data, rows, valid
             assert bool((plan.share[:valid] < 1).any()) == bool(data.mixup)
         boxes += plan.box[2] > 0
 
-        targets = mix_targets(torch.arange(rows), plan, rows)
-        assert (targets.dtype, targets.shape) == (torch.float32, (rows, rows))
-        shares = torch.zeros(rows, rows)
+        targets, shares = mix_targets(torch.arange(rows), plan, rows), torch.zeros(rows, rows)
         for first in range(0, rows, 3):
             coloured = torch.zeros(rows, 3, 9, 7, dtype=torch.uint8)
             for colour in range(min(3, rows - first)):
                 coloured[first + colour, colour] = 255
             shares[:, first : first + 3] = mix_images(coloured, plan).mean((2, 3))[:, : rows - first] / 255
-        np.testing.assert_allclose(targets.numpy(), shares.numpy(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(targets, shares, rtol=0, atol=1e-5)
         assert torch.equal(targets[valid:], torch.eye(rows)[valid:]), "padding"
     assert boxes > 0 if valid > 1 and data.cutmix is not None else boxes == 0
 
@@ -127,47 +124,23 @@ def test_boxes_lie_inside_the_image_and_have_its_aspect(height, width):
     than a pixel of each."""
     plans = [plan_of(CUTMIX, step, height=height, width=width) for step in range(1000)]
     top, left, h, w = np.array([plan.box for plan in plans]).T
-    assert (top >= 0).all() and (left >= 0).all() and (h >= 0).all() and (w >= 0).all()
+    assert min(top.min(), left.min(), h.min(), w.min()) >= 0
     assert (top + h <= height).all() and (left + w <= width).all()
     assert (np.abs(h / height - w / width) <= 1 / height + 1 / width + 1e-12).all()
     np.testing.assert_allclose([plan.kept for plan in plans], 1 - h * w / (height * width), atol=1e-12)
 
 
-def test_boxes_are_centred_anywhere_and_then_pushed_inside_independently_of_mixup():
-    """A centre nearer to an edge than half a side is pushed, which happens in half a side of all cases; else
-    it is uniform in what is left. Five standard errors."""
-    plans = [plan_of(BOTH, step, height=100_000, width=100_000) for step in range(MANY)]
-    kept, share = np.array([plan.kept for plan in plans]), np.array([plan.share[0].item() for plan in plans])
-    assert abs(np.corrcoef(share, kept)[0, 1]) < 5 / math.sqrt(MANY)
-    *corner, height, width = np.array([plan.box for plan in plans])[kept < 1].T
-    side = height / 100_000
-    places = [start / np.maximum(1, 100_000 - length) for start, length in zip(corner, (height, width))]
-    for place in places:
-        error = 5 * math.sqrt(0.25 / len(side))
-        assert abs((place == 0).mean() - side.mean() / 2) < error
-        assert abs((place == 1).mean() - side.mean() / 2) < error
-        inner = place[(place > 0) & (place < 1)]
-        assert abs(inner.mean() - 0.5) < 5 * math.sqrt(1 / 12 / len(inner))
-        assert abs(inner.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / len(inner))
-    assert abs(np.corrcoef(*places)[0, 1]) < 5 / math.sqrt(len(side))
-
-
-def comparable(plan):
-    return plan.share.tolist(), plan.box
-
-
 def test_draws_depend_on_seed_step_and_micro_batch_alone():
-    first = comparable(plan_of(BOTH, 5, 3, seed=2))
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
-    assert comparable(plan_of(BOTH, 5, 3, seed=2)) == first
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()) == states
     names = [(5, 3, 2), (5, 2, 3), (3, 5, 2), (2, 5, 3), (2, 3, 5)]
-    assert len({tuple(plan_of(MIXUP, *name[:2], seed=name[2]).share.tolist()) for name in names}) == 5
-    boxes = [[plan_of(CUTMIX, step, *name, 4, None, 380, 380).box for step in range(8)] for name in ((0,), (1,))]
-    assert boxes[0] != boxes[1]
+    plans = [plan_of(BOTH, step, number, seed=seed, height=380, width=380) for step, number, seed in names]
+    again = plan_of(BOTH, 5, 3, seed=2, height=380, width=380)
+    assert (again.share.tolist(), again.box) == (plans[0].share.tolist(), plans[0].box)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()) == states
+    assert len({tuple(plan.share.tolist()) for plan in plans}) == 5 and len({plan.box for plan in plans}) > 2
     for step in range(20):  # each the same without the other, and beside padding
         both = plan_of(BOTH, step)
         assert (both.share.tolist(), both.box) == (plan_of(MIXUP, step).share.tolist(), plan_of(CUTMIX, step).box)
@@ -181,10 +154,9 @@ def test_draws_never_change():
     assert plan.box == (77, 34, 144, 144)
 
 
-@pytest.mark.parametrize("alpha", [5e-324, 1e-100, 1e-9])
-def test_the_smallest_alphas_mix_nothing_and_come_back(alpha):
+def test_the_smallest_alphas_mix_nothing_and_come_back():
     """Their Beta is a coin; NumPy 1.24 looks for it for ever."""
-    assert plan_of(Data(mixup=alpha)).share.tolist() == [1, 1, 1, 1]
+    assert plan_of(Data(mixup=5e-324)).share.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.gpu

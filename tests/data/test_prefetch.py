@@ -23,7 +23,7 @@ def batch(number, rows=2, size=4):
 
 
 class Batches:
-    """Counts what is taken. Before some of the batches it waits, or fails."""
+    """Counts what is taken; waits before some of the batches, or fails."""
 
     def __init__(self, count=1000, waits=None, fails_at=None, make=batch):
         self.taken, self.closed = 0, 0
@@ -46,14 +46,12 @@ class Batches:
         self.closed += 1
 
 
-def settled(batches, patience=20.0):
+def settled(batches):
     """How many batches are taken once no more are."""
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
+    before = -1
+    while batches.taken != before:
         before = batches.taken
-        time.sleep(0.2)
-        if batches.taken == before:
-            break
+        time.sleep(0.1)
     return batches.taken
 
 
@@ -61,18 +59,18 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth):
     """A thread holds one more until there is room; without depth there is none, and nothing is taken unasked."""
-    batches = Batches(50)
+    batches = Batches(20)
     ahead = Prefetcher(batches, CPU, depth)
     received = []
-    for taken in range(3):
+    for taken in range(2):
         assert settled(batches) == (taken + depth + 1 if depth else taken)
         assert len(threads()) == (1 if depth else 0)
         received.append(next(ahead))
     received += ahead
-    assert [one.number for one in received] == list(range(50))
+    assert [one.number for one in received] == list(range(20))
     for number, one in enumerate(received):
         assert torch.equal(one.images, batch(number).images)
     assert next(ahead, None) is None, "an end stays an end"
@@ -80,63 +78,30 @@ def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth)
     assert not threads() and batches.closed
 
 
-def test_a_batch_that_was_handed_out_is_not_held():
-    """Memory must stay flat: apart from those ahead, a batch lives as long as its user wants it."""
-    alive = []
-
-    def make(number):
-        made = batch(number)
-        alive.append(weakref.ref(made.images))
-        return made
-
-    batches = Batches(make=make)
-    ahead = Prefetcher(batches, CPU, 2)
-    for _ in range(20):
-        next(ahead)
-    count = settled(batches)
-    gc.collect()
-    assert sum(ref() is not None for ref in alive) <= 3
-    assert count == 23
-    ahead.close()
-
-
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_failure_is_raised_where_its_batch_is_missed(depth):
-    ahead = Prefetcher(Batches(fails_at=5), CPU, depth)
-    assert [next(ahead).number for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="torn"):
-        next(ahead)
-    ahead.close()
-    assert next(ahead, None) is None
-
-
-@pytest.mark.parametrize("asked_for", [True, False])
-def test_a_failure_keeps_nothing_alive(asked_for):
+def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(depth):
     """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
-    batches = Batches(fails_at=1)
-    ahead = Prefetcher(batches, CPU, 2)
+    batches = Batches(fails_at=5)
+    ahead, received = Prefetcher(batches, CPU, depth), []
     alive = weakref.ref(batches), weakref.ref(ahead)
     gc.disable()
     try:
-        if asked_for:
-            with contextlib.suppress(ValueError):
-                for _ in ahead:
-                    pass
-        else:
-            assert settled(batches) == 1
-            ahead.close()
+        with contextlib.suppress(ValueError):
+            for one in ahead:
+                received.append(one.number)
+            received.append("no error")
+        assert received == [0, 1, 2, 3, 4] and next(ahead, None) is None
         del ahead, batches
         assert [ref() for ref in alive] == [None, None]
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize(("given_up", "taken"), [("closed", 2), ("forgotten", 0), ("forgotten", 2)])
-def test_the_thread_ends_and_closes_its_source_when_given_up(given_up, taken):
+@pytest.mark.parametrize("given_up", ["closed", "forgotten"])
+def test_the_thread_ends_and_closes_its_source_when_given_up(given_up):
     batches = Batches()
     ahead = Prefetcher(batches, CPU, 2)
-    for _ in range(taken):
-        next(ahead)
+    next(ahead)
     if given_up == "closed":
         ahead.close()
         assert next(ahead, None) is None
@@ -145,14 +110,6 @@ def test_the_thread_ends_and_closes_its_source_when_given_up(given_up, taken):
         gc.collect()
     assert not threads()
     assert batches.closed == 1
-
-
-def test_closing_does_not_wait_forever_for_a_batch_that_does_not_come(monkeypatch):
-    monkeypatch.setattr(prefetch, "_PATIENCE", 0.2)
-    ahead = Prefetcher(Batches(waits={0: 2.0}), CPU, 2)
-    ahead.close()
-    (thread,) = threads()  # which waits for the batch
-    thread.join()
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
@@ -178,7 +135,7 @@ def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, m
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
     """Memory that another stream still reads must not be written: a batch is summed long after the next was copied."""
     device = torch.device("cuda")
@@ -198,26 +155,20 @@ def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits on a CUDA device")
 def test_on_cuda_waiting_counts_only_while_the_device_has_nothing_to_do():
-    """The host waits 0.2 seconds for each of 4 batches. A device with 0.5 seconds of work before them does not."""
-    device = torch.device("cuda")
-    matrix = torch.rand(8192, 8192, device=device)
+    """The host waits 0.2 seconds for each of 4 batches; a device with more work than that before each does not."""
+    matrix = torch.rand(8192, 8192, device="cuda")
 
-    def waited(work):
-        ahead = Prefetcher(Batches(5, waits=dict.fromkeys(range(1, 5), 0.2)), device, 0)
+    def spent(work):
+        ahead = Prefetcher(Batches(5, waits=dict.fromkeys(range(1, 5), 0.2)), torch.device("cuda"), 0)
+        start = time.perf_counter()
         for _ in ahead:
             for _ in range(work):
                 matrix @ matrix
         torch.cuda.synchronize()
-        seconds = ahead.waited()
-        ahead.close()
-        return seconds
+        return ahead.waited(), time.perf_counter() - start
 
-    waited(1)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        matrix @ matrix
-    torch.cuda.synchronize()
-    one = (time.perf_counter() - start) / 10
-    assert 0.6 <= waited(0) <= 1.0
-    assert waited(int(0.3 / one) + 1) < 0.2
+    spent(1)
+    assert 0.6 <= spent(0)[0] <= 1.0
+    one = spent(10)[1] / 50  # at most
+    waited, _ = spent(int(0.5 / one) + 10)
+    assert waited < 0.2

@@ -15,7 +15,7 @@ import fsspec
 from data import remote, shard_index
 from data.base import UnreadableImage
 from data.loader import training_batches
-from data.local import MissingFile, Range
+from data.local import MissingFile
 from data.remote import RemoteFolder
 from data.shards import ShardsSource, open_folder
 from recipe.config import Data
@@ -63,6 +63,7 @@ def everything(source):
 
 @pytest.mark.parametrize("kind", ["file", "memory", "http", "simplecache::http"])
 def test_every_kind_of_url_gives_the_images(kind, written, server):
+    """A cache fetches each shard once."""
     folder, images = written
     place = {
         "file": f"file://{folder}/train",
@@ -74,31 +75,20 @@ def test_every_kind_of_url_gives_the_images(kind, written, server):
         for path in (folder / "train").iterdir():
             fsspec.filesystem("memory").pipe(f"/bucket/train/{path.name}", path.read_bytes())
     source = ShardsSource(place, 10)
-    assert everything(source) == images
+    del server.asked[:]
+    assert everything(source) == everything(source) == images
+    if kind == "simplecache::http":
+        assert sorted(server.asked) == [f"train/part-{shard}.tar" for shard in range(5)]
     assert pickle.loads(pickle.dumps(source)).encoded(7) == images[7]
     assert source.name(7) == f"{place.rstrip('/')}/part-2.tar/0007.JPG"
     assert source.order(1, 2).tolist() == ShardsSource(str(folder / "train"), 10).order(1, 2).tolist()
 
 
-def test_a_cache_asks_for_each_shard_once_by_one_thread_that_has_time(server, images, monkeypatch):
-    """Caches do not say that they bear threads, and an attribute of theirs is that of what they stand before."""
-    asked, together = [], remote._together
-    monkeypatch.setattr(remote, "_together", lambda *arguments: asked.append(arguments) or together(*arguments))
-    for place, calls in ((f"{server.url}/train", 5), (f"simplecache::{server.url}/train", 1)):
-        source = ShardsSource(place, 10)
-        del asked[:], server.asked[:]
-        assert everything(source) == images
-        (arguments,) = asked
-        assert (len(arguments[2]), arguments[3][0] > 60) == (calls, calls == 1)
-    assert everything(source) == images
-    assert sorted(server.asked) == [f"train/part-{shard}.tar" for shard in range(5)]
-
-
 @pytest.mark.parametrize(("kind", "tries"), [("", 3), ("simplecache::", 1)])
 def test_a_manifest_that_never_comes_is_an_error(server, monkeypatch, kind, tries):
     """A cache is not asked again: it goes on fetching, and a second fetch would write to the same file."""
-    monkeypatch.setattr(remote, "_PATIENCE", 0.3)
-    monkeypatch.setattr(remote, "_PATIENCE_WITH_CACHES", 0.3)
+    monkeypatch.setattr(remote, "_PATIENCE", 0.2)
+    monkeypatch.setattr(remote, "_PATIENCE_WITH_CACHES", 0.2)
     server.always["train/shards.json"] = "hang"
     with pytest.raises(DataError, match=r"/train/shards\.json: no answer within"):
         ShardsSource(f"{kind}{server.url}/train", 10)
@@ -107,8 +97,8 @@ def test_a_manifest_that_never_comes_is_an_error(server, monkeypatch, kind, trie
 
 def test_shards_are_asked_at_once(source, images, monkeypatch):
     """Each answers only when all five have been asked: one after the other, the barrier would break."""
-    together, ask = threading.Barrier(5, timeout=60), remote._ranges
-    monkeypatch.setattr(remote, "_ranges", lambda *arguments: together.wait() >= 0 and ask(*arguments))
+    together, ask = threading.Barrier(5, timeout=60), RemoteFolder._ranges
+    monkeypatch.setattr(RemoteFolder, "_ranges", lambda *arguments: together.wait() >= 0 and ask(*arguments))
     numbers = [0, 5, 6, 15, 19]
     assert [image.encoded for image in source.open_all(numbers)] == [images[number] for number in numbers]
 
@@ -120,16 +110,18 @@ def test_workers_read_from_the_server_that_the_parent_has_read_from(source, imag
         source, data=Data(source="shards", workers=2), image_size=12, global_batch=13, micro=13, seed=0,
         first_step=0, last_step=4,
     )  # fmt: skip
-    start = time.monotonic()
     seen = [index for batch in batches for index in batch.indices.tolist()]
     assert sorted(seen) == sorted(list(range(26)) * 2)
-    assert time.monotonic() - start < 25
     assert everything(source) == images
 
 
-def test_a_server_that_fails_is_tried_three_times_and_then_once_until_it_answers(server, images):
+def test_a_server_that_fails_is_tried_three_times_and_then_once_until_it_answers(server, images, monkeypatch):
+    paused = []
+    monkeypatch.setattr(remote.time, "sleep", paused.append)
     server.faults["train/shards.json"] = [500, 503]
     source = ShardsSource(f"{server.url}/train", 10)
+    first, second = paused
+    assert 0.5 <= first / remote._PAUSE < 1.5 and 1 <= second / remote._PAUSE < 3
     del server.asked[:]
     server.always["train/part-0.tar"] = 500
     for tries in (3, 1, 1):
@@ -147,29 +139,11 @@ def test_a_server_that_fails_is_tried_three_times_and_then_once_until_it_answers
     assert not any(server.faults.values())
 
 
-def test_pauses_grow_and_differ_between_processes(monkeypatch, server):
-    paused = []
-    monkeypatch.setattr(remote, "_PAUSE", 0.5)
-    monkeypatch.setattr(remote.time, "sleep", paused.append)
-    server.always["train/part-0.tar"] = 500
-    folder = RemoteFolder(f"{server.url}/train")
-    for process in (1, 2):
-        monkeypatch.setattr(remote.os, "getpid", lambda process=process: process)
-        folder._failing.clear()
-        folder._connection = folder._connection._replace(process=process)
-        folder.ranges([Range("part-0.tar", 0, 5)])
-    first, second, third, fourth = paused
-    assert 0.25 <= first < 0.75 and 0.5 <= second < 1.5
-    assert (first, second) != (third, fourth)
-    # The worst server costs half a minute: three times the patience and two pauses, an image at a time.
-    assert 3 * (remote._PATIENCE + 100_000 / remote._RATE) + (1 + 2) * 1.5 * 0.5 < 30
-
-
 def test_a_server_that_never_answers_is_given_up_sooner_next_time_and_holds_up_no_other_shard(
     server, source, images, monkeypatch
 ):
     """Or every micro batch that needs it would take as long."""
-    monkeypatch.setattr(remote, "_PATIENCE", 2.0)
+    monkeypatch.setattr(remote, "_PATIENCE", 1.0)
     monkeypatch.setattr(remote, "_TRIES", 1)
     monkeypatch.setattr(remote, "_LITTLE_PATIENCE", 0.1)
     server.always["train/part-0.tar"] = "hang"
@@ -180,15 +154,9 @@ def test_a_server_that_never_answers_is_given_up_sooner_next_time_and_holds_up_n
         seconds.append(time.monotonic() - start)
         assert str(opened[0]).startswith(f"{server.url}/train/part-0.tar/0000.JPG: no answer within ")
         assert opened[1].encoded == images[5]
-    assert seconds[0] >= 2 > seconds[1]
+    assert seconds[0] >= 1 > seconds[1]
     del server.always["train/part-0.tar"]
     assert source.open_all([0])[0].encoded == images[0]
-
-
-def test_a_missing_file_is_asked_for_once(server):
-    with pytest.raises(MissingFile, match=rf"^{server.url}/nowhere/shards\.json: no such file; make it: python -m"):
-        ShardsSource(f"{server.url}/nowhere", 10)
-    assert server.asked == ["nowhere/shards.json"]
 
 
 @pytest.mark.parametrize("fault", ["whole", "endless", "swelling"])
@@ -226,16 +194,17 @@ def test_a_shard_that_shrank_is_named(tmp_path):
             source.encoded(0)
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
+def test_places_that_are_not_there_are_errors(server):
+    """A missing file is asked for once."""
+    with pytest.raises(MissingFile, match=rf"^{server.url}/nowhere/shards\.json: no such file; make it: python -m"):
+        ShardsSource(f"{server.url}/nowhere", 10)
+    assert server.asked == ["nowhere/shards.json"]
+    for place, message in (
         ("http://127.0.0.1:1/train", r"^http://127\.0\.0\.1:1/train/shards\.json: "),
         ("what://x", r"^what://x: Protocol not known: what$"),
-    ],
-)
-def test_a_server_that_is_not_there_and_an_unknown_kind_of_url_are_errors(place, message):
-    with pytest.raises(DataError, match=message):
-        ShardsSource(place, 10)
+    ):
+        with pytest.raises(DataError, match=message):
+            ShardsSource(place, 10)
 
 
 @pytest.mark.parametrize(("package", "place"), [("fsspec", "http"), ("aiohttp", "http"), ("s3fs", "s3")])

@@ -1,6 +1,5 @@
 """Shards: what is read, in which order, and the errors of those that are missing, damaged or changed."""
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -72,7 +71,7 @@ def test_images_are_those_that_were_written_in_the_order_asked_for(written, monk
 
 @pytest.mark.parametrize(
     ("counts", "window"),
-    [*((COUNTS, window) for window in (1, 2, 10, 25, 26, 2**31)), ([16] * 8, 64)],
+    [*((COUNTS, window) for window in (1, 10, 25, 26, 2**31)), ([16] * 8, 64)],
     ids=str,
 )
 def test_an_order_sorts_shards_and_then_images_by_integer_keys(counts, window):
@@ -89,49 +88,13 @@ def test_an_order_sorts_shards_and_then_images_by_integer_keys(counts, window):
     assert order.tolist() == (expected if window < size else permutation(3, 4, size).tolist())
 
 
-def test_of_two_images_at_the_same_place_the_one_before_stays_before(monkeypatch):
-    """Of 4096 every second has one of two keys, the others their own: an unstable sort would mix the equal ones."""
-
-    def bits(draw, places):
-        return np.where(places % 2 == 0, (2047 - places % 2048) << 21, 0)
-
-    monkeypatch.setattr("data.shards.bits32", bits)
-    keys = [place * 2**32 + int(bits(0, np.int64(place))) * 2048 for place in range(4096)]
-    assert sized([4096], 2048).order(0, 0).tolist() == sorted(range(4096), key=keys.__getitem__)
-
-
 def test_orders_of_epochs_and_seeds_are_unrelated_and_never_change():
     """Of 2000 in 40 shards, shards' order rules: 40 ranks have a standard deviation of 1 / sqrt(39) = 0.16.
-
     Runs must be resumable with later versions: the checksum is recorded from the first version."""
     orders = [sized([50] * 40, 100).order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     places = np.stack([np.argsort(order) for order in orders])
     assert np.abs(np.corrcoef(places) - np.eye(4)).max() < 4 * 0.16
     assert zlib.crc32(sized([100] * 100, 1000).order(0, 0).astype("<i8").tobytes()) == 1513898959
-
-
-@pytest.mark.parametrize("window", [2**20 - 1, 2**31])
-def test_the_largest_window_fits_into_the_integers(window):
-    """Sorted keys that overflow would be no permutation or a wrong order."""
-    order = sized([2**18] * 4, window).order(0, 0)
-    assert np.bincount(order, minlength=2**20).max() == 1
-
-
-def _reads(source, expected, answers):
-    answers.put([zlib.crc32(source.encoded(index)) for index in range(len(source))] == expected)
-
-
-def test_a_fork_reads_what_its_parent_reads(written):
-    source = ShardsSource(str(written[0]), 10)
-    expected = [zlib.crc32(source.encoded(index)) for index in range(len(source))]
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    processes = [context.Process(target=_reads, args=(source, expected, answers)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [answers.get(timeout=30) for _ in processes] == [True] * 3
-    for process in processes:
-        process.join()
 
 
 def test_threads_that_close_each_others_files_read_the_right_bytes(written, monkeypatch):
@@ -172,16 +135,12 @@ def test_images_that_are_damaged_or_gone_are_named_and_no_others(folder):
         source.encoded(18)
 
 
-def _remove(name):
-    return lambda folder: (folder / name).unlink()
+def _written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 def _cut(name, size):
     return lambda folder: os.truncate(folder / name, size)
-
-
-def _manifest(text):
-    return lambda folder: (folder / "shards.json").write_text(text)
 
 
 def _index(**changes):
@@ -206,16 +165,15 @@ def _other_shard(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_remove("shards.json"), "shards.json: No such file or directory; make it"),
-        (_remove("part-0.tar.index"), "part-0.tar.index: No such file or directory; make it"),
-        (_remove("part-0.tar"), "part-0.tar: No such file or directory"),
+        (lambda folder: (folder / "shards.json").unlink(), "shards.json: No such file or directory; make it"),
+        (lambda folder: (folder / "part-0.tar.index").unlink(), "part-0.tar.index: No such file or directory; make it"),
+        (lambda folder: (folder / "part-0.tar").unlink(), "part-0.tar: No such file or directory"),
         (_cut("part-0.tar", 100), "part-0.tar: 100 bytes, but its index is of 2"),
-        (_cut("part-0.tar", 0), "part-0.tar: 0 bytes, but its index is of 2"),
         (_cut("part-0.tar.index", 300), "part-0.tar.index: damaged index ("),
-        (_manifest('{"format": 1'), "shards.json: damaged manifest ("),
-        (_manifest("[1]"), "shards.json: damaged manifest ("),
-        (_manifest("[" * 200_000), "shards.json: damaged manifest (lists and objects are nested too deeply)"),
-        (_manifest('{"format": 2}'), "shards.json: manifest of format 2, but this version reads 1"),
+        (_written("shards.json", b'{"format": 1'), "shards.json: damaged manifest ("),
+        (_written("shards.json", b"[1]"), "shards.json: damaged manifest ("),
+        (_written("shards.json", b"[" * 200_000), "shards.json: damaged manifest (lists and objects are nested too"),
+        (_written("shards.json", b'{"format": 2}'), "shards.json: manifest of format 2, but this version reads 1"),
         (_other_shard, "part-0.tar.index: 1 images in 1"),
         (_one_class, "part-0.tar.index: label 1, but shards.json names 1 classes, 0 to 0; name all classes"),
         (_index(lengths=np.array([1, 1, 1, 1, 1 << 40])), "part-0.tar.index: damaged index (images overlap or lie"),
@@ -229,9 +187,8 @@ def test_shards_that_do_not_fit_are_refused_at_the_start_in_one_line(folder, spo
     with pytest.raises(DataError) as caught:
         ShardsSource(str(folder), 10)
     text = str(caught.value)
-    assert text.startswith(f"{folder}/{message}")
+    assert text.startswith(f"{folder}/{message}") and "\n" not in text
     assert "python -m tools.shards index FOLDER" in text or message.startswith("part-0.tar: No such")
-    assert "\n" not in text
 
 
 @pytest.mark.parametrize("name", ["part\\u0000.tar", "part\\ud800.tar", ".part.tar", "other/../x.tar", "part.tgz"])
@@ -242,11 +199,10 @@ def test_names_that_are_no_files_names_are_refused(folder, name):
         ShardsSource(str(folder), 10)
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(0, 4), (2, 2)])
-def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(tmp_path, workers, replicas):
+def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(tmp_path):
     """Two epochs of 24 images, of which three have a damaged byte, and the whole of another shard is gone."""
 
-    def batches(replica=0, replicas=1, first=0, workers=workers):
+    def batches(replica=0, replicas=1, first=0, workers=2):
         return training_batches(
             source, data=Data(source="shards", workers=workers, bad_images="skip", prefetch=1), image_size=12,
             global_batch=12, micro=3, seed=5, first_step=first, last_step=4, replica=replica, replicas=replicas,
@@ -258,8 +214,8 @@ def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(tmp_path
         overwrite(source.name(index).rpartition("/")[0], int(source._offsets[index]) + 30, b"\xff\xff\xff")
     (tmp_path / "train/part-2.tar").unlink()
     seen, unreadable = {0: [], 1: []}, 0
-    for replica in range(replicas):
-        for batch in batches(replica, replicas):
+    for replica in range(2):
+        for batch in batches(replica, 2):
             seen[batch.step // 2] += batch.indices[: batch.valid].tolist()
             unreadable += len(batch.unreadable)
     assert sorted(seen[0]) == sorted(seen[1]) == sorted(set(range(24)) - {1, 8, 23, 12, 13})

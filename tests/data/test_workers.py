@@ -1,6 +1,5 @@
-"""Worker processes: quiet when their parent is gone, and without a GPU."""
+"""Worker processes: without signals and GPU, gone with their parent, and what is printed where one cannot go on."""
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -17,21 +16,6 @@ from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize(
-    ("error", "others", "quiet"), [(EOFError, 0, True), (ConnectionResetError, 5, True), (EOFError, 10**6, False)]
-)
-def test_a_broken_connection_is_quiet_once_the_parent_is_gone(monkeypatch, error, others, quiet):
-    """It may break a moment before: then `others` more answers still name the parent."""
-    shown, answers = [], itertools.chain(itertools.repeat(7, others), itertools.repeat(1))
-    monkeypatch.setattr(sys, "excepthook", lambda kind, *rest: shown.append(kind))
-    monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    workers._quiet_when_orphaned(7)
-    sys.excepthook(error, error(), None)
-    assert shown == ([] if quiet else [error])
-    sys.excepthook(ValueError, ValueError(), None)
-    assert shown[-1] is ValueError
-
-
 def test_workers_block_the_signals_that_ask_a_run_to_stop_and_see_no_gpu(monkeypatch):
     """Decoders that can use a GPU would each take hundreds of megabytes of its memory."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
@@ -41,7 +25,6 @@ def test_workers_block_the_signals_that_ask_a_run_to_stop_and_see_no_gpu(monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(workers.multiprocessing, "parent_process", multiprocessing.current_process)
     monkeypatch.setattr(workers, "_WAITS_FOR_SIGNALS", False)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     workers.begin_work(0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 

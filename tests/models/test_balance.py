@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -40,15 +41,14 @@ def search(costs, stages, in_flight, recompute, per_parameter, memory):
     return not misfit, best
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_cut_is_the_best_of_all(seed):
     """Small whole numbers, so that sums are exact and ties are frequent."""
     draw = random.Random(seed)
     blocks, stages = draw.randint(4, 9), draw.randint(1, 4)
+    most = {"forward": 5, "backward": 9, "saved": 40, "output": 9}
     costs = {
-        str(block): BlockCost(
-            draw.randint(0, 5), draw.randint(0, 9), draw.randint(0, 40), draw.randint(0, 9), draw.choice((0, 1, 5, 20))
-        )
+        str(block): BlockCost(*(draw.randint(0, limit) for limit in most.values()), draw.choice((0, 1, 5, 20)))
         for block in range(blocks)
     }
     costs["1"] = costs["1"]._replace(parameters=3)
@@ -92,19 +92,18 @@ def test_recomputing_pays_the_forward_pass_twice_and_keeps_the_input():
 def test_no_stage_is_without_parameters():
     costs = {"preprocess": BlockCost(100, 0, 0, 4, 0), "stem": STEM, "a": BLOCK}
     assert balance(costs, 2, in_flight=[1, 1]).cuts == ["a"]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^3 stages are more than the 2 blocks that have parameters$"):
         balance(costs, 3, in_flight=[1, 1, 1])
-    assert str(caught.value) == "3 stages are more than the 2 blocks that have parameters"
     with pytest.raises(AssertionError, match="1 counts in flight for 2 stages"):
         balance(costs, 2, in_flight=[1])
 
 
 def test_a_cut_is_described_in_one_line():
     cut = Cut(["blocks.2.1"], [0.0961, 0.1039], [120_400_000, 8_000_000])
-    line = (
+    line = cut.describe()
+    assert line == (
         "split [blocks.2.1] (measured): stages take 48 % and 52 % of the time, 3.9 % from even; memory 120 and 8.0 MB"
     )
-    assert cut.describe() == line
     assert cut._replace(memory=100_000_000).describe() == f"{line}: no cut fits into 100 MB, this one needs least"
     assert Cut(["a", "b"], [1, 1, 2], [10**10] * 3).describe("counted") == (
         "split [a, b] (counted): stages take 25 %, 25 % and 50 % of the time, 50.0 % from even; "
@@ -122,7 +121,7 @@ def test_phases_that_come_one_after_the_other_are_balanced_each():
     assert balance(costs, 2, in_flight=[1, 1], phases=True).cuts == ["c"]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_move_of_a_border_makes_phases_faster(seed):
     draw = random.Random(seed)
     names = [f"b{number}" for number in range(12)]
@@ -149,13 +148,15 @@ def test_names_are_split_before_each_cut():
     assert split_names(tuple(NAMES), tuple(NAMES[1:])) == [[name] for name in NAMES]
 
 
-def test_cuts_that_cannot_be_made_are_refused():
-    with pytest.raises(ValueError) as caught:
-        split_names(NAMES, ["blocks.9.0"])
-    assert str(caught.value) == f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"
-    for cuts in (["preprocess"], ["head", "stem"], ["stem", "stem"]):
-        with pytest.raises(ValueError) as caught:
-            split_names(NAMES, cuts)
-        assert str(caught.value) == (
-            f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run"
-        )
+@pytest.mark.parametrize(
+    ("cuts", "fault"),
+    [
+        (["blocks.9.0"], f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"),
+        (["preprocess"], "the cut points preprocess leave a stage empty; order them as the blocks run"),
+        (["head", "stem"], "the cut points head, stem leave a stage empty; order them as the blocks run"),
+        (["stem", "stem"], "the cut points stem, stem leave a stage empty; order them as the blocks run"),
+    ],
+)
+def test_cuts_that_cannot_be_made_are_refused(cuts, fault):
+    with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
+        split_names(NAMES, cuts)

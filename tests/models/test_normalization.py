@@ -1,4 +1,4 @@
-"""Group, layer, batch and proxy normalisation against their formulas in float64, where half precision would show."""
+"""Group, layer, batch and proxy normalisation, and that of pixels, against their formulas in float64."""
 
 import copy
 import itertools
@@ -6,10 +6,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from timm.layers import BatchNormAct2d
 from torch import nn
 
 from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
+from models.preprocess import Preprocess
+from recipe.config import Model
 
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
 LEARNT = ["weight", "bias", "proxy_shift", "proxy_scale"]
@@ -24,6 +25,15 @@ MAKERS = {
 CASES = [*itertools.product(("group", "layer", "batch"), (True, False)), ("proxy", True), ("proxy of layer", True)]
 every_layer = pytest.mark.parametrize(("kind", "apply_act"), CASES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", KINDS, ids=str)
+
+every_move = pytest.mark.parametrize(
+    "move",
+    [
+        lambda block, dtype: block.to("cpu").to(dtype).to(torch.device("cpu"), non_blocking=True),
+        lambda block, dtype: copy.deepcopy(block.double().half().type(dtype)).share_memory(),
+        lambda block, dtype: nn.Sequential(block, nn.Conv2d(CHANNELS, 1, 1)).to(dtype).to("cpu")[0],
+    ],
+)
 
 # Trapezoids from -12 to 12 standard deviations: both the ends and, for a smooth integrand, the steps cost less than
 # float64 holds.
@@ -141,22 +151,10 @@ def test_gradients_are_those_of_the_formula(kind, apply_act, dtype, training, de
         assert difference < (32 if kind.startswith("proxy") else 8) * torch.finfo(dtype).eps
 
 
-def test_without_a_bias_there_is_none(device):
-    """As in a model with proxy normalisation where no activation follows. One rounding of eps, twice."""
-    norm, plain = (GroupNormAct(CHANNELS, 4, EPS, False, shift).to(device) for shift in (False, True))
-    assert list(norm.state_dict()) == ["weight"]
-    x = inputs(3).float().to(device)
-    torch.testing.assert_close(norm(x), plain(x), rtol=0, atol=1e-5)
-
-
-# Batch normalisation.
-
-
 @every_dtype
 def test_running_statistics_after_several_micro_batches(dtype, device):
-    """An exponential average of each micro batch's mean and unbiased variance, from what was there before. Float32
-    in every dtype: five averages, each rounded to 2**-24 of values up to 100; a half-precision average would be
-    off by a hundred times the tolerance."""
+    """An exponential average of each micro batch's mean and unbiased variance, in float32 in every dtype: five
+    roundings to 2**-24 of values up to 100. In half precision it would be off by a hundred times the tolerance."""
     norm = layer("batch").to(device, dtype)
     mean, variance = (values.double().cpu().numpy() for values in (norm.running_mean, norm.running_var))
     for seed, size in enumerate((9, 9, 5, 2, 9)):
@@ -170,44 +168,8 @@ def test_running_statistics_after_several_micro_batches(dtype, device):
         np.testing.assert_allclose(actual.double().cpu().numpy(), expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize("apply_act", [True, False], ids=["silu", "plain"])
-def test_batch_normalisation_is_timms_layer(apply_act, device):
-    """The same kernel with the same arguments: equality is bitwise, of outputs, gradients and statistics."""
-    ours = layer("batch", apply_act).to(device)
-    theirs = BatchNormAct2d(CHANNELS, eps=EPS, momentum=MOMENTUM, apply_act=apply_act, act_layer=nn.SiLU).to(device)
-    assert set(theirs.state_dict()) - set(ours.state_dict()) == {"num_batches_tracked"}
-    theirs.load_state_dict({**theirs.state_dict(), **ours.state_dict()})
-    for seed in range(3):
-        x = inputs(seed=seed).float().to(device)
-        first, second = ours(x), theirs(x)
-        assert torch.equal(first, second)
-        first.square().sum().backward()
-        second.square().sum().backward()
-    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
-    gradients = dict(theirs.named_parameters())
-    assert all(torch.equal(value.grad, gradients[key].grad) for key, value in ours.named_parameters())
-    assert torch.equal(ours.eval()(x), theirs.eval()(x))
-
-
-def test_one_value_per_channel_has_no_variance():
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        layer("batch")(torch.zeros(1, CHANNELS, 1, 1))
-    assert layer("batch").eval()(torch.zeros(1, CHANNELS, 1, 1)).isfinite().all()
-
-
-# What a change of dtype or device leaves.
-
-
 @every_dtype
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda norm, dtype: norm.to(dtype).to(torch.device("cpu"), non_blocking=True),
-        lambda norm, dtype: norm.double().to(dtype).cpu(),
-        lambda norm, dtype: copy.deepcopy(norm.half().type(dtype)).share_memory(),
-        lambda norm, dtype: nn.Sequential(norm, nn.Conv2d(CHANNELS, 1, 1)).to(dtype)[0],
-    ],
-)
+@every_move
 @pytest.mark.parametrize("kind", ["batch", "proxy"])
 def test_buffers_stay_float32_when_the_model_becomes_half(kind, move, dtype):
     """Bit for bit, in either direction: 1 + 2**-20 has no place in half precision. The state dict of a proxy holds what
@@ -226,25 +188,6 @@ def test_buffers_stay_float32_when_the_model_becomes_half(kind, move, dtype):
     for name, buffer in move(norm, dtype).named_buffers():
         assert buffer.dtype == torch.float32
         assert torch.equal(buffer, expected[name])
-
-
-@pytest.mark.parametrize("kind", ["batch", "proxy"])
-def test_float64_is_kept_and_the_meta_device_taken(kind):
-    norm = layer(kind).double()
-    assert {value.dtype for value in (*norm.parameters(), *norm.buffers())} == {torch.float64}
-    assert norm(inputs()).dtype == torch.float64
-    with torch.device("meta"):
-        norm = MAKERS[kind](True).half()
-    assert {(value.device.type, value.dtype) for value in norm.buffers()} == {("meta", torch.float32)}
-    x = torch.zeros(2, CHANNELS, 3, 3, device="meta", dtype=torch.float16)
-    assert (norm(x).shape, norm(x).dtype) == (x.shape, x.dtype)
-    if kind == "batch":
-        norm = norm.to_empty(device="cpu")
-        norm.load_state_dict(layer(kind).state_dict())
-        assert torch.equal(norm.running_var, layer(kind).running_var)
-
-
-# Proxy normalisation.
 
 
 @pytest.mark.parametrize(("spread", "tolerance"), [(0.5, 2e-6), (1, 4e-6), (2, 2e-5), (3, 5e-4)])
@@ -267,22 +210,6 @@ def test_moments_are_the_integrals(spread, tolerance):
     assert ((actual_variance.double() + PROXY_EPS).sqrt() / deviation - 1).abs().max() < tolerance
 
 
-def test_gaussian_channels_come_out_centred_and_scaled(device):
-    """From the start, where SiLU of a standard Gaussian has mean 0.2066 and variance v = 0.3131 (integrals to four
-    digits), the output has mean 0 and variance v / (v + 0.03); 80,000 values of each channel are off by five standard
-    errors, 0.02, at most."""
-    norm = ProxyNormAct(4, 1, EPS, PROXY_EPS).to(device)
-    starts = {name: set(parameter.tolist()) for name, parameter in norm.named_parameters()}
-    assert starts == {"weight": {1.0}, "bias": {0.0}, "proxy_shift": {0.0}, "proxy_scale": {0.0}}
-    for values, known in zip(norm.moments(), (0.2066, 0.3131)):
-        assert values.tolist() == pytest.approx([known] * 4, abs=5e-5)
-    x = torch.randn(5, 4, 126, 127, generator=torch.Generator().manual_seed(3)).to(device)
-    output = norm(x).detach().double()
-    assert output.mean((0, 2, 3)).abs().max() < 0.02
-    assert (output.var((0, 2, 3)) - 0.3131 / 0.3431).abs().max() < 0.06
-    assert torch.nn.functional.silu(x).mean((0, 2, 3)).min() > 0.19
-
-
 def test_float16_gradients_do_not_overflow_where_they_fit(device):
     """The gradient of a channel's subtracted mean is a sum over pixels: here 4 x 20 x 20 x 100 = 160,000, beyond
     float16's 65,504; the parameter's own is a twentieth of it."""
@@ -294,3 +221,43 @@ def test_float16_gradients_do_not_overflow_where_they_fit(device):
     for name in ("proxy_shift", "proxy_scale"):
         assert getattr(norm, name).grad.isfinite().all()
     assert norm.proxy_shift.grad.abs().min() > 1000
+
+
+MEAN, STD = Model().mean, Model().std
+ALL_VALUES = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+
+
+@every_dtype
+def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
+    """(image / 255 - mean) / std, every uint8 and, as mixed images are, float32. In float32, of values to 4.5: the
+    scaled pixel, its constant, the shift and the sum are rounded by half a unit of 4.5 each, 2**-22; together below
+    1e-6. Then one rounding to the dtype, by half its eps. The images are left as they were."""
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
+    assert len({*MEAN}) == len({*STD}) == 3  # channels are told apart
+    mixed = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 255
+    for images in (ALL_VALUES, mixed, mixed.contiguous(memory_format=torch.channels_last)):
+        for wanted in (torch.contiguous_format, torch.channels_last, None):
+            block = Preprocess(MEAN, STD).to(dtype)
+            if wanted is not None:
+                block.memory_format = wanted
+            before, output = images.clone(), block(images)
+            expected = (images.double() / 255 - mean) / std
+            assert (output.dtype, output.shape) == (dtype, images.shape)
+            assert output.is_contiguous(memory_format=wanted or torch.contiguous_format)
+            rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+            assert ((output.double() - expected).abs() <= 1e-6 + rounding * expected.abs()).all()
+            assert torch.equal(images, before)
+    assert torch.equal(block(ALL_VALUES.float()), block(ALL_VALUES))
+
+
+@every_dtype
+@every_move
+def test_the_dtype_is_the_last_one_asked_for_whatever_the_device(move, dtype):
+    """A move to a device must not take the dtype back: half-precision convolutions would refuse the images. And the
+    constants are the same float32 numbers after any number of moves; they are no part of a state dict."""
+    block, fresh = move(Preprocess(MEAN, STD), dtype), Preprocess(MEAN, STD)
+    assert block(ALL_VALUES).dtype == dtype
+    for name in ("scale", "shift"):
+        assert getattr(block, name).dtype == torch.float32
+        assert torch.equal(getattr(block, name), getattr(fresh, name))
+    assert block.state_dict() == {} and list(block.parameters()) == []

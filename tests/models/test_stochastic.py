@@ -25,24 +25,19 @@ def mask(rate=0.5, name="head", count=1000, **place):
 
 
 def test_masks_are_functions_of_seed_step_micro_batch_and_block():
-    """1000 halves agree by chance once in 2**1000; any two masks agree in half, five standard errors off at most."""
-    places = list(itertools.product((0, 1), (0, 1, 2), (0, 1, 2), ("head", "blocks.3.0")))
-    masks = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
-    torch.manual_seed(1)
-    again = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
-    assert all(torch.equal(first, second) for first, second in zip(masks, again))
-    for first, second in itertools.combinations(masks, 2):
-        assert abs((first == second).double().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(1000)
+    """By hand, one element at a time, from the hash and Python's integers. Recorded: runs must repeat.
 
-
-def test_masks_are_those_of_the_words_that_name_them():
-    """By hand, one element at a time, from the hash and Python's integers. Recorded: runs must repeat."""
+    Any two masks of 1000 agree in half, five standard errors off at most.
+    """
     draw = key("model", 7, 8, 9, "blocks.0.0")
     expected = [0.0 if bits32(draw, number) < int(0.3 * 2**32) else 1 / 0.7 for number in range(50)]
     actual = mask(0.3, "blocks.0.0", 50, seed=7, step=8, micro_batch=9)
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-7, atol=0)
-    kept = "".join("01"[value > 0] for value in actual[:20])
-    assert kept == "10111110111110101111"
+    assert "".join("01"[value > 0] for value in actual[:20]) == "10111110111110101111"
+    places = itertools.product((0, 1), (0, 1, 2), (0, 1, 2), ("head", "blocks.3.0"))
+    masks = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
+    for first, second in itertools.combinations(masks, 2):
+        assert abs((first == second).double().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(1000)
 
 
 def test_rates_are_right_and_survivors_make_up_for_the_lost():
@@ -70,10 +65,10 @@ def test_dropout_strikes_single_activations_and_drop_path_whole_images():
         assert DropPath(0.2, "head", draws())(torch.ones(2, 5, 1, 1, dtype=dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize(("kind", "per_row"), [(Dropout, 12), (DropPath, 1)])
-def test_a_mask_that_is_drawn_ahead_is_the_one_that_the_pass_would_draw(kind, per_row):
+@pytest.mark.parametrize(("kind", "per_row", "shape"), [(Dropout, 12, (64, 12)), (DropPath, 1, (64, 3, 2, 2))])
+def test_a_mask_that_is_drawn_ahead_is_the_one_that_the_pass_would_draw(kind, per_row, shape):
     """To the bit, and also where the numbers have moved on since. Evaluation and a rate of zero change nothing."""
-    x = torch.randn(64, 3, 2, 2)
+    x = torch.randn(shape)
     assert kind(0.5, "head", draws(), per_row).eval()(x) is x
     assert kind(0.0, "head", draws(), per_row)(x) is x
     layer = kind(0.5, "head", draws(step=3), per_row)
@@ -86,15 +81,6 @@ def test_a_mask_that_is_drawn_ahead_is_the_one_that_the_pass_would_draw(kind, pe
     assert not torch.equal(layer(x), expected)
 
 
-def stochastic(seed=0):
-    return build(
-        Model(name="efficientnet_b0", width=0.25, depth=0.6, classes=10, drop_path=0.5, dropout=0.5), seed=seed
-    )
-
-
-IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
 def test_b4s_rates_rise_linearly_over_its_32_blocks():
     """Published: 0.2 x block / 32, and 0.4 before the classifier."""
     with torch.device("meta"):
@@ -103,32 +89,26 @@ def test_b4s_rates_rise_linearly_over_its_32_blocks():
     assert len(blocks) == 32
     for number, name in enumerate(blocks[1:], start=1):
         drop_path = model.block(name).drop_path
-        assert isinstance(drop_path, DropPath)
         assert drop_path.rate == pytest.approx(0.2 * number / 32, rel=1e-12)
-        assert drop_path.name == name
-        assert drop_path.draws is model.draws
+        assert (type(drop_path), drop_path.name, drop_path.draws) == (DropPath, name, model.draws)
     assert isinstance(model.block(blocks[0]).drop_path, torch.nn.Identity)
-    assert model.block("head").dropout.rate == 0.4
-    assert model.block("head").dropout.draws is model.draws
+    dropout = model.block("head").dropout
+    assert (dropout.rate, dropout.draws) == (0.4, model.draws)
 
 
 def test_no_layer_is_left_that_draws_from_torchs_generator():
-    """Neither a timm or torch layer by type, nor by what a forward pass in training does to the generator."""
-    model = stochastic()
+    """Neither a timm or torch layer by type, nor by what a forward pass in training does to the generator.
+
+    At a rate of almost 1 every residual branch goes, and a block with a shortcut passes its input on.
+    """
+    section = Model(name="efficientnet_b0", width=0.25, depth=0.6, classes=10, drop_path=0.5, dropout=0.5)
+    model = build(section, seed=0)
     ours = {type(module) for module in model.modules() if "drop" in type(module).__name__.lower()}
     assert ours == {Dropout, DropPath}
     before = torch.random.get_rng_state()
-    model(IMAGES)
+    model(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_residual_branches_are_dropped_and_not_the_shortcut():
-    """At a rate of almost 1 every branch goes, and a block with a shortcut passes its input on."""
-    model = stochastic()
     block = model.block("blocks.2.1")
-    assert block.has_skip
     block.drop_path.rate = 1 - 2**-32
     x = torch.randn(4, block.conv_pw.in_channels, 8, 8)
     assert torch.equal(block(x), x)
-    block.eval()
-    assert not torch.equal(block(x), x)

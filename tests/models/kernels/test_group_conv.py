@@ -1,5 +1,6 @@
 """Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in Triton's interpreter."""
 
+import copy
 import itertools
 
 import pytest
@@ -20,13 +21,6 @@ SETTINGS = [
     (3, 1, "torch", "contiguous"), (5, 2, "torch", "contiguous"), (3, 2, "same", "channels_last"),
     (5, 1, "same", "channels_last"),
 ]  # fmt: skip
-every_setting = pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "form"),
-    [
-        pytest.param(*each, marks=() if each in SETTINGS else pytest.mark.slow)
-        for each in itertools.product((3, 5), (1, 2), ("same", "torch"), FORMATS)
-    ],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -66,28 +60,16 @@ def images(shape, form="contiguous", dtype=torch.float32, seed=1):
     return x.to(DEVICE, dtype).contiguous(memory_format=FORMATS[form])
 
 
-def results(conv, x, upstream=None):
+def results(conv, x, upstream):
     """Output, gradient of x, gradient of the weights."""
     x = x.detach().clone().requires_grad_()
-    conv.weight.grad = None
     y = conv(x)
-    y.backward(torch.ones_like(y) if upstream is None else upstream.to(y))
-    return y.detach(), x.grad, conv.weight.grad
+    return [y.detach(), *torch.autograd.grad(y, [x, conv.weight], upstream.to(y))]
 
 
 def exact(conv, x, upstream):
     """The same in float64 by torch and timm."""
-    copy = create_conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size[0],
-        stride=conv.stride[0],
-        padding="same" if isinstance(conv, Conv2dSame) else "",
-        groups=conv.groups,
-    )
-    with torch.no_grad():
-        copy.double().weight.copy_(conv.weight)
-    return results(copy, x.cpu().double(), upstream.cpu().double())
+    return results(copy.deepcopy(conv).cpu().double(), x.cpu().double(), upstream.cpu().double())
 
 
 def check(conv, x):
@@ -108,22 +90,20 @@ def check(conv, x):
     return found
 
 
-@every_setting
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "form"),
+    [
+        pytest.param(*each, marks=() if each in SETTINGS else pytest.mark.slow)
+        for each in itertools.product((3, 5), (1, 2), ("same", "torch"), FORMATS)
+    ],
+)
 def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form):
     """TensorFlow's padding differs between the odd and the even side."""
     for height, width in ((5, 6), (1, kernel - 2)):  # images may be smaller than the kernel
         check(convolution(kernel, stride, padding), images((1, 32, height, width), form))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [
-        *((torch.float16, "channels_last"), (torch.bfloat16, "contiguous")),
-        pytest.param(torch.float16, "contiguous", marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, "channels_last", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float16, "channels_last"), (torch.bfloat16, "contiguous")], ids=str)
 def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     """Also where the weights' gradient is added up in parts: it is the exact one rounded once.
 
@@ -134,16 +114,14 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
     conv, x = convolution(3, 2, "same", dtype=dtype), images((1, 32, 11, 8), form, dtype)
     y, dx, dw = check(conv, x)
-    expected = exact(conv, x, images(y.shape, dtype=dtype, seed=2))[2].to(dtype)
-    assert (dw.cpu() == expected).double().mean() > 0.98
-    again = results(FusedGroupConv2d.of(conv), x, images(y.shape, dtype=dtype, seed=2))
+    upstream = images(y.shape, dtype=dtype, seed=2)
+    assert (dw.cpu() == exact(conv, x, upstream)[2].to(dtype)).double().mean() > 0.98
+    again = results(FusedGroupConv2d.of(conv), x, upstream)
     assert all(torch.equal(one, other) for one, other in zip((y, dx, dw), again)), "results repeat to the bit"
-    assert y.dtype == dx.dtype == dw.dtype == dtype
     assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(memory_format=FORMATS[form])
 
 
-@every_format
-@pytest.mark.parametrize(("channels", "group"), [(48, 16), (64, 32)])
+@pytest.mark.parametrize(("channels", "group", "form"), [(48, 16, "channels_last"), (64, 32, "contiguous")])
 def test_groups_do_not_mix(channels, group, form):
     """Three groups: their number is no power of two."""
     check(convolution(3, 2, "same", channels, group), images((1, channels, 6, 5), form))
@@ -151,15 +129,12 @@ def test_groups_do_not_mix(channels, group, form):
 
 @pytest.mark.parametrize(
     ("stride", "programs", "form"),
-    [
-        pytest.param(*each, marks=() if each == (1, 8, "channels_last") else pytest.mark.slow)
-        for each in itertools.product((1, 2), (4, 8), FORMATS)
-    ],
+    [(1, 8, "channels_last"), pytest.param(2, 4, "contiguous", marks=pytest.mark.slow)],
 )
 def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
     """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
 
-    With stride 1, the weights' gradient has 5 tiles a group: 3 and 2 in two parts, or 2, 2, 1 and none in four.
+    With stride 1, the weights' gradient has 5 tiles a group: 2, 2, 1 and none in four parts.
     """
     monkeypatch.setattr(group_conv, "_PIXELS", dict.fromkeys(FORMATS.values(), 16))
     monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
@@ -169,37 +144,22 @@ def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
 
 
 def test_other_memory_layouts_are_taken():
-    """x in neither format, weights channels last, and a gradient that comes in the other format than x."""
+    """x in neither format, weights channels last."""
     conv = convolution()
-    check(conv, images((1, 64, 4, 5))[:, ::2])
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
-    check(conv, images((1, 32, 4, 5)).transpose(2, 3))
-    fused, x = FusedGroupConv2d.of(conv), images((2, 32, 4, 5), "channels_last")
-    upstream = images((2, 32, 4, 5), seed=2)
-    # `results` casts by `to`, which leaves the layout alone.
-    for actual, expected in zip(results(fused, x, upstream), exact(conv, x, upstream)):
-        assert (actual.cpu() - expected).abs().max() / expected.abs().max() < 4 * torch.finfo(torch.float32).eps
+    check(conv, images((1, 64, 4, 5))[:, ::2])
 
 
-@pytest.mark.parametrize("wanted", ["input", "weight", "none"])
+@pytest.mark.parametrize("wanted", ["input", "weight"])
 def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     """Images want none: the kernel for it does not run; a frozen weight keeps no input."""
     conv, x = convolution(), images((1, 32, 4, 4))
-    expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x)[1:]))
-    conv.weight.grad = None
+    other = {"input": "weight", "weight": "input"}[wanted]
+    expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:]))
     conv.weight.requires_grad_(wanted == "weight")
     x.requires_grad_(wanted == "input")
-    computed = []
-    for name in ("input", "weight"):
-        launch = getattr(group_conv._Launches, f"{name}_gradient")
-        noted = lambda *arguments, name=name, launch=launch: computed.append(name) or launch(*arguments)  # noqa: E731
-        monkeypatch.setattr(group_conv._Launches, f"{name}_gradient", noted)
-    y = FusedGroupConv2d.of(conv)(x)
-    if wanted == "none":
-        assert not y.requires_grad
-        return
-    y.sum().backward()
-    assert computed == [wanted]
+    monkeypatch.setattr(group_conv._Launches, f"{other}_gradient", None)
+    FusedGroupConv2d.of(conv)(x).sum().backward()
     assert torch.equal({"input": x, "weight": conv.weight}[wanted].grad, expected[wanted])
 
 
@@ -217,24 +177,7 @@ def test_a_second_derivative_other_dtypes_and_channels_are_refused():
         fused(images((1, 48, 4, 4)))
 
 
-def test_the_parameter_is_shared():
-    """An optimizer that was made for the original moves the weights of both, and a checkpoint fits both."""
-    conv = convolution(stride=2, padding="same").eval()
-    fused, x = FusedGroupConv2d.of(conv), images((1, 32, 4, 4))
-    before = fused(x)
-    assert fused.weight is conv.weight and not fused.training
-    assert list(fused.state_dict()) == list(conv.state_dict()) == ["weight"]
-    assert isinstance(fused, nn.Conv2d) and not replaces(fused)
-    optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
-    before.sum().backward()
-    optimizer.step()
-    after = fused(x)
-    assert not torch.equal(after, before)
-    torch.testing.assert_close(after, conv(x), rtol=1e-5, atol=1e-4)
-
-
 def test_what_the_kernels_take_and_what_not():
-    """Neither depthwise, groups of 8, dense, ..."""
     for setting in itertools.product((3, 5), (1, 2), ("same", "torch")):
         assert replaces(convolution(*setting))
     assert replaces(convolution(channels=64, group=32))
@@ -247,12 +190,7 @@ def test_what_the_kernels_take_and_what_not():
         *({"kernel_size": 5}, {"padding": 0}, {"padding": (1, 0)}, {"padding": "same"}),
     ):
         assert not replaces(nn.Conv2d(**{**taken, **other})), other
-
-    class Other(nn.Conv2d):
-        """It may compute anything."""
-
-    assert not replaces(Other(**taken))
-    assert not replaces(nn.ConvTranspose2d(**taken))
+    assert not replaces(FusedGroupConv2d.of(convolution()))
     assert not replaces(Conv2dSame(32, 32, 3, dilation=2, groups=2, bias=False))
 
 

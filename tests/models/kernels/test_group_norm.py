@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct, norm_parameters
+from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 
 pytest.importorskip("triton")
 
@@ -79,9 +79,8 @@ def assert_close(actual, expected, tolerance):
     ("tiles", "shape", "apply_act", "shift"),
     [
         *(("divided", SHAPES[0], *kind) for kind in (KINDS[0], KINDS[3])),
-        *(pytest.param("divided", SHAPES[0], *kind, marks=pytest.mark.slow) for kind in KINDS[1:3]),
         *(("whole", shape, *KINDS[0]) for shape in SHAPES),
-        *(pytest.param("whole", SHAPES[0], *kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        *(pytest.param("divided", SHAPES[0], *kind, marks=pytest.mark.slow) for kind in KINDS[1:3]),
         *(pytest.param("divided", shape, *KINDS[0], marks=pytest.mark.slow) for shape in SHAPES[1:]),
     ],
     indirect=["tiles"],
@@ -96,27 +95,11 @@ def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift
     assert actual[0].stride() == actual[1].stride() == x.stride()
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 91, 91), (1, 80, 13, 11)], ids=str)
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-def test_images_of_more_than_one_real_tile(layout, shape):
-    """The first divides pixels in both formats, the second channels and pixels where channels are last.
-
-    Sums of 8,281 terms of either sign for each channel: 32 eps of the largest.
-    """
-    norm = layer(shape[1])
-    x, dy = drawn(shape, layout=layout), drawn(shape, layout=layout, seed=2)
-    assert_close(results(FusedGroupNormAct.of(norm), x, dy), exact(norm, x, dy), 32 * FLOAT32)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "apply_act", "shift"),
-    [
-        *((torch.float16, *KINDS[0]), (torch.bfloat16, *KINDS[3])),
-        pytest.param(torch.float16, *KINDS[3], marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, *KINDS[0], marks=pytest.mark.slow),
-    ],
+    ("dtype", "layout", "apply_act", "shift"),
+    [(torch.float16, FORMATS[1], *KINDS[0]), (torch.bfloat16, FORMATS[0], *KINDS[3])],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_half_precision_is_rounded_once(layout, apply_act, shift, dtype, tiles):
     """All arithmetic is float32, so each result is off by half an eps, or by a hair more where float32 tips it over.
 
@@ -130,8 +113,7 @@ def test_half_precision_is_rounded_once(layout, apply_act, shift, dtype, tiles):
     assert_close(actual, exact(norm, x, dy), (1.01 if cut else 0.51) * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
+def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles, layout=torch.channels_last):
     """Against torch's own float32 on contiguous input, which merges means and squares too.
 
     A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
@@ -145,60 +127,25 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(layout, tiles):
         assert (actual.double().cpu() - correct).abs().max() < 2 * worst
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-def test_variance_between_tiles_counts(layout, tiles):
-    """Channels and rows that differ much more than their neighbours do: nearly all variance is between tiles.
-
-    The deviation is half as far off as the variance, in which ten roundings of eps / 2 meet.
-    """
-    rows = torch.arange(8.0).view(-1, 1) * torch.tensor([100.0, -30.0] * 4).view(-1, 1, 1)
-    x = (rows.to(DEVICE) + drawn((1, 8, 8, 8))).contiguous(memory_format=layout)
-    mean, scale = group_norm._statistics(x, group_norm._Tiles.of(x), 4, EPS)
-    grouped = x.double().reshape(1, 4, -1)
-    expected = (grouped.var(2, unbiased=False) + EPS).rsqrt()
-    torch.testing.assert_close(scale.double(), expected, rtol=5 * FLOAT32, atol=0)
-    assert (mean - grouped.mean(2)).abs().max() < 4 * FLOAT32 * grouped.abs().max()
-
-
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-def test_an_image_has_the_same_bits_every_time_and_in_every_batch(layout, tiles):
+def test_an_image_has_the_same_bits_every_time_and_in_every_batch(tiles):
     """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
     norm = FusedGroupNormAct.of(layer(2, groups=2))
-    x, dy = drawn((2, 2, 7, 5), layout=layout), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
-    first = results(norm, x, dy.contiguous(memory_format=layout))
-    for again in (dy, dy.contiguous(memory_format=FORMATS[layout == FORMATS[0]])):
+    x, dy = drawn((2, 2, 7, 5)), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
+    first = results(norm, x, dy.contiguous())
+    for again in (dy, dy.contiguous(memory_format=torch.channels_last)):
         assert all(torch.equal(one, other) for one, other in zip(first, results(norm, x, again)))
     alone = results(norm, x[1:], dy[1:])
     assert torch.equal(alone[0], first[0][1:]) and torch.equal(alone[1], first[1][1:])
 
 
-def test_input_in_neither_format_becomes_contiguous():
-    norm = FusedGroupNormAct.of(layer(12))
-    x = drawn((2, 12, 7, 10))[..., ::2]
-    y, dx, *_ = results(norm, x, drawn(x.shape))
-    expected = results(norm, x.contiguous(), drawn(x.shape))
-    assert torch.equal(y, expected[0]) and y.is_contiguous() and torch.equal(dx, expected[1])
-
-
-def test_images_need_no_gradient():
+def test_images_need_no_gradient_and_other_layouts_become_contiguous():
     norm = layer(12)
-    x, dy = drawn(SHAPES[0]), drawn(SHAPES[0], seed=2)
-    fused = FusedGroupNormAct.of(norm)
-    gradients = torch.autograd.grad(fused(x), [norm.weight, norm.bias], dy)
-    assert_close(gradients, exact(norm, x, dy)[2:], 16 * FLOAT32)
-    expected = fused(x)
-    with torch.no_grad():
-        assert torch.equal(fused(x), expected)
-
-
-def test_far_from_zero_silu_is_flat_or_straight():
-    """There exp overflows in float32, which leaves 0 and no NaN."""
-    norm = layer(8)
-    with torch.no_grad():
-        norm.weight.fill_(300)
-    x, dy = drawn((1, 8, 8, 8)), drawn((1, 8, 8, 8), seed=2)
-    actual = results(FusedGroupNormAct.of(norm), x, dy)
-    assert_close(actual, exact(norm, x, dy), 16 * FLOAT32)
+    x, dy = drawn((2, 12, 7, 10))[..., ::2], drawn(SHAPES[0], seed=2)
+    y = FusedGroupNormAct.of(norm)(x)
+    gradients = torch.autograd.grad(y, [norm.weight, norm.bias], dy)
+    expected, _, *others = exact(norm, x, dy)
+    assert_close([y.detach(), *gradients], [expected, *others], 16 * FLOAT32)
+    assert y.is_contiguous()
 
 
 def test_only_the_input_is_kept_for_the_backward_pass():
@@ -223,23 +170,6 @@ def test_a_second_derivative_another_dtype_and_other_channels_are_refused():
         FusedGroupNormAct.of(layer(8).double())(drawn((1, 8, 2, 2), torch.float64))
     with pytest.raises(AssertionError, match="16 channels, not 8"):
         norm(torch.zeros(1, 16, 2, 2))
-
-
-def test_parameters_are_those_of_the_original():
-    norm = layer(8).eval()
-    fused = FusedGroupNormAct.of(norm)
-    assert isinstance(fused, FusedGroupNormAct) and not fused.training
-    assert [*fused.named_parameters()] == [*norm.named_parameters()]
-    assert fused.weight is norm.weight and fused.bias is norm.bias
-    assert list(fused.state_dict()) == ["weight", "bias"]
-    assert list(FusedGroupNormAct.of(layer(8, shift=False)).state_dict()) == ["weight"]
-    assert norm_parameters(nn.Sequential(fused)) == norm_parameters(nn.Sequential(norm))
-    x = drawn((1, 8, 3, 3))
-    before = fused(x)
-    before.sum().backward()
-    torch.optim.SGD(norm.parameters(), lr=1.0).step()
-    assert not torch.equal(fused(x), before)
-    torch.testing.assert_close(fused(x), norm(x))
 
 
 def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
