@@ -1,9 +1,9 @@
-"""The exchange: sums the replicas' gradients, in part while the last backward pass of a step still computes."""
+"""Dense exchange: sums the replicas' gradients, in part while the last backward pass of a step still computes."""
 
 from __future__ import annotations
 
 import functools
-from typing import Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import distributed, nn
@@ -15,9 +15,9 @@ all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_
 
 
 def all_finite(buffer: torch.Tensor, everyone: Optional[distributed.ProcessGroup]) -> torch.Tensor:
-    """Whether no process has a value in its buffer that is not finite, bool []. Every process calls.
+    """Whether all values of all processes' buffers are finite, bool []. Every process calls.
 
-    Args: everyone: all replicas and stages; None for a process that is alone.
+    Args: everyone: all replicas and stages; None for a single process.
     """
     lowest, highest = torch.aminmax(buffer)
     finite = torch.isfinite(lowest) & torch.isfinite(highest)
@@ -68,12 +68,23 @@ class Reduction(Running):
         """
         assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
         assert method in ("dense", "half") and order in ("fast", "tree"), (method, order)
-        self._gradients, self._collect = gradients, collect
+        self._gradients, self._collect, self._group = gradients, collect, group
+        self._replicas = distributed.get_world_size(group)
+        self._shards = method == "half" or order == "tree"
+        self._wire, self._factors = torch.float32, (1.0, 1.0, 1.0)
+        if method == "half":
+            assert wire in (torch.float16, torch.bfloat16) and micro_batches % self._replicas == 0, wire
+            # Factors of what a replica sends, of the sum of these, and of what comes back. The middle one divides by
+            # replicas: the mean of all replicas is as far from underflow as that of one.
+            self._wire = wire
+            self._factors = (self._replicas / micro_batches, 1 / self._replicas, float(micro_batches))
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
-        self._sum = _create_sum(group, method, order, wire, micro_batches, min(size, len(gradients)))
+        self._largest = self._filled_up(min(size, len(gradients)))
+        self._flying: List[Iterator[None]] = []  # the sums of the buckets that have been launched
+        self._free: List[torch.Tensor] = []  # memory of a sum that is not in use
         # A sum as a tree exists only after the last addition of the step.
-        self.overlaps = self._sum is not None and order == "fast"
+        self.overlaps = self._replicas > 1 and order == "fast"
         self._launched = 0
         self._armed = False
         self._waiting: List[Set[int]] = []
@@ -106,12 +117,13 @@ class Reduction(Running):
         """
         assert buffer is self._gradients or not self._armed, "an armed backward pass has sent parts of the gradients"
         self._armed = False
-        if self._sum is None:
+        if self._replicas == 1:
             return
         assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
         while self._launched < len(self._buckets):
             self._launch(buffer)
-        self._sum.finish()
+        while self._flying:
+            self._advance()
         self._launched = 0
 
     def _ready(self, index: int, _: nn.Parameter) -> None:
@@ -126,110 +138,48 @@ class Reduction(Running):
             self._launch(self._gradients)
 
     def _launch(self, buffer: torch.Tensor) -> None:
+        """Begin the sum of the next bucket. Of sums in two exchanges the earlier ones go on: two are on their way."""
+        if self._shards:
+            self._advance()
         start, end = self._buckets[self._launched]
         self._launched += 1
-        self._sum.launch(buffer[start:end])
+        self._flying.append((self._sum_in_shards if self._shards else self._all_reduce)(buffer[start:end]))
+        next(self._flying[-1])
 
+    def _advance(self) -> None:
+        """Take each sum a step further, the oldest first: all replicas call the collectives in one order."""
+        self._flying = [each for each in self._flying if next(each, self) is not self]
 
-class _AllReduce:
-    """Sums in the order of the library."""
+    def _all_reduce(self, bucket: torch.Tensor) -> Iterator[None]:
+        work = distributed.all_reduce(bucket, group=self._group, async_op=True)
+        yield
+        work.wait()
 
-    def __init__(self, group: Optional[distributed.ProcessGroup]):
-        self._group = group
-        self._works: List[distributed.Work] = []
+    def _sum_in_shards(self, bucket: torch.Tensor) -> Iterator[None]:
+        """Sum as a binary tree over replicas, each replica its share of the bucket, in two exchanges.
 
-    def launch(self, bucket: torch.Tensor) -> None:
-        self._works.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
-
-    def finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-
-class _Flight(NamedTuple):
-    """A bucket on its way: float32 [n], two rows [replicas * share] of what travels, and the work to wait for."""
-
-    bucket: torch.Tensor
-    memory: torch.Tensor
-    ours: torch.Tensor
-    theirs: torch.Tensor
-    work: distributed.Work
-
-
-class _ShardedSum:
-    """Sums as a binary tree over replicas, each replica its share of a bucket, in two exchanges.
-
-    The second exchange of a bucket begins when the next bucket is launched, not when the first one is complete: so all
-    replicas call the collectives in one order. Two buckets are on their way at a time. What fills a bucket up to equal
-    shares is whatever the memory held: its sum is not read.
-    """
-
-    def __init__(
-        self,
-        group: Optional[distributed.ProcessGroup],
-        wire: torch.dtype,
-        factors: Tuple[float, float, float],
-        largest: int,
-    ):
-        """Args: factors: of what a replica sends, of the sum of these, and of what comes back. largest: bucket."""
-        self._group, self._wire, self._factors = group, wire, factors
-        self._replicas = distributed.get_world_size(group)
-        self._largest = self._share(largest) * self._replicas
-        self._free: List[torch.Tensor] = []  # [2, largest], made when first needed, two of them
-        self._adding: Optional[_Flight] = None
-        self._gathering: Optional[_Flight] = None
-
-    def launch(self, bucket: torch.Tensor) -> None:
-        self._advance()
+        What fills a bucket up to equal shares is whatever the memory held: its sum is not read.
+        """
         if not self._free:
             self._free.append(torch.empty(2, self._largest, dtype=self._wire, device=bucket.device))
         memory = self._free.pop()
-        ours, theirs = memory[:, : self._share(len(bucket)) * self._replicas]
+        ours, theirs = memory[:, : self._filled_up(len(bucket))]
         torch.mul(bucket, self._factors[0], out=ours[: len(bucket)])
         # As bytes: not every library and version knows the dtypes, and nothing is computed on the way.
         work = distributed.all_to_all_single(_bytes(theirs), _bytes(ours), group=self._group, async_op=True)
-        self._adding = _Flight(bucket, memory, ours, theirs, work)
+        yield
+        work.wait()
+        rows = theirs.view(self._replicas, -1).float()
+        share = theirs[: rows.shape[1]]
+        torch.mul(_add_as_tree(rows), self._factors[1], out=share)
+        work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
+        yield
+        work.wait()
+        bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
+        self._free.append(memory)
 
-    def finish(self) -> None:
-        self._advance()
-        self._advance()
-
-    def _advance(self) -> None:
-        """Ends what gathers, and lets gather what adds."""
-        if self._gathering is not None:
-            bucket, memory, ours, _, work = self._gathering
-            work.wait()
-            bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
-            self._free.append(memory)
-            self._gathering = None
-        if self._adding is not None:
-            bucket, memory, ours, theirs, work = self._adding
-            work.wait()
-            rows = theirs.view(self._replicas, -1).float()
-            share = theirs[: rows.shape[1]]
-            torch.mul(_add_as_tree(rows), self._factors[1], out=share)
-            work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
-            self._gathering = _Flight(bucket, memory, ours, theirs, work)
-            self._adding = None
-
-    def _share(self, elements: int) -> int:
-        return -(-elements // self._replicas)
-
-
-def _create_sum(group, method: str, order: str, wire: torch.dtype, micro_batches: int, largest: int):
-    """None where there is nothing to add."""
-    replicas = distributed.get_world_size(group)
-    if replicas == 1:
-        return None
-    if method == "half":
-        assert wire in (torch.float16, torch.bfloat16) and micro_batches % replicas == 0, (wire, micro_batches)
-        # The middle one last: the mean of all replicas is as far from underflow as that of one.
-        factors = (replicas / micro_batches, 1 / replicas, float(micro_batches))
-        return _ShardedSum(group, wire, factors, largest)
-    if order == "tree":
-        return _ShardedSum(group, torch.float32, (1.0, 1.0, 1.0), largest)
-    return _AllReduce(group)
+    def _filled_up(self, elements: int) -> int:
+        return -(-elements // self._replicas) * self._replicas
 
 
 def _add_as_tree(rows: torch.Tensor) -> torch.Tensor:

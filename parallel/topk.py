@@ -1,4 +1,4 @@
-"""Exchanges of the largest values of gradients: Top-k, and gTop-k over a tree or a butterfly.
+"""Exchanges of the largest values of gradients: Top-k, and gTop-k over a tree, a butterfly or owners.
 
 Needs no torch until one is created.
 """
@@ -32,27 +32,16 @@ class Sparse(Method):
         """Seconds until all replicas have the sum of vectors of so many entries."""
         return self.rounds(replicas) * link.message(costs.message_bytes(entries, wire))
 
-    def entries(self, elements: int) -> int:
-        """Values that a replica sends of so many, after the warm-up of densities."""
-        return max(1, round(self.section.density * elements))
-
-    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        """Seconds of a message per round, and of rings for what is sent whole and for sketches."""
-        entries = self.entries(gradient.elements - gradient.whole)
-        rings = [size for size in (4 * gradient.whole, self._sketches(gradient)) if size]
-        messages = self.messages(link, replicas, entries, self.section.sent)
-        return sum(costs.ring(link, replicas, size) for size in rings) + messages
+    def entries(self, gradient: Gradient) -> int:
+        """Values that a replica sends, after the warm-up of densities."""
+        return max(1, round(self.section.density * (gradient.elements - gradient.whole)))
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        """Every message over the farthest links in use."""
+        """Every message, and the rings of what is sent whole and of sketches, over the farthest links in use."""
         link = levels[-1][1]
-        sketches = self._sketches(gradient)
-        ring = costs.ring(link, replicas, sketches) if sketches else 0.0
-        return ring + self.messages(link, replicas, self.entries(gradient.elements), "float32")
-
-    def _sketches(self, gradient: Gradient) -> int:
-        """Bytes of the sketches of an update (`optim/replica_update.py`)."""
-        return 0 if self.section.compress == "gradient" else 4 * self.section.sketch * gradient.layers
+        sketches = 0 if self.section.compress == "gradient" else 4 * self.section.sketch * gradient.layers
+        rings = sum(costs.ring(link, replicas, size) for size in (4 * gradient.whole, sketches) if size)
+        return rings + self.messages(link, replicas, self.entries(gradient), self.section.sent)
 
     def create(self, setup: Setup) -> Running:
         import torch
@@ -90,8 +79,7 @@ class Sparse(Method):
 class Topk(Sparse):
     """All replicas gather all vectors around a ring, P - 1 messages.
 
-    Source: Shi et al., 1901.04359, who count log2 P latencies, those of another algorithm: gloo and NCCL send round a
-    ring.
+    Shi et al., 1901.04359, count log2 P latencies, those of another algorithm: gloo and NCCL send round a ring.
     """
 
     @classmethod
@@ -136,8 +124,7 @@ class GTopk(Sparse):
         whole = super().bytes_sent(replicas, gradient)
         if self.section.pattern != "tree":
             return whole
-        entries = self.entries(gradient.elements - gradient.whole)
-        return whole - self.messages(BYTES, replicas, entries, self.section.sent) / 2
+        return whole - self.messages(BYTES, replicas, self.entries(gradient), self.section.sent) / 2
 
     def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
         if self.section.pattern != "owners" or replicas == 1:

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from parallel import costs
-from parallel.messages import Sparse, Wire
+from parallel.messages import Quantizer, Sparse, Wire
 from parallel.quantized import QuantizedReduction, QuantizedSum
-from parallel.quantizer import Quantizer
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 

@@ -198,7 +198,7 @@ def words_sent(rank, size, pattern, wire):
     words = []
     send, swap = total._send, total._swap
     total._send = lambda message, replica: (words.append(len(message)), send(message, replica))[1]
-    total._swap = lambda message, replica: (words.append(len(message)), swap(message, replica))[1]
+    total._swap = lambda message, *rest: (words.append(len(message)), swap(message, *rest))[1]
     total(vector(rank), torch.zeros(LENGTH, dtype=torch.int32))
     return words
 
