@@ -10,7 +10,7 @@ from torch import distributed
 from parallel.exchange import Contribution, Running
 from parallel.reduce import all_finite
 from parallel.selection import largest
-from parallel.sparse import Sparse, SparseSum, Total
+from parallel.sparse import Sparse, SparseSum
 from recipe.randomness import bits32, key
 
 # Histograms of magnitudes: bins by exponent and three bits of the mantissa, each at most an eighth wide.
@@ -72,16 +72,16 @@ class SparseExchange(Running):
             elements: parameters of each stage that are exchanged sparsely.
             stage: of this process.
             dense: places in the buffer that are always sent whole.
-            group: of the replicas of this stage; None for a replica that is alone.
-            everyone: all replicas and stages, used for nothing else; None for a process that is alone.
+            group: of the replicas of this stage; None for a single replica.
+            everyone: all replicas and stages, used for nothing else; None for a single process.
             contribution: to the residual; None: the gradient.
         """
         self._rules, self._elements, self._stage = rules, list(elements), stage
         self._group, self._everyone = group, everyone
         self._sum = SparseSum(group, pattern=rules.pattern, wire=rules.wire)
         self.residual = torch.zeros(length, dtype=torch.float32, device=device)
-        self._contribution = contribution or _Gradient()
-        self._velocity = self._contribution.state().get("velocity")
+        self._contribution = contribution
+        self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
         if rules.by_threshold and len(self._elements) > 1:
             self._shares = StageShares(length, len(self._elements), stage, everyone)
@@ -93,76 +93,59 @@ class SparseExchange(Running):
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
-        self._contribution(self.residual, buffer, divisor, finite)
+        if self._contribution is None:
+            self.residual.addcdiv_(buffer, divisor)
+        else:
+            self._contribution(self.residual, buffer, divisor, finite)
         density = self._rules.density(step)
         if density >= 1:
-            self._exchange_all(buffer, finite)
+            self._add_up(buffer.copy_(self.residual))
+            _zero_unless(~finite, self.residual)
             buffer.mul_(divisor)
         else:
-            whole = self._exchange_dense()
-            total = self._exchange_largest(buffer, density, finite)
-            for part in total.parts:
+            whole = None
+            if self._dense is not None:
+                whole = self.residual[self._dense]  # of this step alone: zeros if that is not finite
+                self.residual[self._dense] = 0.0
+                self._add_up(whole)
+            for part in self._exchange_largest(buffer, density, finite):
                 buffer.index_add_(0, part.indices, part.values * divisor)
             if whole is not None:
                 buffer[self._dense] = whole * divisor
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        return {"residual": self.residual, **self._contribution.state()}
-
-    def _exchange_all(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
-        buffer.copy_(self.residual)
-        self._add_up(buffer)
-        _zero_unless(~finite, self.residual)
-
-    def _exchange_dense(self) -> Optional[torch.Tensor]:
-        """The sum over replicas of what is always sent whole, taken out of the residual."""
-        if self._dense is None:
-            return None
-        own = self.residual[self._dense]  # of this step alone: zeros if that is not finite
-        self.residual[self._dense] = 0.0
-        self._add_up(own)
-        return own
+        return {"residual": self.residual, **(self._contribution.state() if self._contribution is not None else {})}
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         if self._group is not None:
             distributed.all_reduce(tensor, group=self._group)
 
-    def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> Total:
-        """The sum of the replicas' largest entries; leaves the buffer empty, and the rest in the residual."""
+    def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> List[Sparse]:
+        """Parts of the sum of the replicas' largest entries; clears the buffer, and leaves the rest in the residual."""
         indices = largest(self.residual, self._count(density))
         own = Sparse(indices, self.residual[indices])
         scratch = buffer.zero_().view(torch.int32)
-        total = self._sum(own, scratch)
-        conserves = self._rules.conserve or self._rules.pattern == "gather"
-        sent = finite if conserves else finite & _contained(indices, total.parts[0].indices, scratch)
+        parts, left_out = self._sum(own, scratch)
+        sent, conserves = finite, self._rules.conserve or self._rules.pattern == "gather"
+        if not conserves:
+            scratch[parts[0].indices] = 1
+            sent = finite & (scratch[indices] > 0)
+            scratch[parts[0].indices] = 0
         self.residual[indices] = torch.where(sent, 0.0, own.values)
-        for part in total.residual if conserves else ():
+        for part in left_out if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
         if self._velocity is not None and self._rules.masks(density):
             self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
-        return total
+        return parts
 
     def _count(self, density: float) -> int:
         """Entries that each replica of this stage sends; the same on all of them."""
+        own = round(density * self._elements[self._stage])
         if self._shares is not None:
             count = round(density * sum(self._elements))
             own = self._shares(self.residual, max(count, len(self._elements)))[self._stage]
-        else:
-            own = round(density * self._elements[self._stage])
         return min(max(1, own), len(self.residual))
-
-
-class _Gradient:
-    """The contribution where replicas compress their gradients."""
-
-    def __call__(
-        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
-    ) -> None:
-        torch.addcdiv(residual, gradient, divisor, out=residual)
-
-    def state(self) -> Dict[str, torch.Tensor]:
-        return {}
 
 
 class StageShares:
@@ -178,8 +161,7 @@ class StageShares:
         self._stages, self._stage, self._everyone = stages, stage, everyone
         self._places: Optional[torch.Tensor] = None  # None: all
         if length > _SAMPLE:
-            drawn = bits32(key("stage shares"), torch.arange(_SAMPLE))
-            self._places = (drawn * length) >> 32
+            self._places = (bits32(key("stage shares"), torch.arange(_SAMPLE)) * length) >> 32
         self._weight = length / min(length, _SAMPLE)
 
     def __call__(self, values: torch.Tensor, count: int) -> List[int]:
@@ -218,16 +200,8 @@ def divided(histograms: torch.Tensor, count: int) -> List[int]:
 
 
 def _zero_unless(wanted: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fills the tensor with zeros unless `wanted`, bool []; on a GPU the host does not wait to know."""
+    """Fill the tensor with zeros unless `wanted`, bool []; on a GPU the host does not wait to know."""
     if tensor.device.type != "cpu":
         tensor.copy_(torch.where(wanted, tensor, 0.0))
     elif not wanted:
         tensor.zero_()
-
-
-def _contained(indices: torch.Tensor, others: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Mask of the `indices` that are among `others`, bool. scratch: int32, zeros; zeros again afterwards."""
-    scratch[others] = 1
-    found = scratch[indices] > 0
-    scratch[others] = 0
-    return found
