@@ -219,7 +219,7 @@ class GradientExchange:
 
 
 class _Weights:
-    """The weights as parallel.exchange.Weights, with their averages."""
+    """The weights as in parallel.exchange.Setup, with their averages."""
 
     def __init__(self, weights: WeightState, averages: Dict[str, torch.Tensor]):
         self._weights, self._averages = weights, averages

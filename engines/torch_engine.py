@@ -249,17 +249,16 @@ class TorchEngine(Engine):
         if size is not None and self.topology.stages == 1:
             return SingleProcess(self._stages[0], count)
         if (size, count) not in self._schedules:
-            from parallel.pipeline import ForwardPipeline, Pipeline
+            from parallel.pipeline import Pipeline
 
             named = {"group": self.processes.stage_group, "device": self.device}
             if size is None:
                 rows, pixels = self._recipe.batch.evaluation, self._recipe.model.image_size
-                schedule = ForwardPipeline(self._stages, self._boundaries(rows, pixels, torch.uint8), **named)
+                entering = self._boundaries(rows, pixels, torch.uint8)
             else:
                 entering = self._boundaries(self.batch.micro, size, self._feed.image_dtype)
                 named.update(schedule=self._recipe.parallel.schedule, micro_batches=count)
-                schedule = Pipeline(self._stages, entering, **named)
-            self._schedules[size, count] = schedule
+            self._schedules[size, count] = Pipeline(self._stages, entering, **named)
         return self._schedules[size, count]
 
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from parallel.board import Outcome
 from parallel.hosts import Hosts, interface_towards
@@ -51,8 +51,8 @@ def run(
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
                 break
-            text = f"restart {attempt + 1} of {max_restarts}: the run goes on from its last checkpoint"
-            print(text, file=sys.stderr, flush=True)
+            place = "the run goes on from its last checkpoint"
+            print(f"restart {attempt + 1} of {max_restarts}: {place}", file=sys.stderr, flush=True)
         return outcome.code
     except Stopped:
         print("stopped while no rank was running; the same command goes on", file=sys.stderr)
@@ -119,7 +119,7 @@ def _watch(ranks: Ranks, others: Others, signals: Signals) -> Outcome:
             text = "ended at once by a second signal; the same command goes on from the last checkpoint"
             return Outcome(FAILED, text, last=True, abrupt=True)
         if failed:
-            return _failure(*min(failed, key=_blame), signals)
+            return _failure(failed, signals)
         return news or Outcome(STOPPED if STOPPED in codes.values() else DONE)
 
 
@@ -134,15 +134,12 @@ def _end(ranks: Ranks) -> None:
         process.wait()
 
 
-def _blame(failure: tuple) -> tuple:
-    """Sort key of ranks that failed in the same moment: first one that complained or was killed, then those that lost a
-    peer by it."""
-    rank, code = failure
-    return (code != WRONG_INPUT, code >= 0 or code == -signal.SIGTERM, rank)
-
-
-def _failure(rank: int, code: int, signals: Signals) -> Outcome:
-    """The outcome where this rank was the first to fail."""
+def _failure(failed: List[Tuple[int, int]], signals: Signals) -> Outcome:
+    """The outcome where these ranks failed in the same moment. Args: failed: rank and exit code of each."""
+    # First one that complained or was killed, then those that lost a peer by it.
+    rank, code = min(
+        failed, key=lambda each: (each[1] != WRONG_INPUT, each[1] >= 0 or each[1] == -signal.SIGTERM, each)
+    )
     if code == WRONG_INPUT:
         return Outcome(WRONG_INPUT, abrupt=True)
     if code == -signal.SIGUSR1:  # sent before it had begun: there is nothing to save

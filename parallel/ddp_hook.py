@@ -4,24 +4,24 @@ model = DistributedDataParallel(module)
 model.register_comm_hook(SparseState(density=0.01), sparse_hook)
 """
 
-from typing import Dict, Optional, Union
+from typing import Dict, Union
 
 import torch
 from torch import distributed
 from torch.futures import Future
 
+from parallel.reduce import Group
 from parallel.sparse_exchange import Rules, SparseExchange
 
 
 class SparseState:
     """State of `sparse_hook`, which sends the largest values of each bucket and keeps the rest for later updates.
 
-    A bucket is compressed by itself: of n elements density x n are sent. The result is the mean over replicas, as DDP's
-    own, and the same bits on all of them. Residuals are float32, one for each bucket; they are not in the module's
-    state dict, so a resumed loop begins with empty ones. Gradients that are not finite on any replica change no
-    residual and leave NaN.
+    Of a bucket's n elements density x n are sent. The result is the mean over replicas, as DDP's own, and the same
+    bits on all of them. Residuals are float32, one for each bucket; they are not in the module's state dict, so a
+    resumed loop begins with empty ones. Gradients that are not finite on any replica change no residual and leave NaN.
 
-    Gradients are what is compressed. That suits optimizers that are linear in the gradient, as SGD is; for LARS see
+    Gradients are compressed. That suits optimizers that are linear in the gradient, as SGD is; for LARS see
     `compress: update` in docs/exchange.md, which needs the engine.
 
     Sources: Top-k: Lin et al., 1712.01887; gTop-k: Shi et al., 1901.04359; `SparseExchange` has the rules.
@@ -29,7 +29,7 @@ class SparseState:
 
     def __init__(
         self,
-        group: Optional[distributed.ProcessGroup] = None,
+        group: Group = None,
         *,
         density: float,
         pattern: str = "gather",
@@ -61,18 +61,13 @@ class SparseState:
             result = gradients.div_(replicas)
         else:
             flat = gradients.float()
-            divisor = torch.tensor(float(replicas), device=flat.device)
-            self._of(bucket, flat)(flat, self._step, divisor)
+            if bucket not in self.exchanges:
+                sizes = (len(flat), [len(flat)], 0, ())
+                self.exchanges[bucket] = SparseExchange(self._rules, *sizes, self._group, self._group, flat.device)
+            self.exchanges[bucket](flat, self._step, torch.tensor(float(replicas), device=flat.device))
             result = flat.div_(replicas).to(gradients.dtype)
         self._step += last
         return result
-
-    def _of(self, index: int, flat: torch.Tensor) -> SparseExchange:
-        """The exchange of a bucket, which is made when it comes first."""
-        if index not in self.exchanges:
-            sizes = (len(flat), [len(flat)], 0, ())
-            self.exchanges[index] = SparseExchange(self._rules, *sizes, self._group, self._group, flat.device)
-        return self.exchanges[index]
 
 
 def sparse_hook(state: SparseState, bucket: distributed.GradBucket) -> Future[torch.Tensor]:

@@ -34,7 +34,7 @@ class Dense(Method):
 
     def create(self, setup: Setup) -> Optional[Running]:
         if self.section.sent_bits:
-            from parallel.quantized import QuantizedReduction
+            from parallel.reduce import QuantizedReduction
 
             everyone = setup.processes.further_group()
             return QuantizedReduction(
@@ -103,15 +103,5 @@ class Local(Method):
     def create(self, setup: Setup) -> Running:
         from parallel.local_steps import LocalSteps
 
-        section = self.section
-        return LocalSteps(
-            setup.weights,
-            setup.processes.replica_group if setup.group is not None else None,
-            every=section.local_steps,
-            fragments=section.fragments,
-            dense=lambda step: section.is_dense(step, setup.steps_per_epoch),
-            bits=section.bits,
-            outer=(section.outer_lr, section.outer_momentum) if section.outer == "nesterov" else None,
-            delay=section.delay,
-            late_group=setup.group,
-        )
+        group = setup.processes.replica_group if setup.group is not None else None
+        return LocalSteps(setup.weights, group, self.section, setup.steps_per_epoch, setup.group)

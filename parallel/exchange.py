@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from parallel.costs import Link
 from parallel.evidence import MEASURED
@@ -44,39 +44,16 @@ class Gradient(NamedTuple):
     layers: int = 0
 
 
-class Contribution(Protocol):
-    """What a replica adds to its residual in each update: its gradient, or the update that its gradient makes.
-
-    contribution(residual, gradient, divisor, finite) adds it; every replica calls. residual: float32 [length].
-    gradient: float32 [length], zeros if not `finite`; it may be overwritten. divisor: as for `Running`. finite:
-    bool [], whether the gradients of all replicas and stages are finite. state(): as that of `Running`.
-    """
-
-    __call__: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-    state: Callable[[], Dict[str, torch.Tensor]]
-
-
-class Weights(Protocol):
-    """The weights of a replica's stage, for methods that exchange them.
-
-    flat: [length], float16 or float32. own_state(): all that an update changes, by name, [length] each; refresh() must
-    be called after writing to it. store(start, end, values, step): replaces elements by float32 values; all replicas
-    round with the same random bits.
-    """
-
-    flat: torch.Tensor
-    own_state: Callable[[], Dict[str, torch.Tensor]]
-    store: Callable[[int, int, torch.Tensor, int], None]
-    refresh: Callable[[], None]
-
-
 class Setup(NamedTuple):
     """What an engine gives to a method.
 
     gradients: float32 [length], of this process. places: each parameter and its first element in the gradients.
     collect: called with the index of each parameter whose gradient is ready, before it is sent. group: the replicas
     of this stage; None for a single replica. steps_per_epoch: None for an engine that does not train. contribution:
-    None where gradients are compressed. weights: those that the gradients belong to.
+    adds the update of this replica's gradient to its residual, an `optim.replica_update.ReplicaUpdate`; None where
+    gradients are compressed. weights: of this replica's stage: `flat`, float16 or float32 [length]; `own_state()`, all
+    that an update changes, by name, [length] each; `refresh()`, to be called after writing to it; `store(start, end,
+    values, step)`, which replaces elements by float32 values, rounded by the same bits on all replicas.
     """
 
     recipe: Recipe
@@ -87,8 +64,8 @@ class Setup(NamedTuple):
     collect: Callable[[int], None]
     group: Optional[distributed.ProcessGroup]
     steps_per_epoch: Optional[int]
-    contribution: Optional[Contribution] = None
-    weights: Optional[Weights] = None
+    contribution: Any = None
+    weights: Any = None
 
 
 class Running:

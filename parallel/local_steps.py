@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Running, Weights
-from parallel.quantized import QuantizedSum
+from parallel.exchange import Running
+from parallel.reduce import Group, QuantizedSum
+from recipe.exchange import Local
 
 
 class LocalSteps(Running):
@@ -38,30 +40,24 @@ class LocalSteps(Running):
 
     def __init__(
         self,
-        weights: Weights,
-        group: Optional[distributed.ProcessGroup],
-        *,
-        every: int,
-        fragments: int,
-        dense: Callable[[int], bool],
-        outer: Optional[Tuple[float, float]],
-        bits: Optional[int] = None,
-        delay: int = 0,
-        late_group: Optional[distributed.ProcessGroup] = None,
+        weights: Any,
+        group: Group,
+        section: Local,
+        steps_per_epoch: Optional[int] = None,
+        late_group: Group = None,
     ):
         """
         Args:
-            weights: of this replica's stage.
-            group: of the replicas that compute this stage; None for a replica that is alone.
-            every: updates between two means of a fragment. fragments: at most so many.
-            dense: whether update `step` is made of all replicas' gradients, and weights stay equal.
-            outer: rate and momentum of the outer optimizer; None takes the mean.
-            bits: in which the way since the mean before is sent, 8 or 4; None sends weights as float32.
-            delay: updates between sending a fragment and taking its mean, fewer than `every`.
+            weights: as in Setup.
+            group: of the replicas that compute this stage; None for a single replica.
             late_group: as `group`, used for nothing else, if there is a delay.
         """
+        every, fragments, delay, bits = section.local_steps, section.fragments, section.delay, section.bits
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
-        self._weights, self._group, self._every, self._is_dense, self._outer = weights, group, every, dense, outer
+        self._weights, self._group, self._every = weights, group, every
+        self._is_dense = functools.partial(section.is_dense, steps_per_epoch=steps_per_epoch)
+        outer = section.outer == "nesterov"
+        self._outer = (section.outer_lr, section.outer_momentum) if outer else None
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         length = len(weights.flat)
         self._fragments = [
@@ -76,9 +72,9 @@ class LocalSteps(Running):
         self._under_way: Dict[int, Future] = {}
         in_thread = delay and group is not None and weights.flat.device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
-        if outer is not None or bits:
+        if outer or bits:
             self._common["anchor"] = start
-        if outer is not None:
+        if outer:
             self._common["outer_momentum"] = torch.zeros_like(start)
         if bits:
             self._own["residual"] = torch.zeros_like(start)
@@ -176,7 +172,7 @@ class LocalSteps(Running):
             self._under_way.pop(each).result()
 
 
-def _mean(flat: torch.Tensor, group: Optional[distributed.ProcessGroup]) -> torch.Tensor:
+def _mean(flat: torch.Tensor, group: Group) -> torch.Tensor:
     """The mean over replicas, float32."""
     found = flat.to(torch.float32, copy=True)
     if group is not None:

@@ -10,6 +10,7 @@ from torch import distributed
 from parallel import bruck
 from parallel.costs import BINS
 from parallel.messages import Sparse, Wire
+from parallel.reduce import Group
 from parallel.selection import ranked
 
 _INFINITE = 1 << 31  # beyond the bits of all magnitudes
@@ -34,7 +35,7 @@ class Owners:
     Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
     """
 
-    def __init__(self, group: Optional[distributed.ProcessGroup], wire: Wire):
+    def __init__(self, group: Group, wire: Wire):
         self._group, self._wire = group, wire
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         self._borders: Optional[torch.Tensor] = None  # first element of each region but the first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import List
 
 import torch
 from torch import distributed
@@ -10,7 +10,7 @@ from torch import distributed
 from parallel import bruck
 from parallel.messages import Sparse, Total, Wire
 from parallel.owners import Owners
-from parallel.reduce import all_gather
+from parallel.reduce import Group, all_gather
 from parallel.selection import ranked
 
 PATTERNS = ("gather", "tree", "butterfly", "owners")
@@ -34,7 +34,7 @@ class SparseSum:
     a message keeps its rounding errors.
     """
 
-    def __init__(self, group: Optional[distributed.ProcessGroup], *, pattern: str, wire: torch.dtype):
+    def __init__(self, group: Group, *, pattern: str, wire: torch.dtype):
         """
         Args:
             group: of the replicas; None for a single replica.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Contribution, Running
-from parallel.reduce import all_finite
+from parallel.exchange import Running
+from parallel.reduce import Group, all_finite
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum
 from recipe.randomness import bits32, key
@@ -38,7 +38,7 @@ class Rules(NamedTuple):
 class SparseExchange(Running):
     """Sums over replicas what each sends of its gradient, or update; the rest stays in a residual of its own.
 
-    With g the replica's part of the mean gradient, or of the update that it makes (`Contribution`), and r its
+    With g the replica's part of the mean gradient, or of the update that it makes, and r its
     residual, in each update: a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas'
     s (`SparseSum`) is the result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to
     float32 rounding, where `conserve` holds or the pattern is "gather". Without it an entry of s that is not in the
@@ -61,10 +61,10 @@ class SparseExchange(Running):
         elements: Sequence[int],
         stage: int,
         dense: Sequence[range],
-        group: Optional[distributed.ProcessGroup],
-        everyone: Optional[distributed.ProcessGroup],
+        group: Group,
+        everyone: Group,
         device: torch.device,
-        contribution: Optional[Contribution] = None,
+        contribution: Any = None,
     ):
         """
         Args:
@@ -74,7 +74,7 @@ class SparseExchange(Running):
             dense: places in the buffer that are always sent whole.
             group: of the replicas of this stage; None for a single replica.
             everyone: all replicas and stages, used for nothing else; None for a single process.
-            contribution: to the residual; None: the gradient.
+            contribution: as in Setup.
         """
         self._rules, self._elements, self._stage = rules, list(elements), stage
         self._group, self._everyone = group, everyone

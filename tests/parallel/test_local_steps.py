@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parallel.local_steps import LocalSteps
+from recipe.exchange import Exchange
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
@@ -39,12 +40,15 @@ def trained(rank, size, steps, fragments=1, dense=0, outer=None, delay=0, bits=N
     made = LocalSteps(
         weights,
         "replicas",
-        every=EVERY,
-        fragments=fragments,
-        dense=lambda step: step < dense,
-        outer=outer,
-        bits=bits,
-        delay=delay,
+        Exchange(
+            method="local",
+            local_steps=EVERY,
+            fragments=fragments,
+            dense_steps=dense,
+            bits=bits,
+            delay=delay,
+            **({"outer": "nesterov", "outer_lr": outer[0], "outer_momentum": outer[1]} if outer else {}),
+        ),
         late_group="replicas",
     )
     made._thread = None  # ranks are threads here; one beside them is for the engine's tests

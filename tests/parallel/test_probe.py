@@ -8,7 +8,7 @@ import scipy.optimize
 import torch
 from torch import distributed
 
-from parallel import probe
+from parallel import bruck, probe
 from parallel.costs import Link
 from tests import world
 
@@ -52,17 +52,17 @@ def measured(rank, size):
 def measured_slowly(rank, size, lates, per_byte):
     """The links, and how many messages this rank sent for each. Rank 1 is late, for which its neighbours wait, but not
     rank 3."""
-    send_all, found = distributed.batch_isend_irecv, []
+    transfer, found = bruck.transfer, []
     for late in lates:
         sent = []
 
-        def slow(operations, late=late, sent=sent):
-            sent.append(operations)
+        def slow(rounds, group, late=late, sent=sent):
+            sent.append(rounds)
             if rank == 1:
-                time.sleep(late + operations[0].tensor.nbytes * per_byte)
-            return send_all(operations)
+                time.sleep(late + rounds[0][0].nbytes * per_byte)
+            transfer(rounds, group)
 
-        distributed.batch_isend_irecv = slow
+        bruck.transfer = slow
         found.append((probe.measure(None, torch.device("cpu")), len(sent)))
     return found
 

@@ -5,7 +5,7 @@ import torch
 
 from parallel import costs
 from parallel.messages import Quantizer, Sparse, Wire
-from parallel.quantized import QuantizedReduction, QuantizedSum
+from parallel.reduce import QuantizedReduction, QuantizedSum
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 

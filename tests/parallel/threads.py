@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from parallel import bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange
+from parallel import bruck, local_steps, owners, reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
@@ -87,9 +87,9 @@ def run(size, function, *arguments):
         threads.this.rank, threads.this.launched = rank, []
         return function(rank, size, *arguments)
 
-    modules = (bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange)
+    modules = (bruck, local_steps, owners, reduce, sparse, sparse_exchange)
     names = [(module, "distributed", threads) for module in modules]
-    names += [(module, "all_gather", threads.all_gather) for module in (quantized, reduce, sparse)]
+    names += [(module, "all_gather", threads.all_gather) for module in (reduce, sparse)]
     before = [(module, name, getattr(module, name)) for module, name, _ in names]
     try:
         for place in names:
