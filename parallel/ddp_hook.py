@@ -4,14 +4,18 @@ model = DistributedDataParallel(module)
 model.register_comm_hook(SparseState(density=0.01), sparse_hook)
 """
 
+from types import SimpleNamespace
 from typing import Dict, Union
 
 import torch
 from torch import distributed
 from torch.futures import Future
 
+from parallel.exchange import Setup
 from parallel.reduce import Group
-from parallel.sparse_exchange import Rules, SparseExchange
+from parallel.sparse_exchange import SparseExchange
+from parallel.topology import Topology
+from recipe.exchange import Exchange
 
 
 class SparseState:
@@ -44,12 +48,17 @@ class SparseState:
             wire: type of the values that travel: float32, float16, or 8 or 4 bits.
             dense_steps: first updates that send everything; at least 2, as DDP forms its buckets anew in the second.
         """
-        if not 0 < density <= 1:
-            raise ValueError(f"density is a share between 0 and 1, found {density}")
         if dense_steps < 2:
             raise ValueError(f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew")
         self._group = distributed.group.WORLD if group is None else group
-        self._rules = Rules(pattern, wire, lambda step: density)
+        sent = {"bits": wire} if isinstance(wire, int) else {"wire": str(wire).partition(".")[2]}
+        merging = {} if pattern == "gather" else {"pattern": pattern}
+        self._section = Exchange(
+            method="gtopk" if merging else "topk", density=density, compress="gradient", **sent, **merging
+        )
+        self._processes = SimpleNamespace(
+            topology=Topology(), gather=lambda value: [value], further_group=lambda: self._group
+        )
         self._dense_steps, self._step = dense_steps, 0
         self.exchanges: Dict[int, SparseExchange] = {}
 
@@ -62,8 +71,8 @@ class SparseState:
         else:
             flat = gradients.float()
             if bucket not in self.exchanges:
-                sizes = (len(flat), [len(flat)], 0, ())
-                self.exchanges[bucket] = SparseExchange(self._rules, *sizes, self._group, self._group, flat.device)
+                setup = Setup(None, None, self._processes, flat, [(0, flat)], None, self._group, None)
+                self.exchanges[bucket] = SparseExchange(setup, self._section)
             self.exchanges[bucket](flat, self._step, torch.tensor(float(replicas), device=flat.device))
             result = flat.div_(replicas).to(gradients.dtype)
         self._step += last

@@ -36,26 +36,12 @@ class Dense(Method):
         if self.section.sent_bits:
             from parallel.reduce import QuantizedReduction
 
-            everyone = setup.processes.further_group()
-            return QuantizedReduction(
-                setup.group, everyone, len(setup.gradients), self.section.sent_bits, setup.gradients.device
-            )
+            return QuantizedReduction(setup, self.section.sent_bits)
         if setup.group is None:
             return None
-        import torch
-
         from parallel.reduce import Reduction
 
-        return Reduction(
-            setup.gradients,
-            setup.places,
-            setup.group,
-            method=self.section.method,
-            order="tree" if self.section.in_tree else "fast",
-            wire=getattr(torch, self.section.sent),
-            micro_batches=setup.batch.micro_batches,
-            collect=setup.collect,
-        )
+        return Reduction(setup, self.section)
 
 
 @METHODS.implements(exchange.Half)

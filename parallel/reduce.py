@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set
 
 import torch
 from torch import distributed, nn
 
 from parallel.costs import BLOCK
-from parallel.exchange import Running
+from parallel.exchange import Running, Setup
 from parallel.messages import Quantizer
+from recipe.exchange import Exchange
 
 Group = Optional[distributed.ProcessGroup]
 
@@ -36,7 +37,7 @@ class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 
     Methods:
-        dense, order "fast": all-reduce; the order of the additions is the library's.
+        dense: all-reduce; the order of the additions is the library's.
         dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
             over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
             of two of replicas this continues the tree of optim/gradients.py.
@@ -48,39 +49,18 @@ class Reduction(Running):
     replica. No other collective may use the group between arm() and the call that ends the exchange.
     """
 
-    def __init__(
-        self,
-        gradients: torch.Tensor,
-        places: Sequence[Tuple[int, nn.Parameter]],
-        group: Group,
-        *,
-        method: str,
-        order: str,
-        wire: torch.dtype,
-        micro_batches: int,
-        bucket_bytes: int = 25 * 2**20,
-        collect: Optional[Callable[[int], None]] = None,
-    ):
-        """
-        Args:
-            gradients, places, collect: as in Setup.
-            group: of the processes that hold the same stage; None: all processes.
-            method, order: "dense" or "half", "fast" or "tree".
-            wire: what "half" sends, torch.float16 or torch.bfloat16.
-            micro_batches: of a step over all replicas, a multiple of their number; for "half".
-            bucket_bytes: of float32 gradients in a bucket.
-        """
+    def __init__(self, setup: Setup, section: Exchange, bucket_bytes: int = 25 * 2**20):
+        """Args: section: of method dense or half. bucket_bytes: of float32 gradients in a bucket."""
+        gradients, wire, micro_batches = setup.gradients, getattr(torch, section.sent), setup.batch.micro_batches
         assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
-        assert method in ("dense", "half") and order in ("fast", "tree"), (method, order)
-        self._gradients, self._collect, self._group = gradients, collect, group
-        self._replicas = distributed.get_world_size(group)
-        self._shards = method == "half" or order == "tree"
-        self._wire, self._factors = torch.float32, (1.0, 1.0, 1.0)
-        if method == "half":
-            assert wire in (torch.float16, torch.bfloat16) and micro_batches % self._replicas == 0, wire
+        self._gradients, self._collect, self._group = gradients, setup.collect, setup.group
+        self._replicas = distributed.get_world_size(setup.group)
+        self._wire, self._factors = wire, (1.0, 1.0, 1.0)
+        self._shards = section.in_tree or wire != torch.float32
+        if wire != torch.float32:
+            assert micro_batches % self._replicas == 0, (micro_batches, self._replicas)
             # Factors of what a replica sends, of the sum of these, and of what comes back. The middle one divides by
             # replicas: the mean of all replicas is as far from underflow as that of one.
-            self._wire = wire
             self._factors = (self._replicas / micro_batches, 1 / self._replicas, float(micro_batches))
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
@@ -88,14 +68,14 @@ class Reduction(Running):
         self._flying: List[Iterator[None]] = []  # the sums of the buckets that have been launched
         self._free: List[torch.Tensor] = []  # memory of a sum that is not in use
         # A sum as a tree exists only after the last addition of the step.
-        self.overlaps = self._replicas > 1 and order == "fast"
+        self.overlaps = self._replicas > 1 and not section.in_tree
         self._launched = 0
         self._armed = False
         self._waiting: List[Set[int]] = []
         if self.overlaps:
-            for index, (_, parameter) in enumerate(places):
+            for index, (_, parameter) in enumerate(setup.places):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
-            spans = [(start, start + parameter.numel()) for start, parameter in places]
+            spans = [(start, start + parameter.numel()) for start, parameter in setup.places]
             self._needs = [
                 {index for index, (first, last) in enumerate(spans) if first < end and last > start}
                 for start, end in self._buckets
@@ -109,9 +89,7 @@ class Reduction(Running):
             self._waiting = [set(needed) for needed in self._needs]
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Sends what is not yet on its way, waits, and leaves the sum over replicas in the buffer.
-
-        On CUDA "waits" concerns the current stream, not the host.
+        """Send what is not yet on its way, and leave the sum over replicas in the buffer; no GPU is waited for.
 
         Args:
             buffer: float32 [length]; another than the gradients only where nothing was armed.
@@ -250,15 +228,9 @@ class QuantizedReduction(Running):
     Sources: Seide et al., 2014, 1-bit SGD (error feedback); Karimireddy et al., 1901.09847.
     """
 
-    def __init__(self, group: Group, everyone: Group, length: int, bits: int, device: torch.device):
-        """
-        Args:
-            group: of the replicas of this stage; None for a single replica.
-            everyone: all replicas and stages, used for nothing else; None for a single process.
-            length: elements of the buffer. bits: 8 or 4.
-        """
-        self._sum, self._everyone = QuantizedSum(group, bits), everyone
-        self.residual = torch.zeros(length, dtype=torch.float32, device=device)
+    def __init__(self, setup: Setup, bits: int):
+        self._sum, self._everyone = QuantizedSum(setup.group, bits), setup.processes.further_group()
+        self.residual = torch.zeros_like(setup.gradients)
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Dict, List, Optional
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Running
-from parallel.reduce import Group, all_finite
+from parallel.exchange import Running, Setup
+from parallel.reduce import all_finite
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum
+from recipe import exchange
 from recipe.randomness import bits32, key
 
 # Histograms of magnitudes: bins by exponent and three bits of the mantissa, each at most an eighth wide.
 _BINS = 2048
 _SHIFT = 20
 _SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold, their number is exact to 6 %
-
-
-class Rules(NamedTuple):
-    """Rules of a sparse exchange, as recipe/exchange.py describes them.
-
-    pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: as of `Wire`. density: of update
-    `step`, from 0; 1 sends everything. masks: whether an update with a density has factor masking, of a
-    contribution's velocity. by_threshold: stages share the values to send by where the largest are, not by size.
-    """
-
-    pattern: str
-    wire: Union[torch.dtype, int]
-    density: Callable[[int], float]
-    conserve: bool = True
-    masks: Callable[[float], bool] = lambda density: False
-    by_threshold: bool = False
 
 
 class SparseExchange(Running):
@@ -54,50 +39,36 @@ class SparseExchange(Running):
     docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        length: int,
-        elements: Sequence[int],
-        stage: int,
-        dense: Sequence[range],
-        group: Group,
-        everyone: Group,
-        device: torch.device,
-        contribution: Any = None,
-    ):
-        """
-        Args:
-            length: elements of the flat buffer, those that only fill it up included.
-            elements: parameters of each stage that are exchanged sparsely.
-            stage: of this process.
-            dense: places in the buffer that are always sent whole.
-            group: of the replicas of this stage; None for a single replica.
-            everyone: all replicas and stages, used for nothing else; None for a single process.
-            contribution: as in Setup.
-        """
-        self._rules, self._elements, self._stage = rules, list(elements), stage
-        self._group, self._everyone = group, everyone
-        self._sum = SparseSum(group, pattern=rules.pattern, wire=rules.wire)
-        self.residual = torch.zeros(length, dtype=torch.float32, device=device)
-        self._contribution = contribution
+    def __init__(self, setup: Setup, section: exchange.Sparse):
+        place, length = setup.processes.topology, len(setup.gradients)
+        whole = [
+            torch.arange(start, start + parameter.numel(), device=setup.gradients.device)
+            for start, parameter in setup.places
+            if section.dense_1d and parameter.dim() == 1
+        ]
+        self._dense = torch.cat(whole) if whole else None  # places that are always sent whole
+        elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
+        self._setup, self._section, self._stage = setup, section, place.stage
+        self._elements = setup.processes.gather(elements)[: place.stages]  # of each stage
+        self._everyone = setup.processes.further_group()
+        self._pattern = getattr(section, "pattern", "gather")
+        self._sum = SparseSum(setup.group, pattern=self._pattern, wire=section.bits or getattr(torch, section.sent))
+        self.residual = torch.zeros_like(setup.gradients)
         self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
-        if rules.by_threshold and len(self._elements) > 1:
-            self._shares = StageShares(length, len(self._elements), stage, everyone)
-        ranges = [torch.arange(each.start, each.stop, device=device) for each in dense]
-        self._dense = torch.cat(ranges) if ranges else None
+        if section.stage_share == "threshold" and place.stages > 1:
+            self._shares = StageShares(length, place.stages, place.stage, self._everyone)
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
-        if self._contribution is None:
+        if self._setup.contribution is None:
             self.residual.addcdiv_(buffer, divisor)
         else:
-            self._contribution(self.residual, buffer, divisor, finite)
-        density = self._rules.density(step)
+            self._setup.contribution(self.residual, buffer, divisor, finite)
+        density = self._section.density_at(step, self._setup.steps_per_epoch)
         if density >= 1:
             self._add_up(buffer.copy_(self.residual))
             _zero_unless(~finite, self.residual)
@@ -115,11 +86,12 @@ class SparseExchange(Running):
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        return {"residual": self.residual, **(self._contribution.state() if self._contribution is not None else {})}
+        contribution = self._setup.contribution
+        return {"residual": self.residual, **(contribution.state() if contribution is not None else {})}
 
     def _add_up(self, tensor: torch.Tensor) -> None:
-        if self._group is not None:
-            distributed.all_reduce(tensor, group=self._group)
+        if self._setup.group is not None:
+            distributed.all_reduce(tensor, group=self._setup.group)
 
     def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> List[Sparse]:
         """Parts of the sum of the replicas' largest entries; clears the buffer, and leaves the rest in the residual."""
@@ -127,7 +99,7 @@ class SparseExchange(Running):
         own = Sparse(indices, self.residual[indices])
         scratch = buffer.zero_().view(torch.int32)
         parts, left_out = self._sum(own, scratch)
-        sent, conserves = finite, self._rules.conserve or self._rules.pattern == "gather"
+        sent, conserves = finite, self._pattern == "gather" or self._section.conserve
         if not conserves:
             scratch[parts[0].indices] = 1
             sent = finite & (scratch[indices] > 0)
@@ -135,7 +107,7 @@ class SparseExchange(Running):
         self.residual[indices] = torch.where(sent, 0.0, own.values)
         for part in left_out if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
-        if self._velocity is not None and self._rules.masks(density):
+        if self._velocity is not None and self._section.masks(self._setup.recipe.optimizer, density):
             self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
         return parts
 

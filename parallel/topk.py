@@ -5,7 +5,6 @@ Needs no torch until one is created.
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from typing import Any, List, Sequence, Tuple
 
@@ -44,35 +43,9 @@ class Sparse(Method):
         return rings + self.messages(link, replicas, self.entries(gradient), self.section.sent)
 
     def create(self, setup: Setup) -> Running:
-        import torch
+        from parallel.sparse_exchange import SparseExchange
 
-        from parallel.sparse_exchange import Rules, SparseExchange
-
-        section, place = self.section, setup.processes.topology
-        whole = [
-            range(start, start + parameter.numel())
-            for start, parameter in setup.places
-            if section.dense_1d and parameter.dim() == 1
-        ]
-        elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
-        return SparseExchange(
-            Rules(
-                pattern=getattr(section, "pattern", "gather"),
-                wire=section.bits or getattr(torch, section.sent),
-                density=lambda step: section.density_at(step, setup.steps_per_epoch),
-                conserve=getattr(section, "conserve", True),
-                masks=functools.partial(section.masks, setup.recipe.optimizer),
-                by_threshold=section.stage_share == "threshold",
-            ),
-            len(setup.gradients),
-            setup.processes.gather(elements)[: place.stages],
-            place.stage,
-            whole,
-            setup.group,
-            setup.processes.further_group(),
-            setup.gradients.device,
-            setup.contribution,
-        )
+        return SparseExchange(setup, self.section)
 
 
 @METHODS.implements(TopK)

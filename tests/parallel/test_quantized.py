@@ -1,15 +1,18 @@
 """Values in few bits, and sums of such: errors within half a step, nothing lost, the same bits everywhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from parallel import costs
+from parallel.exchange import Setup
 from parallel.messages import Quantizer, Sparse, Wire
 from parallel.reduce import QuantizedReduction, QuantizedSum
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-LENGTH, CPU = 3000, torch.device("cpu")
+LENGTH = 3000
 
 
 def drawn(rank, step=0, length=LENGTH):
@@ -85,7 +88,8 @@ def repeated(rank, size, bits, steps):
 
 
 def reduced(rank, size, divisor, fault=None):
-    made = QuantizedReduction("replicas", "everyone", LENGTH, 4, CPU)
+    processes = SimpleNamespace(further_group=lambda: "everyone")
+    made = QuantizedReduction(Setup(None, None, processes, torch.empty(LENGTH), (), None, "replicas", None), 4)
     results = []
     for step in range(3):
         buffer = drawn(rank, step) * divisor

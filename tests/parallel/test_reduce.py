@@ -1,6 +1,7 @@
 """The exchange of whole gradients: exact, alike on all replicas, in one order, early where it may be."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,18 +9,20 @@ from torch import nn
 
 from optim.gradients import TreeSum
 from parallel import reduce
+from parallel.exchange import Setup
+from recipe.exchange import Exchange
 from tests import world
 from tests.parallel import threads
 
-UNIT = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
+UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
 VARIANTS = [{"order": "fast"}, {"order": "tree"}, *({"method": "half", "wire": wire} for wire in UNIT)]
 BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
-def create(gradients, places=(), method="dense", order="fast", wire=torch.float16, micro_batches=60, **further):
-    return reduce.Reduction(
-        gradients, places, None, method=method, order=order, wire=wire, micro_batches=micro_batches, **further
-    )
+def create(gradients, places=(), method="dense", order="fast", wire="float16", micro_batches=60, collect=None, **more):
+    section = Exchange(method=method, **({"order": order} if method == "dense" else {"wire": wire}))
+    batch = SimpleNamespace(micro_batches=micro_batches)
+    return reduce.Reduction(Setup(None, batch, None, gradients, places, collect, None, None), section, **more)
 
 
 def finish(exchange, buffer):
@@ -201,7 +204,7 @@ def assert_early_is_late(results, method):
         assert (late.double() - own.sum(0)).abs().max() <= tolerance * own.abs().sum(0).max()
 
 
-@pytest.mark.parametrize(("method", "order"), [(m, order) for m in ("dense", "half") for order in ("fast", "tree")])
+@pytest.mark.parametrize(("method", "order"), [("dense", "fast"), ("dense", "tree"), ("half", "fast")])
 def test_what_is_sent_early_is_what_is_sent_late(method, order):
     """6 buckets: the last layers' are sent before the first layer has its gradient, all before the end."""
     results = threads.run(3, early_and_late, method, order)

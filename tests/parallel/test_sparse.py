@@ -10,9 +10,9 @@ from torch import distributed
 from parallel import sparse
 from parallel.messages import Wire
 from parallel.sparse import Sparse, SparseSum
-from parallel.sparse_exchange import Rules, SparseExchange
 from tests import world
 from tests.parallel import threads
+from tests.parallel.test_sparse_exchange import create
 from tests.tensors import assert_bitwise_equal
 
 LENGTH, COUNT = 400, 30
@@ -270,7 +270,7 @@ CASES = [
     (kind, pattern, wire, count, seed)
     for kind in KINDS
     for pattern in ("tree", "butterfly")
-    for wire in (torch.float32, torch.float16)
+    for wire in WIRES
     for count in (1, 31, PLACES - 1)
     for seed in range(4)
 ]
@@ -292,8 +292,7 @@ def exchanged(rank, size, cases):
     """Of each case: the updates of all steps, and what this replica keeps."""
     found = []
     for kind, pattern, wire, count, seed in cases:
-        rules = Rules(pattern, wire, lambda step, count=count: count / PLACES)
-        exchange = SparseExchange(rules, PLACES, [PLACES], 0, (), GROUP, None, torch.device("cpu"))
+        exchange = create(REPLICAS, PLACES, pattern, density=count / PLACES, wire=wire)
         updates = [gradient(rank, kind, seed, step).clone() for step in range(STEPS)]
         for step, buffer in enumerate(updates):
             exchange(buffer, step, torch.tensor(1.0))
