@@ -49,24 +49,16 @@ class Agreement(ABC):
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Result of `function` on the main process, on every process. Its error is raised on all, with a message on the
         main process only."""
-        result, failure = _tried(function) if self.topology.is_main else (None, None)
-        failed, value = self._broadcast((failure is not None, result))
-        if failed:
-            raise failure or UserError("")
-        return value
+        return self._broadcast(self.together(lambda: function() if self.topology.is_main else None))
 
     def together(self, function: Callable[[], Result]) -> Result:
         """Result of `function` on this process. If it fails on any, all raise; only the first error has a message."""
-        result, failure = _tried(function)
+        result, failure = None, None
+        try:
+            result = function()
+        except UserError as error:
+            failure = error
         failed = [rank for rank, fault in enumerate(self.gather(failure is not None)) if fault]
         if failed:
             raise failure if failure is not None and failed[0] == self.topology.rank else UserError("")
         return result
-
-
-def _tried(function: Callable[[], Any]) -> tuple:
-    """(result, None), or (None, error)."""
-    try:
-        return function(), None
-    except UserError as error:
-        return None, error

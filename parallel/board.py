@@ -9,7 +9,6 @@ thread polls the master.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import math
@@ -18,7 +17,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, Dict, Optional, Tuple
+from typing import Annotated, Any, BinaryIO, Dict, Optional, Tuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -26,10 +25,10 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, printable
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
-_ANSWER_SECONDS = 5.0  # for one message and its answer
+_ANSWER_SECONDS = 5.0  # that one side waits for the other to send
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
-_CHALLENGE, _MAC = 16, hashlib.sha256().digest_size
+_CHALLENGE, _MAC = 16, 64  # bytes, hexadecimal digits
 
 Entries = Dict[str, Any]  # some of those of _Entries
 _Text = Annotated[str, Field(max_length=LONGEST)]
@@ -142,14 +141,16 @@ class MastersBoard(_Board):
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
-            end, challenge = time.monotonic() + _ANSWER_SECONDS, secrets.token_bytes(_CHALLENGE)
+            connection.settimeout(_ANSWER_SECONDS)
+            challenge = secrets.token_bytes(_CHALLENGE)
             connection.sendall(challenge)
-            message = _Question.model_validate_json(_receive(connection, self._key, challenge + b"ask", _BYTES, end))
+            asked = _receive(connection.makefile("rb"), self._key, challenge + b"ask", _BYTES)
+            message = _Question.model_validate_json(asked)
             host, attempt = message.host, message.attempt
             if host < self._number and attempt < self._attempt + 2:
                 self._post(host, attempt, message.entries.given())
                 answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
-                _send(connection, self._key, message.challenge.encode() + b"answer", answer, end)
+                _send(connection, self._key, message.challenge.encode() + b"answer", answer)
 
 
 class Board(_Board):
@@ -196,38 +197,31 @@ class Board(_Board):
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
             self.address = connection.getpeername()[0]
             self._place = (self.address, self._place[1])  # a name server is asked once
-            end = time.monotonic() + _ANSWER_SECONDS
-            challenge, again = _exactly(connection, _CHALLENGE, end), secrets.token_hex(_CHALLENGE)
+            stream, again = connection.makefile("rb"), secrets.token_hex(_CHALLENGE)
+            challenge = stream.read(_CHALLENGE)
+            if not challenge:
+                raise EOFError
             message = {"host": self._host, "attempt": attempt, "challenge": again, "entries": entries}
-            _send(connection, self._key, challenge + b"ask", message, end)
-            answer = _receive(connection, self._key, again.encode() + b"answer", self._number * _BYTES, end)
+            _send(connection, self._key, challenge + b"ask", message)
+            answer = _receive(stream, self._key, again.encode() + b"answer", self._number * _BYTES)
         return _ANSWER.validate_json(answer)
 
 
-def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict, end: float) -> None:
+def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict) -> None:
+    """A message is a line: its HMAC in hexadecimal digits, then JSON."""
     body = json.dumps(message, default=vars).encode()
-    connection.settimeout(max(0.0, end - time.monotonic()))
-    connection.sendall(len(body).to_bytes(4, "big") + hmac.digest(key, challenge + body, "sha256") + body)
+    connection.sendall(_mac(key, challenge, body) + body + b"\n")
 
 
-def _receive(connection: socket.socket, key: bytes, challenge: bytes, limit: int, end: float) -> bytes:
+def _receive(stream: BinaryIO, key: bytes, challenge: bytes, limit: int) -> bytes:
     """A message; OSError or EOFError if none comes, ValueError if it is from somebody without the secret."""
-    length = int.from_bytes(_exactly(connection, 4, end), "big")
-    if length > limit:
-        raise ValueError("too long")
-    code, body = _exactly(connection, _MAC, end), _exactly(connection, length, end)
-    if not hmac.compare_digest(code, hmac.digest(key, challenge + body, "sha256")):
+    line = stream.readline(limit)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    if not hmac.compare_digest(line[:_MAC], _mac(key, challenge, line[_MAC:-1])):
         raise ValueError("from somebody without the secret")
-    return body
+    return line[_MAC:-1]
 
 
-def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
-    """`length` bytes before the time `end`, however slowly they come."""
-    got = bytearray()
-    while len(got) < length:
-        connection.settimeout(max(0.0, end - time.monotonic()))
-        more = connection.recv(min(length - len(got), 1 << 16))
-        if not more:
-            raise EOFError
-        got += more
-    return bytes(got)
+def _mac(key: bytes, challenge: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, challenge + body, "sha256").hex().encode()

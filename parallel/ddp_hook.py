@@ -21,12 +21,10 @@ from recipe.exchange import Exchange
 class SparseState:
     """State of `sparse_hook`, which sends the largest values of each bucket and keeps the rest for later updates.
 
-    Of a bucket's n elements density x n are sent. The result is the mean over replicas, as DDP's own, and the same
-    bits on all of them. Residuals are float32, one for each bucket; they are not in the module's state dict, so a
-    resumed loop begins with empty ones. Gradients that are not finite on any replica change no residual and leave NaN.
-
-    Gradients are compressed. That suits optimizers that are linear in the gradient, as SGD is; for LARS see
-    `compress: update` in docs/exchange.md, which needs the engine.
+    Of a bucket's n elements density x n are sent. The result is the mean over replicas, the same bits on all of them.
+    Residuals are float32, one for each bucket; they are not in the module's state dict, so a resumed loop begins with
+    empty ones. Gradients that are not finite on any replica change no residual and leave NaN. For optimizers that are
+    linear in the gradient, as SGD is; LARS needs the engine's `compress: update` (docs/exchange.md).
 
     Sources: Top-k: Lin et al., 1712.01887; gTop-k: Shi et al., 1901.04359; `SparseExchange` has the rules.
     """

@@ -70,9 +70,6 @@ class NoExchange(Method):
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         return 0.0
 
-    def create(self, setup: Setup) -> None:
-        return None
-
 
 @METHODS.implements(exchange.Local)
 class Local(Method):
@@ -89,5 +86,4 @@ class Local(Method):
     def create(self, setup: Setup) -> Running:
         from parallel.local_steps import LocalSteps
 
-        group = setup.processes.replica_group if setup.group is not None else None
-        return LocalSteps(setup.weights, group, self.section, setup.steps_per_epoch, setup.group)
+        return LocalSteps(setup, self.section)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
 _FILES = ("dense", "topk")
-
-
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
 
 
@@ -50,10 +48,9 @@ class Setup(NamedTuple):
     gradients: float32 [length], of this process. places: each parameter and its first element in the gradients.
     collect: called with the index of each parameter whose gradient is ready, before it is sent. group: the replicas
     of this stage; None for a single replica. steps_per_epoch: None for an engine that does not train. contribution:
-    adds the update of this replica's gradient to its residual, an `optim.replica_update.ReplicaUpdate`; None where
-    gradients are compressed. weights: of this replica's stage: `flat`, float16 or float32 [length]; `own_state()`, all
-    that an update changes, by name, [length] each; `refresh()`, to be called after writing to it; `store(start, end,
-    values, step)`, which replaces elements by float32 values, rounded by the same bits on all replicas.
+    the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None where gradients are compressed.
+    weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes, [length] by name;
+    `refresh()` after writing to it; `store(start, end, values, step)` of float32 values, the same bits on all replicas.
     """
 
     recipe: Recipe
@@ -146,17 +143,15 @@ class Method(ABC):
 
     def overrides(self, section: Exchange) -> List[str]:
         """Overrides that change a recipe with another section to this method."""
-        changed, reset = section.to(self.section.method), section.refused_by(self.section.method)
-        keys = {key: value for key, value in self._own_keys().items() if value != getattr(changed, key)}
-        given = {"method": self.section.method, **keys, **reset}
+        method = self.section.method
+        before, after = section.to(method), self.taken_by(section)
+        changed = {key: value for key, value in after if value != getattr(before, key)}
+        given = {"method": method, **changed, **section.refused_by(method)}
         return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
         """The section of this method with all keys of another section that it has, too."""
-        return section.to(self.section.method, **self._own_keys())
-
-    def _own_keys(self) -> Dict[str, object]:
-        return {key: getattr(self.section, key) for key in self.taken}
+        return section.to(self.section.method, **{key: getattr(self.section, key) for key in self.taken})
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
@@ -180,9 +175,9 @@ class Method(ABC):
             size: bytes of a value of a whole gradient.
         """
 
-    @abstractmethod
     def create(self, setup: Setup) -> Optional[Running]:
         """The exchange for a run; None where there is nothing to do. Every rank calls."""
+        return None
 
 
 METHODS: Registry[Type[Method]] = Registry("an exchange method")

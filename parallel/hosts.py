@@ -76,24 +76,21 @@ def _of_slurm(environment: Mapping[str, str]) -> Hosts:
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
-    number = int(nodes)
+    number, remedy = int(nodes), "give --nnodes, --node-rank and --master"
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
     if tasks != nodes:
         raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
-        expanded = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, check=True)
-        names = expanded.stdout.decode().split()
+        names = (
+            subprocess.check_output(["scontrol", "show", "hostnames", listed], stderr=subprocess.PIPE).decode().split()
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error}); "
-            "give --nnodes, --node-rank and --master"
-        ) from None
-    this = environment.get("SLURM_NODEID", "")
+        fault = f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error})"
+        raise UserError(f"{fault}; {remedy}") from None
+    this, job = environment.get("SLURM_NODEID", ""), environment.get("SLURM_JOB_ID", "0")
     if len(names) != number or not this.isdecimal() or int(this) >= number:
-        found = f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}"
-        raise UserError(f"{found}; give --nnodes, --node-rank and --master")
-    job = environment.get("SLURM_JOB_ID", "0")
+        raise UserError(f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}; {remedy}")
     port = _SLURM_PORTS[(int(job) if job.isdecimal() else 0) % len(_SLURM_PORTS)]
     return Hosts(number, int(this), names[0], port)
 
@@ -115,20 +112,15 @@ def listen(hosts: Hosts) -> socket.socket:
             f"--master {hosts.master} is {address} on this host itself, which others cannot reach (see /etc/hosts); "
             "give the address of its network interface"
         )
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, hosts.port))
-        listening.listen(1024)
+        return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
-        listening.close()
         remedies = {
             errno.EADDRINUSE: "another program listens there; end it, or give another port to --master on every host",
             errno.EADDRNOTAVAIL: "that is no address of this host, though it is --node-rank 0; correct one of the two",
         }
         remedy = remedies.get(error.errno, "give another address or port to --master on every host")
-        raise UserError(f"cannot listen at {hosts.place}: {error.strerror}; {remedy}") from None
-    return listening
+        raise UserError(f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; {remedy}") from None
 
 
 def interface_towards(address: str) -> Optional[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Dict, List, Optional
+from typing import Dict, List, Optional
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Running
+from parallel.exchange import Running, Setup
 from parallel.reduce import Group, QuantizedSum
 from recipe.exchange import Local
 
@@ -17,19 +17,15 @@ from recipe.exchange import Local
 class LocalSteps(Running):
     """Takes the mean of the replicas' weights after every so many updates, each made of the replica's own gradient.
 
-    Fragments are equal parts of the weights, each with its own update at which its mean is taken: of H updates and F
-    fragments, fragment j after those where (t + 1 + j H / F) mod H = 0, so that links have less to carry at a time.
-
-    Momentum stays with each replica. With an outer optimizer the mean is not taken as it is: with a the weights after
-    the mean before, the same on all replicas, and m the mean of now,
+    Fragments are equal parts of the weights: of H updates and F fragments, the mean of fragment j is taken after those
+    where (t + 1 + j H / F) mod H = 0. Momentum stays with each replica. An outer optimizer moves on from a, the weights
+    after the mean before, the same on all replicas, along the way to the mean m:
 
         d = a - m;  v = outer_momentum v + d;  weights = a - outer_lr (d + outer_momentum v)
 
-    With a delay of D the mean of weights as they were after update t is taken after update t + D: a replica goes on
-    from it by the way that its own weights have gone since t. On a CPU a thread sends meanwhile.
-
-    What is stored as float16 is rounded by the same bits on all replicas. In few bits replicas send how far their
-    weights are from a; what that rounds off they add the next time.
+    With a delay of D the mean of weights as they were after update t is taken after update t + D, and the way that the
+    replica's own weights have gone since t is added. On a CPU a thread sends meanwhile. In few bits replicas send how
+    far their weights are from a; what that rounds off they add the next time.
 
     Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local SGD); outer Nesterov
     momentum: Douillard et al., 2311.08105 (DiLoCo); fragments and delay: Douillard et al., 2501.18512 (Streaming
@@ -38,24 +34,12 @@ class LocalSteps(Running):
 
     states_are_means, delays = True, True
 
-    def __init__(
-        self,
-        weights: Any,
-        group: Group,
-        section: Local,
-        steps_per_epoch: Optional[int] = None,
-        late_group: Group = None,
-    ):
-        """
-        Args:
-            weights: as in Setup.
-            group: of the replicas that compute this stage; None for a single replica.
-            late_group: as `group`, used for nothing else, if there is a delay.
-        """
+    def __init__(self, setup: Setup, section: Local):
+        weights, group = setup.weights, setup.processes.replica_group if setup.group is not None else None
         every, fragments, delay, bits = section.local_steps, section.fragments, section.delay, section.bits
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
         self._weights, self._group, self._every = weights, group, every
-        self._is_dense = functools.partial(section.is_dense, steps_per_epoch=steps_per_epoch)
+        self._is_dense = functools.partial(section.is_dense, steps_per_epoch=setup.steps_per_epoch)
         outer = section.outer == "nesterov"
         self._outer = (section.outer_lr, section.outer_momentum) if outer else None
         self._replicas = 1 if group is None else distributed.get_world_size(group)
@@ -63,7 +47,7 @@ class LocalSteps(Running):
         self._fragments = [
             slice(length * number // fragments, length * (number + 1) // fragments) for number in range(fragments)
         ]
-        self._delay, self._sending_group = delay, late_group if delay else group
+        self._delay, self._sending_group = delay, setup.group if delay else group
         start = weights.flat.to(torch.float32, copy=True)
         self._common: Dict[str, torch.Tensor] = {}
         self._own: Dict[str, torch.Tensor] = {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import functional
 
-from parallel.costs import BLOCK, quantized_bytes
+from parallel.costs import BLOCK, message_bytes, quantized_bytes
 
 _LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
 
@@ -23,30 +23,18 @@ class Sparse(NamedTuple):
         return Sparse(self.indices[places], self.values[places])
 
 
-class Total(NamedTuple):
-    """The sum of the replicas' vectors, and what was left out of it.
-
-    parts: vectors whose sum, added in this order to zeros, is the total; the same bits on all replicas. residual: the
-    part of the rest that this replica has to keep: the sum of all replicas' vectors is that of `parts` and of all
-    replicas' `residual`, to float32 rounding.
-    """
-
-    parts: List[Sparse]
-    residual: List[Sparse]
-
-
 class Wire:
     """The form of a sparse message, int32: the indices, then the bits of the values."""
 
-    def __init__(self, form: Union[torch.dtype, int]):
-        """Args: form: in which values travel: torch.float32, torch.float16, or 8 or 4 bits."""
-        assert form in (torch.float32, torch.float16, 8, 4), form
-        self.exact = form == torch.float32
-        self._code = Quantizer(form) if isinstance(form, int) else _Halves()
+    def __init__(self, form: str):
+        """Args: form: in which values travel: float32, float16, int8 or int4."""
+        assert form in ("float32", "float16", "int8", "int4"), form
+        self._form, self.exact = form, form == "float32"
+        self._code = Quantizer(int(form[3:])) if form.startswith("int") else _Halves()
 
     def words(self, count: int) -> int:
         """Length of a message of so many entries."""
-        return 2 * count if self.exact else count + self._code.bytes(count) // 4
+        return message_bytes(count, self._form) // 4
 
     def pack(self, part: Sparse) -> Tuple[torch.Tensor, Optional[Sparse]]:
         """The message, and what rounding took off the values; None where nothing is rounded."""
@@ -89,7 +77,7 @@ class Quantizer:
         if self._bits == 4:
             low, high = (codes & 15).view(-1, BLOCK // 2, 2).unbind(2)
             codes = low | (high << 4)
-        return torch.cat([scales.view(torch.uint8).flatten(), codes.view(torch.uint8).flatten()])
+        return torch.cat([scales.flatten().view(torch.uint8), codes.view(torch.uint8).flatten()])
 
     def decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
         """The values of a message, float32 [count]."""
@@ -102,9 +90,6 @@ class Quantizer:
 
 class _Halves:
     """Like Quantizer, as float16: behind an exponent of two that takes the largest value to 2**14 or above."""
-
-    def bytes(self, count: int) -> int:
-        return 4 + (count + count % 2) * 2
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         padded = functional.pad(values, (0, 1))

@@ -21,16 +21,14 @@ _SPARE = 1 / 16  # of the entries of a result, that may be gathered beside them
 class Owners:
     """Finds the k entries of largest magnitude of the sum of all replicas' vectors of k entries each.
 
-    The elements are divided into as many regions as there are replicas. (1) Every replica sends each owner its entries
-    in the owner's region. (2) The owner adds them up, replica by replica, so that the sum of an element depends on
-    nothing else. (3) All count how many sums there are of some magnitudes, until they know one that k of them reach and
-    few more. (4) The owners send these to all, who take the k largest, ties to the lower index. A replica keeps those
-    of its own entries that are not in the result.
+    The elements are divided into a region for each replica, its owner. (1) Every replica sends each owner its entries
+    in that region. (2) The owner adds them up in the order of the replicas. (3) All count sums by magnitude, until they
+    know a magnitude that k of them reach and few more. (4) The owners send these to all, who take the k largest, ties
+    to the lower index. A replica keeps those of its own entries that are not in the result.
 
-    Regions have as many entries of the result before as each other, and at first as many elements; magnitudes are
-    looked for around that which the result before reached. Both decide who adds and how much is sent, not what comes
-    out. With rounded messages the region decides what is rounded together, so there nothing is taken from the result
-    before: a resumed run would round otherwise.
+    Regions have equal shares of the result before (at first of the elements), and magnitudes are looked for around the
+    least of the result before. That changes who adds and how much is sent, but not the result. With rounded messages it
+    would, after a resume, so there nothing is taken from the result before.
 
     Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
     """

@@ -9,7 +9,7 @@ Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; in
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Sequence, Type
+from typing import Callable, Dict, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,16 @@ class Pipeline:
             group: the processes of the replica, ordered by stage.
         """
         training = schedule is not None
-        self._stages = _stages(parts, boundaries, group, device, _TrainingStage if training else PipelineStage)
+        examples = [  # without memory: only their shapes, strides and dtypes are read
+            torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=training and number > 0)
+            for number, (shape, dtype) in enumerate(boundaries)
+        ]
+        self._stages = []
+        for own_number, (number, part) in enumerate(sorted(parts.items())):
+            shapes = {"input_args": examples[number], "output_args": examples[number + 1]}
+            stage = _TrainingStage if training else PipelineStage
+            self._stages.append(stage(part, number, len(boundaries) - 1, device, group=group, **shapes))
+            self._stages[-1].own_number = own_number
         kind = _SCHEDULES[schedule or ("interleaved" if len(parts) > 1 else "gpipe")]
         stages = self._stages if kind is ScheduleInterleaved1F1B else self._stages[0]
         self._schedule = kind(stages, micro_batches, loss_fn=self._loss if training else None, scale_grads=False)
@@ -130,24 +139,3 @@ class _TrainingStage(PipelineStage):
 
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-
-
-def _stages(
-    parts: Dict[int, nn.Module],
-    boundaries: Sequence[Boundary],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    kind: Type[PipelineStage],
-) -> list:
-    gradients = kind is _TrainingStage
-    examples = [  # without memory: only their shapes, strides and dtypes are read
-        torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=gradients and number > 0)
-        for number, (shape, dtype) in enumerate(boundaries)
-    ]
-    stages = []
-    for own_number, (number, part) in enumerate(sorted(parts.items())):
-        entering, leaving = examples[number : number + 2]
-        stage = kind(part, number, len(boundaries) - 1, device, input_args=entering, output_args=leaving, group=group)
-        stage.own_number = own_number
-        stages.append(stage)
-    return stages

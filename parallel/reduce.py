@@ -41,11 +41,10 @@ class Reduction(Running):
         dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
             over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
             of two of replicas this continues the tree of optim/gradients.py.
-        half: the same tree, but float16 or bfloat16 travels, at half the bytes, and what travels are means over micro
-            batches: each replica's own, then that of all. An element is rounded twice. What overflows float16 becomes
-            inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.
+        half: the same tree, but means over micro batches travel as float16 or bfloat16: each replica's own, then that
+            of all. What overflows becomes inf or NaN on all replicas; check for finite gradients after the exchange.
 
-    Buckets of the buffer, from its end, where the last layers are, to its start, are launched in this order on every
+    Buckets are launched from the end of the buffer, where the last layers are, to its start, in this order on every
     replica. No other collective may use the group between arm() and the call that ends the exchange.
     """
 
@@ -194,9 +193,7 @@ class QuantizedSum:
     def __call__(self, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """The sum over replicas, the same bits on all. Every replica calls.
 
-        Args:
-            values: float32 [count], finite.
-            kept: float32 [count], written: what is left for the next call. It may be `values`.
+        Args: values: float32 [count], finite. kept: written: what is left for the next call; it may be `values`.
         """
         count, code = len(values), self._quantizer
         share = -(-count // self._replicas // BLOCK) * BLOCK  # the last ones may have less, or nothing

@@ -8,13 +8,15 @@ import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Callable, Iterable, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Callable, Iterable, Optional, TypeVar, Union
 
 from parallel import hosts as places
 from parallel.board import LONGEST, Board, MastersBoard, Outcome
 from parallel.hosts import Hosts, listen
-from parallel.signals import Signals
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+
+if TYPE_CHECKING:
+    from parallel.agent import Signals
 
 _TOGETHER_SECONDS = 600.0  # for all hosts to come
 _SILENT_SECONDS = 30.0  # until the missing ones are named

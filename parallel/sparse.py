@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Tuple
 
 import torch
 from torch import distributed
 
 from parallel import bruck
-from parallel.messages import Sparse, Total, Wire
+from parallel.messages import Sparse, Wire
 from parallel.owners import Owners
 from parallel.reduce import Group, all_gather
 from parallel.selection import ranked
@@ -21,25 +21,20 @@ class SparseSum:
     """Sums the replicas' vectors of k entries each, in one fixed order.
 
     Patterns:
-        gather: every replica gets all vectors (Top-k): P - 1 messages of k entries arrive at each. Nothing is left out.
-        tree: ceil(log2 P) rounds in which replica i merges what replica i + 2**round has, down to replica 0, which
-            sends the result back the same way: the gTop-k of Shi et al., 1901.04359, algorithm 3.
-        butterfly: in each of log2 P rounds two replicas swap what they have and both merge, so that all have the
-            result at the end: half of the tree's time on the network. Where P is no power of two those beyond the
-            largest one hand theirs in before, and get the result after: two rounds more.
+        gather: every replica gets all vectors (Top-k). Nothing is left out.
+        tree: in round r replica i merges what replica i + 2**r has, down to replica 0, which sends the result back the
+            same way: the gTop-k of Shi et al., 1901.04359, algorithm 3.
+        butterfly: in each of log2 P rounds two replicas swap what they have and both merge. Where P is no power of two
+            those beyond the largest one hand theirs in before, and get the result after.
         owners: see `parallel/owners.py`.
 
     To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. The replica
-    that merges keeps what falls out; where several replicas make the same merge the lowest of them does. The sender of
-    a message keeps its rounding errors.
+    that merges keeps what falls out, the lowest one where several make the same merge; the sender of a message keeps
+    its rounding errors.
     """
 
-    def __init__(self, group: Group, *, pattern: str, wire: torch.dtype):
-        """
-        Args:
-            group: of the replicas; None for a single replica.
-            pattern: one of PATTERNS. wire: as of `Wire`.
-        """
+    def __init__(self, group: Group, *, pattern: str, wire: str):
+        """Args: group: of the replicas; None for a single replica. pattern: one of PATTERNS. wire: as of `Wire`."""
         assert pattern in PATTERNS, pattern
         self._group, self._wire = group, Wire(wire)
         self._size = 1 if group is None else distributed.get_world_size(group)
@@ -47,20 +42,22 @@ class SparseSum:
         self._sum = getattr(self, f"_{pattern}")
         self._owned = Owners(group, self._wire)
 
-    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Total:
-        """The total of all replicas' vectors; every replica calls, with as many entries.
+    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
+        """(parts, residual) of the replicas' vectors; every replica calls, with as many entries.
+
+        The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and of what each
+        replica has to keep: its `residual`, to float32 rounding.
 
         Args:
-            own: of this replica.
-            scratch: int32 [elements of a vector], zeros; zeros again afterwards.
+            own: of this replica. scratch: int32 [elements of a vector], zeros; zeros again afterwards.
 
         Raises:
             RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
-            return Total([own], [])
+            return [own], []
         self._scratch, self._residual = scratch, []
-        return Total(self._sum(own), self._residual)
+        return self._sum(own), self._residual
 
     def _gather(self, own: Sparse) -> List[Sparse]:
         message, count = self._pack(own, keeps=True), len(own.indices)

@@ -23,17 +23,14 @@ _SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold
 class SparseExchange(Running):
     """Sums over replicas what each sends of its gradient, or update; the rest stays in a residual of its own.
 
-    With g the replica's part of the mean gradient, or of the update that it makes, and r its
-    residual, in each update: a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas'
-    s (`SparseSum`) is the result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to
-    float32 rounding, where `conserve` holds or the pattern is "gather". Without it an entry of s that is not in the
-    result goes back to each replica that sent it, and one that is in the result is gone, though a part of it may have
-    been left out: the published rule.
+    With g the replica's part of the mean gradient, or the update that it makes, and r its residual, in each update:
+    a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas' s (`SparseSum`) is the
+    result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to float32 rounding. Without
+    `conserve` the published rule holds: an entry of s goes back to its replica only if it is not in the result.
 
     Entries that are sent whole, in dense steps or because their parameter is, leave no residual; the momentum of a
-    contribution goes on, so that they get what the optimizer makes of the whole gradient.
-
-    A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in the buffer.
+    contribution goes on. A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in
+    the buffer.
 
     Sources: gTop-k: Shi et al., 1901.04359, algorithm 4; the published rule is its lines 7 to 10. Conserving rule:
     docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
@@ -52,7 +49,7 @@ class SparseExchange(Running):
         self._elements = setup.processes.gather(elements)[: place.stages]  # of each stage
         self._everyone = setup.processes.further_group()
         self._pattern = getattr(section, "pattern", "gather")
-        self._sum = SparseSum(setup.group, pattern=self._pattern, wire=section.bits or getattr(torch, section.sent))
+        self._sum = SparseSum(setup.group, pattern=self._pattern, wire=section.sent)
         self.residual = torch.zeros_like(setup.gradients)
         self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
@@ -124,12 +121,7 @@ class StageShares:
     """Estimates, from a fixed sample of every stage, how many of a model's largest values lie in each."""
 
     def __init__(self, length: int, stages: int, stage: int, everyone: distributed.ProcessGroup):
-        """
-        Args:
-            length: elements of this stage's buffer, fillers (zeros) included.
-            stages, stage: their number, and that of this process.
-            everyone: all replicas and stages.
-        """
+        """Args: length: elements of the buffer of this process's `stage`. everyone: all replicas and stages."""
         self._stages, self._stage, self._everyone = stages, stage, everyone
         self._places: Optional[torch.Tensor] = None  # None: all
         if length > _SAMPLE:

@@ -67,15 +67,11 @@ class Topk(Sparse):
 class GTopk(Sparse):
     """Merges of two vectors at a time, or sums by owners.
 
-    tree: up to replica 0 and down again, 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P +
-    4 k beta log2 P, with beta for each of an entry's two numbers.
-
-    butterfly: floor(log2 P) rounds in which replicas swap in pairs; where P is no power of two, two more: the replicas
-    beyond it hand theirs in before and get the result after. Source: Thakur, Rabenseifner and Gropp, 2005, Optimization
-    of collective communication operations in MPICH: recursive doubling.
-
-    owners: P - 1 messages to each of the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what
-    these send, besides the counts of entries and of magnitudes (`parallel/owners.py`).
+    tree: 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P + 4 k beta log2 P, with beta for each of an
+    entry's two numbers. butterfly: floor(log2 P) rounds, and two more where P is no power of two. Source: Thakur,
+    Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH: recursive doubling.
+    owners: P - 1 messages to the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what these
+    send, besides the counts of entries and of magnitudes.
     """
 
     taken = ("density", "pattern")

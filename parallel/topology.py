@@ -41,18 +41,15 @@ class Topology:
         return self.rank % self.stages
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process writes the run folder."""
+    def is_main(self) -> bool:  # it writes the run folder
         return self.rank == 0
 
     @property
-    def is_first(self) -> bool:
-        """Whether images enter here."""
+    def is_first(self) -> bool:  # images enter here
         return self.stage == 0
 
     @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+    def is_last(self) -> bool:  # the loss is computed here
         return self.stage == self.stages - 1
 
 

@@ -70,13 +70,13 @@ def run(size, *arguments):
     return ranks[0][0], {rank: state for rank, (_, state) in enumerate(ranks)}
 
 
-@pytest.mark.parametrize("pattern", ["gather", "tree", "butterfly"])
-@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("pattern", ["gather", "tree", "butterfly", "owners"])
+@pytest.mark.parametrize(("momentum", "sent"), [(False, {}), (True, {"wire": "float16"}), (False, {"bits": 4})])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 32])
-def test_nothing_is_lost(size, momentum, pattern):
+def test_nothing_is_lost(size, momentum, sent, pattern):
     """sum(contributions) = sum of updates + sum(residuals), to the rounding of float32 additions below 64: six steps of
     as many as there are replicas."""
-    updates, states = run(size, {"pattern": pattern, "momentum": momentum})
+    updates, states = run(size, {"pattern": pattern, "momentum": momentum, **sent})
     found = sum(each.double() for each in updates.values()) + sum(
         state["residual"].double() for state in states.values()
     )
@@ -84,7 +84,8 @@ def test_nothing_is_lost(size, momentum, pattern):
     given = sum(weight(step) * gradient(rank, step).double() for rank in range(size) for step in range(STEPS))
     torch.testing.assert_close(found, given, rtol=0, atol=max(50, 10 * size) * 2**-18)
     counts = [int((update != 0).sum()) for update in updates.values()]
-    assert min(counts) >= COUNT and max(counts) <= COUNT * (size if pattern == "gather" else 1)
+    assert max(counts) <= COUNT * (size if pattern == "gather" else 1)
+    assert min(counts) >= (1 if sent else COUNT)  # what is rounded may become 0
 
 
 def test_by_the_published_rule_a_replica_keeps_what_it_sent_in_vain_and_the_rest_is_lost():
