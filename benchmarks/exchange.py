@@ -40,8 +40,10 @@ from benchmarks import claims, networks
 from benchmarks.networks import FRAME, PAYLOAD, Network
 from parallel import costs, exchange
 from parallel.costs import Link
+from parallel.exchange import Setup
 from parallel.local_steps import LocalSteps
 from parallel.sparse import Sparse, SparseSum
+from recipe.exchange import Exchange
 
 ELEMENTS, ENTRIES = 625_000, 6_250
 RATES = {2: 16, 3: 16, 4: 16, 5: 16, 8: 4, 16: 2, 32: 1}  # Mbit/s, by ranks
@@ -87,9 +89,11 @@ class Side:
         self._local, self._sum = None, None
         if name == "local":
             weights = SimpleNamespace(flat=self.buffer)
-            self._local = LocalSteps(weights, group, every=1, fragments=1, dense=lambda step: False, outer=None)
+            processes = SimpleNamespace(replica_group=group)
+            setup = Setup(None, None, processes, self.buffer, (), None, group, None, None, weights)
+            self._local = LocalSteps(setup, Exchange(method="local", local_steps=1))
         elif not self._dense:
-            self._sum = SparseSum(group, pattern=PATTERNS[name], wire=torch.float32)
+            self._sum = SparseSum(group, pattern=PATTERNS[name], wire="float32")
 
     def prepare(self) -> None:
         """The buffer as it is at the end of a backward pass, or cleared for the sum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Dict, List
 
 import torch
@@ -13,8 +14,11 @@ from models.efficientnet import build
 from models.normalization import norm_parameters
 from optim import factory
 from optim.half_weights import WeightState
-from parallel.sparse_exchange import Rules, SparseExchange
+from parallel.exchange import Setup
+from parallel.sparse_exchange import SparseExchange
+from parallel.topology import Topology
 from recipe.config import Model, Optimizer
+from recipe.exchange import Exchange
 
 DENSITY, REPLICAS, SKETCH = 0.001, 4, 61
 GRADIENT, UPDATE, DENSE = "LARS, top-k of the gradient", "LARS, top-k of the update", "LARS, nothing selected"
@@ -45,11 +49,13 @@ class Work:
             )  # fmt: skip
             self._update.lr = _LR
         if name != DENSE:
-            count, device = sum(each.numel() for each in own.values()), self._gradient.device
-            rules = Rules("gather", torch.float32, lambda step: DENSITY)
-            self._exchange = SparseExchange(
-                rules, len(self._gradient), [count], 0, (), None, None, device, self._update
+            section = Exchange(method="topk", density=DENSITY, factor_masking=False)
+            processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: None)
+            places, update = self._state.places(), self._update
+            setup = Setup(
+                SimpleNamespace(optimizer=lars), None, processes, self._gradient, places, None, None, None, update
             )
+            self._exchange = SparseExchange(setup, section)
 
     def prepare(self) -> None:
         """The buffer as it is at the end of a backward pass."""

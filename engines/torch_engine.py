@@ -187,20 +187,17 @@ class TorchEngine(Engine):
         """What computes `count` training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
         if size is not None and self.topology.stages == 1:
             return SingleProcess(self._stages[0], count)
-        found = self._schedules.get((size, count))
-        if found is None:
-            from parallel.pipeline import ForwardPipeline, Pipeline
+        if (size, count) not in self._schedules:
+            from parallel.pipeline import Pipeline
 
             recipe, named = self._recipe, {"group": self.processes.stage_group, "device": self.device}
             if size is None:
                 entering = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
-                found = ForwardPipeline(self._stages, entering, **named)
             else:
                 entering = self._boundaries(self.batch.micro, size, self._work.image_dtype)
                 named.update(schedule=recipe.parallel.schedule, micro_batches=count)
-                found = Pipeline(self._stages, entering, **named)
-            self._schedules[size, count] = found
-        return found
+            self._schedules[size, count] = Pipeline(self._stages, entering, **named)
+        return self._schedules[size, count]
 
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
         with torch.device("meta"):

@@ -6,25 +6,69 @@ that ends with 75 leaves the others time to do so, and after a failure all ranks
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from parallel.board import Outcome
 from parallel.hosts import Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Stopped
-from parallel.signals import Signals, kill
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
+_SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 Ranks = Dict[int, subprocess.Popen]  # by their number in the world
+
+
+class Signals:
+    """Handles SIGINT, SIGTERM and SIGUSR1 from its creation on: the first asks the ranks to save and end.
+
+    `stopping`: a stop was requested. `hurry`: a second time, which ends the ranks at once. SIGUSR1 never hurries:
+    SLURM's --signal may send it to launcher and ranks alike.
+    """
+
+    def __init__(self):
+        self.stopping = self.hurry = False
+        self._since = 0.0
+        self._ranks: Ranks = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def watch(self, ranks: Ranks) -> None:
+        """From now on these ranks get the signals, also one that came before."""
+        self._ranks = ranks
+        if self.hurry:
+            _kill(ranks, signal.SIGKILL)
+        elif self.stopping:  # to the ranks alone: their workers would die of it
+            for rank in ranks.values():
+                rank.send_signal(signal.SIGUSR1)
+
+    def _receive(self, number: int, frame) -> None:
+        if not self.stopping:
+            self.stopping, self._since = True, time.monotonic()
+            name = signal.Signals(number).name
+            text = f"{name}: the ranks finish their step, save and end; a second signal ends them at once\n"
+            os.write(2, text.encode())
+        elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
+            self.hurry = True
+        else:
+            return
+        self.watch(self._ranks)
+
+
+def _kill(ranks: Ranks, number: int) -> None:
+    """Sends a signal to the ranks with all their children, also to children that a dead rank has left behind."""
+    for rank in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, number)
 
 
 def run(
@@ -51,8 +95,8 @@ def run(
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
                 break
-            text = f"restart {attempt + 1} of {max_restarts}: the run goes on from its last checkpoint"
-            print(text, file=sys.stderr, flush=True)
+            place = "the run goes on from its last checkpoint"
+            print(f"restart {attempt + 1} of {max_restarts}: {place}", file=sys.stderr, flush=True)
         return outcome.code
     except Stopped:
         print("stopped while no rank was running; the same command goes on", file=sys.stderr)
@@ -70,7 +114,7 @@ def _attempt(others: Others, attempt: int, local: int, command: List[str], signa
         signals.watch(ranks)
         return _watch(ranks, others, signals)
     except BaseException:
-        kill(ranks, signal.SIGKILL)
+        _kill(ranks, signal.SIGKILL)
         raise
     finally:
         signals.watch({})  # another process may have the number of one that is gone
@@ -119,30 +163,27 @@ def _watch(ranks: Ranks, others: Others, signals: Signals) -> Outcome:
             text = "ended at once by a second signal; the same command goes on from the last checkpoint"
             return Outcome(FAILED, text, last=True, abrupt=True)
         if failed:
-            return _failure(*min(failed, key=_blame), signals)
+            return _failure(failed, signals)
         return news or Outcome(STOPPED if STOPPED in codes.values() else DONE)
 
 
 def _end(ranks: Ranks) -> None:
     """Ends all ranks and what they have started."""
-    kill(ranks, signal.SIGTERM)
+    _kill(ranks, signal.SIGTERM)
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end and any(process.poll() is None for process in ranks.values()):
         time.sleep(0.02)
-    kill(ranks, signal.SIGKILL)
+    _kill(ranks, signal.SIGKILL)
     for process in ranks.values():
         process.wait()
 
 
-def _blame(failure: tuple) -> tuple:
-    """Sort key of ranks that failed in the same moment: first one that complained or was killed, then those that lost a
-    peer by it."""
-    rank, code = failure
-    return (code != WRONG_INPUT, code >= 0 or code == -signal.SIGTERM, rank)
-
-
-def _failure(rank: int, code: int, signals: Signals) -> Outcome:
-    """The outcome where this rank was the first to fail."""
+def _failure(failed: List[Tuple[int, int]], signals: Signals) -> Outcome:
+    """The outcome where these ranks failed in the same moment. Args: failed: rank and exit code of each."""
+    # First one that complained or was killed, then those that lost a peer by it.
+    rank, code = min(
+        failed, key=lambda each: (each[1] != WRONG_INPUT, each[1] >= 0 or each[1] == -signal.SIGTERM, each)
+    )
     if code == WRONG_INPUT:
         return Outcome(WRONG_INPUT, abrupt=True)
     if code == -signal.SIGUSR1:  # sent before it had begun: there is nothing to save

@@ -49,22 +49,11 @@ class Agreement(ABC):
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Result of `function` on the main process, on every process. Its error is raised on all, with a message on the
         main process only."""
-        outcome: Any = None
-        failure: Optional[UserError] = None
-        if self.topology.is_main:
-            try:
-                outcome = (True, function())
-            except UserError as error:
-                outcome, failure = (False, None), error
-        done, value = self._broadcast(outcome)
-        if not done:
-            raise failure or UserError("")
-        return value
+        return self._broadcast(self.together(lambda: function() if self.topology.is_main else None))
 
     def together(self, function: Callable[[], Result]) -> Result:
         """Result of `function` on this process. If it fails on any, all raise; only the first error has a message."""
-        result: Any = None
-        failure: Optional[UserError] = None
+        result, failure = None, None
         try:
             result = function()
         except UserError as error:

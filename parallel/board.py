@@ -9,7 +9,6 @@ thread polls the master.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import math
@@ -18,7 +17,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, Dict, Optional, Tuple
+from typing import Annotated, Any, BinaryIO, Dict, Optional, Tuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -26,11 +25,10 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, printable
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
-_ANSWER_SECONDS = 5.0  # for one message and its answer
+_ANSWER_SECONDS = 5.0  # that one side waits for the other to send
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
-_CONNECTIONS = 1024  # at the same time; a host needs one
-_CHALLENGE, _MAC = 16, hashlib.sha256().digest_size
+_CHALLENGE, _MAC = 16, 64  # bytes, hexadecimal digits
 
 Entries = Dict[str, Any]  # some of those of _Entries
 _Text = Annotated[str, Field(max_length=LONGEST)]
@@ -82,25 +80,21 @@ class _Question(BaseModel, strict=True, extra="forbid"):
 _ANSWER = TypeAdapter(Dict[int, Tuple[float, _Entries]])  # host -> seconds of silence, entries
 
 
-class MastersBoard:
-    """The board itself, which answers at a listening socket from its creation on."""
+class _Board:
+    """The entries of all hosts as this one knows them.
 
-    def __init__(self, listening: socket.socket, number: int, secret: str):
-        """Args: number: hosts. secret: shared by all of them; without one ("") anybody may write."""
-        self._listening, self._number, self._key = listening, number, secret.encode()
-        self._attempt = 0  # the newest of the master
+    who: a name of this launcher. gone: nothing listens at the master any more. refused: what listens there closes the
+    connection, as a launcher with another secret does. fault: of the last attempt to reach it. address: the master's,
+    once this host has reached it.
+    """
+
+    def __init__(self, host: int, number: int, secret: str):
+        self._host, self._number, self._key = host, number, secret.encode()
+        self._attempt = 0  # the newest of this host
         self._attempts: Dict[int, Dict[int, Entries]] = {}
-        self._heard: Dict[int, float] = {}
+        self._heard = {0: time.monotonic()}
         self._lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(_CONNECTIONS)
-        self.who, self.gone, self.refused, self.fault = secrets.token_hex(8), False, False, ""  # as of Board
-        self.address = listening.getsockname()[0]
-        threading.Thread(target=self._listen, name="board", daemon=True).start()
-
-    def write(self, attempt: int, **entries: object) -> None:
-        """Adds entries of this host."""
-        self._attempt = attempt
-        self._post(0, attempt, {"who": self.who, **entries})
+        self.who, self.gone, self.refused, self.fault, self.address = secrets.token_hex(8), False, False, "", ""
 
     def read(self, attempt: int) -> Dict[int, Entries]:
         """The entries of each host that has written any."""
@@ -108,9 +102,24 @@ class MastersBoard:
             return {host: dict(entries) for host, entries in self._attempts.get(attempt, {}).items()}
 
     def silent(self, host: int) -> float:
-        """Seconds since the launcher of a host last polled."""
+        """Seconds since the launcher of a host last polled, or the master last answered."""
         with self._lock:
-            return 0.0 if host == 0 else time.monotonic() - self._heard.get(host, -math.inf)
+            return 0.0 if host == self._host else time.monotonic() - self._heard.get(host, -math.inf)
+
+
+class MastersBoard(_Board):
+    """The board itself, which answers at a listening socket from its creation on."""
+
+    def __init__(self, listening: socket.socket, number: int, secret: str):
+        """Args: number: hosts. secret: shared by all of them; without one ("") anybody may write."""
+        super().__init__(0, number, secret)
+        self._listening, self.address = listening, listening.getsockname()[0]
+        threading.Thread(target=self._listen, name="board", daemon=True).start()
+
+    def write(self, attempt: int, **entries: object) -> None:
+        """Add entries of this host."""
+        self._attempt = attempt
+        self._post(0, attempt, {"who": self.who, **entries})
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
         with self._lock:
@@ -122,68 +131,44 @@ class MastersBoard:
                 there.setdefault(name, value)
 
     def _listen(self) -> None:
+        """Serve each connection for some seconds at most, in a thread of its own."""
         while True:
-            self._free.acquire()
             try:
                 connection, _ = self._listening.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # too many files or threads
-                self._free.release()
                 time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
-            try:
-                end = time.monotonic() + _ANSWER_SECONDS
-                challenge = secrets.token_bytes(_CHALLENGE)
-                connection.sendall(challenge)
-                message = _Question.model_validate_json(
-                    _receive(connection, self._key, challenge + b"ask", _BYTES, end)
-                )
-                host, attempt = message.host, message.attempt
-                if host < self._number and attempt < self._attempt + 2:
-                    self._post(host, attempt, message.entries.given())
-                    answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
-                    _send(connection, self._key, message.challenge.encode() + b"answer", answer, end)
-            finally:
-                self._free.release()
+            connection.settimeout(_ANSWER_SECONDS)
+            challenge = secrets.token_bytes(_CHALLENGE)
+            connection.sendall(challenge)
+            asked = _receive(connection.makefile("rb"), self._key, challenge + b"ask", _BYTES)
+            message = _Question.model_validate_json(asked)
+            host, attempt = message.host, message.attempt
+            if host < self._number and attempt < self._attempt + 2:
+                self._post(host, attempt, message.entries.given())
+                answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
+                _send(connection, self._key, message.challenge.encode() + b"answer", answer)
 
 
-class Board:
+class Board(_Board):
     """The master's board as another host sees it."""
 
     def __init__(self, master: str, port: int, host: int, number: int, secret: str):
         """Args: master: name or address. host: number of this one of `number`. secret: as of the master."""
-        self._place, self._host, self._number, self._key = (master, port), host, number, secret.encode()
-        self._attempt, self._entries = 0, {}
-        self._answer: Dict[int, Tuple[float, Entries]] = {}  # of this attempt, as _ANSWER
-        self._answered = time.monotonic()
-        self._lock, self._wake = threading.Lock(), threading.Event()
-        self.who = secrets.token_hex(8)
-        self.address = ""  # the master's, once this host has reached it
-        self.gone = False  # nothing listens there any more
-        self.refused = False  # what listens there closes the connection, as a launcher with another secret does
-        self.fault = ""  # of the last attempt to reach it
+        super().__init__(host, number, secret)
+        self._place, self._entries, self._wake = (master, port), {}, threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
-        """Adds entries of this host; they are on the board once `read` returns them."""
+        """Add entries of this host; they are on the board once `read` returns them."""
         with self._lock:
             if attempt != self._attempt:
-                self._attempt, self._entries, self._answer = attempt, {}, {}
+                self._attempt, self._entries, self._attempts = attempt, {}, {}
             self._entries = {"who": self.who, **self._entries, **entries}
         self._wake.set()
-
-    def read(self, attempt: int) -> Dict[int, Entries]:
-        """The entries of each host that has written any."""
-        with self._lock:
-            return {host: dict(entries) for host, (_, entries) in self._answer.items() if attempt == self._attempt}
-
-    def silent(self, host: int) -> float:
-        """Seconds since the launcher of a host last polled, or the master last answered."""
-        with self._lock:
-            since = time.monotonic() - self._answered
-            return since if host == 0 else since + self._answer.get(host, (math.inf,))[0]
 
     def _poll(self) -> None:
         while not self.gone:
@@ -193,9 +178,11 @@ class Board:
                 try:
                     answer = self._ask(attempt, entries)
                     with self._lock:
-                        self._answered, self.refused = time.monotonic(), False
+                        now, self.refused = time.monotonic(), False
+                        self._heard.update({host: now - seconds for host, (seconds, _) in answer.items()})
+                        self._heard[0] = now
                         if attempt == self._attempt:
-                            self._answer = answer
+                            self._attempts = {attempt: {host: found.given() for host, (_, found) in answer.items()}}
                 except OSError as error:  # the way there may come back
                     self.fault = error.strerror or str(error)
                     self.gone = bool(self.address) and isinstance(error, ConnectionRefusedError)
@@ -206,49 +193,35 @@ class Board:
             self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)
             self._wake.clear()
 
-    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, Entries]]:
+    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, _Entries]]:
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
             self.address = connection.getpeername()[0]
             self._place = (self.address, self._place[1])  # a name server is asked once
-            end = time.monotonic() + _ANSWER_SECONDS
-            challenge, again = _exactly(connection, _CHALLENGE, end), secrets.token_hex(_CHALLENGE)
+            stream, again = connection.makefile("rb"), secrets.token_hex(_CHALLENGE)
+            challenge = stream.read(_CHALLENGE)
+            if not challenge:
+                raise EOFError
             message = {"host": self._host, "attempt": attempt, "challenge": again, "entries": entries}
-            _send(connection, self._key, challenge + b"ask", message, end)
-            answer = _receive(connection, self._key, again.encode() + b"answer", self._number * _BYTES, end)
-        return {host: (seconds, found.given()) for host, (seconds, found) in _ANSWER.validate_json(answer).items()}
+            _send(connection, self._key, challenge + b"ask", message)
+            answer = _receive(stream, self._key, again.encode() + b"answer", self._number * _BYTES)
+        return _ANSWER.validate_json(answer)
 
 
-def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict, end: float) -> None:
+def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict) -> None:
+    """A message is a line: its HMAC in hexadecimal digits, then JSON."""
     body = json.dumps(message, default=vars).encode()
-    connection.settimeout(_left(end))
-    connection.sendall(len(body).to_bytes(4, "big") + hmac.digest(key, challenge + body, "sha256") + body)
+    connection.sendall(_mac(key, challenge, body) + body + b"\n")
 
 
-def _receive(connection: socket.socket, key: bytes, challenge: bytes, limit: int, end: float) -> bytes:
+def _receive(stream: BinaryIO, key: bytes, challenge: bytes, limit: int) -> bytes:
     """A message; OSError or EOFError if none comes, ValueError if it is from somebody without the secret."""
-    length = int.from_bytes(_exactly(connection, 4, end), "big")
-    if length > limit:
-        raise ValueError("too long")
-    code, body = _exactly(connection, _MAC, end), _exactly(connection, length, end)
-    if not hmac.compare_digest(code, hmac.digest(key, challenge + body, "sha256")):
+    line = stream.readline(limit)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    if not hmac.compare_digest(line[:_MAC], _mac(key, challenge, line[_MAC:-1])):
         raise ValueError("from somebody without the secret")
-    return body
+    return line[_MAC:-1]
 
 
-def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
-    """`length` bytes before the time `end`, however slowly they come."""
-    got = bytearray()
-    while len(got) < length:
-        connection.settimeout(_left(end))
-        more = connection.recv(min(length - len(got), 1 << 16))
-        if not more:
-            raise EOFError
-        got += more
-    return bytes(got)
-
-
-def _left(end: float) -> float:
-    left = end - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+def _mac(key: bytes, challenge: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, challenge + body, "sha256").hex().encode()

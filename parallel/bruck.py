@@ -11,7 +11,7 @@ from typing import List, Sequence, Tuple
 import torch
 from torch import distributed
 
-Transfer = Tuple[torch.Tensor, int, torch.Tensor, int]  # what is sent, to whom, where what comes is put, from whom
+Round = Tuple[torch.Tensor, int, torch.Tensor, int]  # what is sent, to whom, where what comes is put, from whom
 
 
 def all_gather(own: torch.Tensor, sizes: Sequence[int], group: distributed.ProcessGroup) -> List[torch.Tensor]:
@@ -30,7 +30,7 @@ def all_gather(own: torch.Tensor, sizes: Sequence[int], group: distributed.Proce
         count = min(distance, replicas - distance)
         coming = held[starts[distance] : starts[distance + count]]
         rounds.append((held[: starts[count]], (rank - distance) % replicas, coming, (rank + distance) % replicas))
-    _transfer(rounds, group)
+    transfer(rounds, group)
     parts = held.split(turned)
     return [parts[(replica - rank) % replicas] for replica in range(replicas)]
 
@@ -43,7 +43,7 @@ def all_to_all(own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tens
     for distance in _distances(replicas):
         moving = (places & distance).nonzero().flatten()
         coming = torch.empty_like(held[moving])
-        _transfer([(held[moving], (rank + distance) % replicas, coming, (rank - distance) % replicas)], group)
+        transfer([(held[moving], (rank + distance) % replicas, coming, (rank - distance) % replicas)], group)
         held[moving] = coming
     return held[(rank - places) % replicas]
 
@@ -52,20 +52,23 @@ def _distances(replicas: int) -> List[int]:
     return [1 << bit for bit in range((replicas - 1).bit_length())]
 
 
-def _transfer(rounds: Sequence[Transfer], group: distributed.ProcessGroup) -> None:
-    """Rounds one after the other; each may send what the one before has brought."""
+def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+    """Send and receive in each round, one after the other; a round may send what the one before has brought."""
     if rounds and rounds[0][0].device.type == "cpu":
         # Gloo sends when it has word that the receiver is ready, and that word waits behind what the receiver sends.
-        receiving = [distributed.irecv(coming, group=group, group_src=source) for _, _, coming, source in rounds]
+        receiving = [
+            distributed.irecv(coming, group=group, group_src=source, tag=tag)
+            for tag, (_, _, coming, source) in enumerate(rounds)
+        ]
         sending = []
-        for (leaving, target, _, _), work in zip(rounds, receiving):
-            sending.append(distributed.isend(leaving, group=group, group_dst=target))
-            work.wait()
+        for tag, (leaving, target, _, _) in enumerate(rounds):
+            sending.append(distributed.isend(leaving, group=group, group_dst=target, tag=tag))
+            receiving[tag].wait()
         for work in sending:
             work.wait()
         return
-    for leaving, target, coming, source in rounds:
-        pair = ((distributed.irecv, coming, source), (distributed.isend, leaving, target))
-        operations = [distributed.P2POp(each, tensor, group=group, group_peer=peer) for each, tensor, peer in pair]
-        for work in distributed.batch_isend_irecv(operations):
+    for leaving, target, coming, source in rounds:  # NCCL: in one batch, else two neighbours wait for each other
+        receive = distributed.P2POp(distributed.irecv, coming, group=group, group_peer=source)
+        send = distributed.P2POp(distributed.isend, leaving, group=group, group_peer=target)
+        for work in distributed.batch_isend_irecv([receive, send]):
             work.wait()

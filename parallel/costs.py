@@ -1,13 +1,12 @@
 """Predicted seconds of messages on the links between replicas; needs no torch.
 
-Every replica has a link of its own, and sends and receives at the same time. Processors' work is not in these figures.
+Every replica has a link of its own, and sends and receives at the same time. Computation is not in these figures.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Sequence, Tuple
 
-_BYTES_OF_VALUE = {"float32": 4, "float16": 2}
 _INDEX = 4  # bytes
 BLOCK = 256  # values that share a scale where few bits are sent
 BINS = 16  # of the counts of magnitudes by which owners find the largest sums
@@ -30,16 +29,14 @@ def quantized_bytes(values: float, bits: int) -> float:
 
 
 def message_bytes(entries: int, wire: str) -> int:
-    """Bytes of a sparse vector of `entries` values, with their int32 indices, as `parallel/sparse.py` sends it.
+    """Bytes of a sparse vector of `entries` values and their int32 indices, as `parallel/messages.py` packs it.
 
     Args:
-        wire: type of the values, float32 or float16; the latter come in pairs, behind a word for their exponent. Or
-            int8 or int4, in blocks with a scale.
+        wire: type of the values: float32; float16, in pairs and with a word for their exponent; int8 or int4.
     """
     if wire.startswith("int"):
         return entries * _INDEX + int(quantized_bytes(entries, int(wire[3:])))
-    values = entries * _BYTES_OF_VALUE[wire]
-    return entries * _INDEX + (values if wire == "float32" else -(-values // _INDEX) * _INDEX + _INDEX)
+    return entries * _INDEX + (4 * entries if wire == "float32" else 4 + -(-entries // 2) * 4)
 
 
 def ring(link: Link, replicas: int, size: float) -> float:
@@ -51,15 +48,14 @@ def ring(link: Link, replicas: int, size: float) -> float:
 
 
 def gathered(link: Link, replicas: int, size: float) -> float:
-    """Seconds until all replicas have what each sends, of `size` bytes, by `parallel/bruck.py`."""
+    """Seconds until all replicas have what each sends, of `size` bytes, by `messages.all_gather`."""
     return (replicas - 1).bit_length() * link.latency + (replicas - 1) * size * link.seconds_per_byte
 
 
 def rings(levels: Sequence[Tuple[int, Link]], size: float) -> float:
     """Seconds of an all-reduce of `size` bytes over several kinds of links, each joining so many groups.
 
-    A reduce-scatter among the replicas that are nearest to each other, then among as many groups of them as the next
-    links join, each replica with its share, and all-gathers back: a ring at each level.
+    Each level reduces and scatters among its groups, so that the next, farther one carries a share; then they gather.
     """
     seconds = 0.0
     for count, link in levels:

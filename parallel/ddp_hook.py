@@ -4,32 +4,34 @@ model = DistributedDataParallel(module)
 model.register_comm_hook(SparseState(density=0.01), sparse_hook)
 """
 
-from typing import Dict, Optional, Union
+from types import SimpleNamespace
+from typing import Dict, Union
 
 import torch
 from torch import distributed
 from torch.futures import Future
 
-from parallel.sparse_exchange import Rules, SparseExchange
+from parallel.exchange import Setup
+from parallel.reduce import Group
+from parallel.sparse_exchange import SparseExchange
+from parallel.topology import Topology
+from recipe.exchange import Exchange
 
 
 class SparseState:
     """State of `sparse_hook`, which sends the largest values of each bucket and keeps the rest for later updates.
 
-    A bucket is compressed by itself: of n elements density x n are sent. The result is the mean over replicas, as DDP's
-    own, and the same bits on all of them. Residuals are float32, one for each bucket; they are not in the module's
-    state dict, so a resumed loop begins with empty ones. Gradients that are not finite on any replica change no
-    residual and leave NaN.
-
-    Gradients are what is compressed. That suits optimizers that are linear in the gradient, as SGD is; for LARS see
-    `compress: update` in docs/exchange.md, which needs the engine.
+    Of a bucket's n elements density x n are sent. The result is the mean over replicas, the same bits on all of them.
+    Residuals are float32, one for each bucket; they are not in the module's state dict, so a resumed loop begins with
+    empty ones. Gradients that are not finite on any replica change no residual and leave NaN. For optimizers that are
+    linear in the gradient, as SGD is; LARS needs the engine's `compress: update` (docs/exchange.md).
 
     Sources: Top-k: Lin et al., 1712.01887; gTop-k: Shi et al., 1901.04359; `SparseExchange` has the rules.
     """
 
     def __init__(
         self,
-        group: Optional[distributed.ProcessGroup] = None,
+        group: Group = None,
         *,
         density: float,
         pattern: str = "gather",
@@ -44,12 +46,17 @@ class SparseState:
             wire: type of the values that travel: float32, float16, or 8 or 4 bits.
             dense_steps: first updates that send everything; at least 2, as DDP forms its buckets anew in the second.
         """
-        if not 0 < density <= 1:
-            raise ValueError(f"density is a share between 0 and 1, found {density}")
         if dense_steps < 2:
             raise ValueError(f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew")
         self._group = distributed.group.WORLD if group is None else group
-        self._rules = Rules(pattern, wire, lambda step: density)
+        sent = {"bits": wire} if isinstance(wire, int) else {"wire": str(wire).partition(".")[2]}
+        merging = {} if pattern == "gather" else {"pattern": pattern}
+        self._section = Exchange(
+            method="gtopk" if merging else "topk", density=density, compress="gradient", **sent, **merging
+        )
+        self._processes = SimpleNamespace(
+            topology=Topology(), gather=lambda value: [value], further_group=lambda: self._group
+        )
         self._dense_steps, self._step = dense_steps, 0
         self.exchanges: Dict[int, SparseExchange] = {}
 
@@ -61,18 +68,13 @@ class SparseState:
             result = gradients.div_(replicas)
         else:
             flat = gradients.float()
-            divisor = torch.tensor(float(replicas), device=flat.device)
-            self._of(bucket, flat)(flat, self._step, divisor)
+            if bucket not in self.exchanges:
+                setup = Setup(None, None, self._processes, flat, [(0, flat)], None, self._group, None)
+                self.exchanges[bucket] = SparseExchange(setup, self._section)
+            self.exchanges[bucket](flat, self._step, torch.tensor(float(replicas), device=flat.device))
             result = flat.div_(replicas).to(gradients.dtype)
         self._step += last
         return result
-
-    def _of(self, index: int, flat: torch.Tensor) -> SparseExchange:
-        """The exchange of a bucket, which is made when it comes first."""
-        if index not in self.exchanges:
-            sizes = (len(flat), [len(flat)], 0, ())
-            self.exchanges[index] = SparseExchange(self._rules, *sizes, self._group, self._group, flat.device)
-        return self.exchanges[index]
 
 
 def sparse_hook(state: SparseState, bucket: distributed.GradBucket) -> Future[torch.Tensor]:

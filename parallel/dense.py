@@ -1,4 +1,4 @@
-"""Exchanges of whole gradients: in float32, in 16 bits, or none at all. Needs no torch until one is created."""
+"""Exchanges of whole gradients or weights, and none at all. Needs no torch until one is created."""
 
 from __future__ import annotations
 
@@ -27,41 +27,21 @@ class Dense(Method):
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(section.to("dense", delay=0))]
 
-    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        return costs.ring(link, replicas, self._bytes(gradient, 4))
-
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        return costs.rings(levels, self._bytes(gradient, size))
-
-    def _bytes(self, gradient: Gradient, size: int) -> float:
-        bits = self.section.sent_bits
-        if bits:
-            return costs.quantized_bytes(gradient.elements, bits)
-        return float(gradient.elements * (self.value_bytes or size))
+        bits, elements = self.section.sent_bits, gradient.elements
+        sent = costs.quantized_bytes(elements, bits) if bits else float(elements * (self.value_bytes or size))
+        return costs.rings(levels, sent)
 
     def create(self, setup: Setup) -> Optional[Running]:
-        bits = self.section.sent_bits
-        if bits:
-            from parallel.quantized import QuantizedReduction
+        if self.section.sent_bits:
+            from parallel.reduce import QuantizedReduction
 
-            gradients, everyone = setup.gradients, setup.processes.further_group()
-            return QuantizedReduction(setup.group, everyone, len(gradients), bits, gradients.device)
+            return QuantizedReduction(setup, self.section.sent_bits)
         if setup.group is None:
             return None
-        import torch
-
         from parallel.reduce import Reduction
 
-        return Reduction(
-            setup.gradients,
-            setup.places,
-            setup.group,
-            method=self.section.method,
-            order="tree" if self.section.in_tree else "fast",
-            wire=getattr(torch, self.section.sent),
-            micro_batches=setup.batch.micro_batches,
-            collect=setup.collect,
-        )
+        return Reduction(setup, self.section)
 
 
 @METHODS.implements(exchange.Half)
@@ -87,11 +67,23 @@ class NoExchange(Method):
 
     sums = False
 
-    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        return 0.0
-
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         return 0.0
 
-    def create(self, setup: Setup) -> None:
-        return None
+
+@METHODS.implements(exchange.Local)
+class Local(Method):
+    """All-reduce of the weights, in float32, once in `local_steps` updates; times are the mean over updates."""
+
+    taken = ("local_steps", "bits")
+
+    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+        section = self.section
+        elements = gradient.elements / section.fragments
+        sent = costs.quantized_bytes(elements, section.bits) if section.bits else 4 * elements
+        return section.fragments * costs.rings(levels, sent) / section.local_steps
+
+    def create(self, setup: Setup) -> Running:
+        from parallel.local_steps import LocalSteps
+
+        return LocalSteps(setup, self.section)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Callable, ClassVar, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from parallel.costs import Link
 from parallel.evidence import MEASURED
@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
-_FILES = ("dense", "local", "topk")
-
-
+_FILES = ("dense", "topk")
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
 
 
 class Gradient(NamedTuple):
-    """Sizes of what is exchanged: those of the largest stage's gradient.
+    """Sizes of the largest stage's gradient.
 
-    elements: all. whole: those that every method sends whole. layers: parameters of which a sketch is sent where
-    updates are compressed.
+    elements: all of them. whole: elements that every method sends whole. layers: parameters of which replicas that
+    compress updates send a sketch.
     """
 
     elements: int
@@ -44,48 +42,15 @@ class Gradient(NamedTuple):
     layers: int = 0
 
 
-class Contribution(Protocol):
-    """What a replica adds to its residual in each update: its gradient, or the update that its gradient makes."""
-
-    def __call__(
-        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
-    ) -> None:
-        """Add it; every replica calls.
-
-        Args:
-            residual: float32 [length].
-            gradient: float32 [length], as the buffer of `Running`, zeros if not `finite`; it may be overwritten.
-            divisor: as of `Running`. finite: bool [], whether all replicas' and stages' gradients are.
-        """
-
-    def state(self) -> Dict[str, torch.Tensor]:
-        """As that of `Running`."""
-
-
-class Weights(Protocol):
-    """The weights of a replica's stage, for methods that exchange them."""
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """[length], float16 or float32."""
-
-    def own_state(self) -> Dict[str, torch.Tensor]:
-        """All that an update changes, by name: [length] each."""
-
-    def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
-        """Replace elements by float32 values; rounded, if at all, by the same bits on all replicas."""
-
-    def refresh(self) -> None:
-        """To be called when what `own_state` gives has been written to."""
-
-
 class Setup(NamedTuple):
-    """What a method gets from an engine.
+    """What an engine gives to a method.
 
-    gradients: float32 [length], of this process. places: first element of each parameter in it, and the parameter.
-    collect: called with the index of each parameter whose gradient is ready, before it is sent. group: of the replicas
-    that compute this stage; None for a single replica. steps_per_epoch: None for an engine that does not train.
-    contribution: where replicas compress updates; None: gradients. weights: whose gradients these are.
+    gradients: float32 [length], of this process. places: each parameter and its first element in the gradients.
+    collect: called with the index of each parameter whose gradient is ready, before it is sent. group: the replicas
+    of this stage; None for a single replica. steps_per_epoch: None for an engine that does not train. contribution:
+    the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None where gradients are compressed.
+    weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes, [length] by name;
+    `refresh()` after writing to it; `store(start, end, values, step)` of float32 values, the same bits on all replicas.
     """
 
     recipe: Recipe
@@ -96,60 +61,57 @@ class Setup(NamedTuple):
     collect: Callable[[int], None]
     group: Optional[distributed.ProcessGroup]
     steps_per_epoch: Optional[int]
-    contribution: Optional[Contribution] = None
-    weights: Optional[Weights] = None
+    contribution: Any = None
+    weights: Any = None
 
 
-class Running(ABC):
+class Running:
     """An exchange on one replica.
 
-    overlaps: whether sending can begin within the last backward pass. delays: whether it sees to `exchange.delay`
-    itself; else gradients are late. states_are_means: whether it is the mean of the replicas' states that another
-    number of replicas has to keep, not the sum.
+    overlaps: sending can begin within the last backward pass. delays: the exchange implements `exchange.delay` itself.
+    states_are_means: another number of replicas keeps the mean of the replicas' states, not their sum.
     """
 
     overlaps: bool = False
     delays: bool = False
     states_are_means: bool = False
 
-    @abstractmethod
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Replace this replica's gradient by what all replicas get, the same bits on all of them: the sum of their
-        gradients or, where updates are compressed, of their updates times `divisor`.
+        """Replace this replica's gradient by the sum over replicas, the same bits on all of them.
+
+        Where updates are compressed, the sum is that of updates, times `divisor`.
 
         Args:
             buffer: float32 [length], sums over this replica's micro batches times the loss scale.
             step: number of the update, from 0.
             divisor: float32 [], the loss scale times the micro batches of all replicas.
         """
+        raise NotImplementedError
 
     def arm(self) -> None:
         """Announce the last backward pass of a step; called where the exchange overlaps it."""
         raise NotImplementedError
 
-    def after_update(self, step: int) -> None:  # noqa: B027 (most have nothing to do)
-        """Called when update `step` has been made, from the sum or of this replica's own."""
+    def after_update(self, step: int) -> None:
+        """Called when update `step` has been made."""
 
     def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
-        """The mean over replicas of what each has in such a buffer, float32; None where all have the same.
-
-        Every replica calls.
-        """
+        """Mean over replicas of such a buffer, float32; None where all have the same. Every replica calls."""
         return None
 
     def state(self) -> Dict[str, torch.Tensor]:
         """State of this replica for later steps: [length] each."""
         return {}
 
-    def loaded(self) -> None:  # noqa: B027
-        """Called when what `state` gives has been written to."""
+    def loaded(self) -> None:
+        """Called when the tensors of `state` have been written to."""
 
     def common_state(self) -> Dict[str, torch.Tensor]:
         """State for later steps that all replicas of a stage share: float32 [length] each."""
         return {}
 
-    def close(self) -> None:  # noqa: B027
-        """End what runs beside training, once other replicas need nothing more of it."""
+    def close(self) -> None:
+        """End threads, once other replicas need nothing more of this one."""
 
 
 class Method(ABC):
@@ -157,7 +119,7 @@ class Method(ABC):
 
     sparse: a replica sends a share of its gradient and keeps the rest as state. sums: the result is the sum over all
     replicas. complete: each replica gets the sum of all gradients, to the rounding of what is sent. exact: to float32
-    rounding. taken: the keys that a recipe gets where `auto` takes it, beside those that both have.
+    rounding. taken: the keys that `auto` sets in a recipe, beside those that both methods have.
     """
 
     sparse: ClassVar[bool] = False
@@ -176,15 +138,15 @@ class Method(ABC):
 
     @property
     def work(self) -> str:
-        """Of processors, what `auto` measures for it: "select", "round" or nothing."""
+        """The computation that `auto` times for this method: "select", "round" or none ("")."""
         return "round" if self.section.sent_bits else ""
 
     def overrides(self, section: Exchange) -> List[str]:
         """Overrides that change a recipe with another section to this method."""
-        changed, reset = section.to(self.section.method), section.refused_by(self.section.method)
-        own = {key: getattr(self.section, key) for key in self.taken}
-        keys = {key: value for key, value in own.items() if value != getattr(changed, key)}
-        given = {"method": self.section.method, **keys, **reset}
+        method = self.section.method
+        before, after = section.to(method), self.taken_by(section)
+        changed = {key: value for key, value in after if value != getattr(before, key)}
+        given = {"method": method, **changed, **section.refused_by(method)}
         return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
@@ -196,9 +158,9 @@ class Method(ABC):
         """The forms of this method that are compared with others, with the keys that another section has for them."""
         return []
 
-    @abstractmethod
     def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        """Seconds on the network, if every replica has such a link."""
+        """Seconds on the network, if every replica has such a link and gradients are float32."""
+        return self.seconds_over([(replicas, link)], replicas, gradient, 4)
 
     def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
         """Bytes of payload that the busiest replica sends in an update."""
@@ -206,16 +168,16 @@ class Method(ABC):
 
     @abstractmethod
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        """Seconds on the network of machines that have several kinds of links.
+        """Seconds on a network with several kinds of links.
 
         Args:
             levels: groups that meet, and their link, from the nearest to the farthest.
             size: bytes of a value of a whole gradient.
         """
 
-    @abstractmethod
     def create(self, setup: Setup) -> Optional[Running]:
         """The exchange for a run; None where there is nothing to do. Every rank calls."""
+        return None
 
 
 METHODS: Registry[Type[Method]] = Registry("an exchange method")
@@ -223,23 +185,18 @@ METHODS: Registry[Type[Method]] = Registry("an exchange method")
 
 def of(section: Exchange) -> Method:
     """The method of a section; that of `auto` is dense until a run has measured."""
-    _load()
-    if isinstance(section, Auto):
-        section = section.to("dense")
-    return METHODS.of(section)(section)
+    return _methods().of(section.to("dense") if isinstance(section, Auto) else section)(section)
 
 
 def variants(section: Exchange) -> List[Method]:
     """The forms of all methods, from the most faithful on, each with the section's keys for it."""
-    _load()
-    return [variant for _, method in METHODS.items() for variant in method.variants(section)]
+    return [variant for _, method in _methods().items() for variant in method.variants(section)]
 
 
 def candidates(section: Exchange) -> List[Method]:
     """All that `auto` chooses from, from the most faithful on: variants with the section's keys, what was measured."""
-    _load()
     found = []
-    for keys, method in METHODS.items():
+    for keys, method in _methods().items():
         own = method.variants(section)
         labels = {each.section.label for each in own}
         measured = [each for each, _ in MEASURED if type(each) is keys and each.label not in labels]
@@ -253,6 +210,8 @@ def named(name: str, section: Optional[Exchange] = None) -> Method:
     return next(method for method in found if method.name == name)
 
 
-def _load() -> None:
+def _methods() -> Registry[Type[Method]]:
+    """METHODS, with the methods of this package."""
     for file in _FILES:
         importlib.import_module(f"{__package__}.{file}")
+    return METHODS

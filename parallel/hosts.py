@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Mapping, Optional
+from typing import Mapping, Optional
 
 from recipe.errors import UserError
 
@@ -72,30 +72,25 @@ def _host_and_port(text: str) -> tuple:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Hosts:
-    """The hosts of a SLURM step; one where this is none, such as in a batch script outside srun."""
+    """The hosts of a SLURM step; one host outside of a step, as in a batch script."""
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
-    number = int(nodes)
+    number, remedy = int(nodes), "give --nnodes, --node-rank and --master"
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
     if tasks != nodes:
         raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
-        expanded = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, check=True)
-        names = expanded.stdout.decode().split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error}); "
-            "give --nnodes, --node-rank and --master"
-        ) from None
-    this = environment.get("SLURM_NODEID", "")
-    if len(names) != number or not this.isdecimal() or int(this) >= number:
-        raise UserError(
-            f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}; "
-            "give --nnodes, --node-rank and --master"
+        names = (
+            subprocess.check_output(["scontrol", "show", "hostnames", listed], stderr=subprocess.PIPE).decode().split()
         )
-    job = environment.get("SLURM_JOB_ID", "0")
+    except (OSError, subprocess.CalledProcessError) as error:
+        fault = f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error})"
+        raise UserError(f"{fault}; {remedy}") from None
+    this, job = environment.get("SLURM_NODEID", ""), environment.get("SLURM_JOB_ID", "0")
+    if len(names) != number or not this.isdecimal() or int(this) >= number:
+        raise UserError(f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}; {remedy}")
     port = _SLURM_PORTS[(int(job) if job.isdecimal() else 0) % len(_SLURM_PORTS)]
     return Hosts(number, int(this), names[0], port)
 
@@ -117,50 +112,32 @@ def listen(hosts: Hosts) -> socket.socket:
             f"--master {hosts.master} is {address} on this host itself, which others cannot reach (see /etc/hosts); "
             "give the address of its network interface"
         )
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, hosts.port))
-        listening.listen(1024)
+        return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
-        listening.close()
         remedies = {
             errno.EADDRINUSE: "another program listens there; end it, or give another port to --master on every host",
             errno.EADDRNOTAVAIL: "that is no address of this host, though it is --node-rank 0; correct one of the two",
         }
         remedy = remedies.get(error.errno, "give another address or port to --master on every host")
-        raise UserError(f"cannot listen at {hosts.place}: {error.strerror}; {remedy}") from None
-    return listening
+        raise UserError(f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; {remedy}") from None
 
 
 def interface_towards(address: str) -> Optional[str]:
     """Name of the network interface whose address this host uses to speak with `address`; None if that is unknown."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
-            own = probe.getsockname()[0].partition("%")[0]
-    except OSError:
-        return None
-    return next(_interfaces_of(family, own), None)
-
-
-def _interfaces_of(family: int, address: str) -> Iterator[str]:
-    """Linux only: elsewhere none."""
-    packed = socket.inet_pton(family, address)
     if sys.platform != "linux":
-        return
-    if family == socket.AF_INET6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            if bytes.fromhex(digits) == packed:
-                yield name
-        return
+        return None
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = socket.inet_pton(family, probe.getsockname()[0].partition("%")[0])
+        if family == socket.AF_INET6:
+            lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())
+            return next((name for digits, *_, name in lines if bytes.fromhex(digits) == own), None)
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if answer[20:24] == packed:
-                    yield name
+                if fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24] == own:  # SIOCGIFADDR
+                    return name
+    return None

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Running, Weights
-from parallel.quantized import QuantizedSum
+from parallel.exchange import Running, Setup
+from parallel.reduce import Group, QuantizedSum
+from recipe.exchange import Local
 
 
 class LocalSteps(Running):
     """Takes the mean of the replicas' weights after every so many updates, each made of the replica's own gradient.
 
-    Fragments are equal parts of the weights, each with its own update at which its mean is taken: of H updates and F
-    fragments, fragment j after those where (t + 1 + j H / F) mod H = 0, so that links have less to carry at a time.
-
-    Momentum stays with each replica. With an outer optimizer the mean is not taken as it is: with a the weights after
-    the mean before, the same on all replicas, and m the mean of now,
+    Fragments are equal parts of the weights: of H updates and F fragments, the mean of fragment j is taken after those
+    where (t + 1 + j H / F) mod H = 0. Momentum stays with each replica. An outer optimizer moves on from a, the weights
+    after the mean before, the same on all replicas, along the way to the mean m:
 
         d = a - m;  v = outer_momentum v + d;  weights = a - outer_lr (d + outer_momentum v)
 
-    With a delay of D the mean of weights as they were after update t is taken after update t + D: a replica goes on
-    from it by the way that its own weights have gone since t. On a CPU a thread sends meanwhile.
-
-    What is stored as float16 is rounded by the same bits on all replicas. In few bits replicas send how far their
-    weights are from a; what that rounds off they add the next time.
+    With a delay of D the mean of weights as they were after update t is taken after update t + D, and the way that the
+    replica's own weights have gone since t is added. On a CPU a thread sends meanwhile. In few bits replicas send how
+    far their weights are from a; what that rounds off they add the next time.
 
     Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local SGD); outer Nesterov
     momentum: Douillard et al., 2311.08105 (DiLoCo); fragments and delay: Douillard et al., 2501.18512 (Streaming
@@ -36,52 +34,35 @@ class LocalSteps(Running):
 
     states_are_means, delays = True, True
 
-    def __init__(
-        self,
-        weights: Weights,
-        group: Optional[distributed.ProcessGroup],
-        *,
-        every: int,
-        fragments: int,
-        dense: Callable[[int], bool],
-        outer: Optional[Tuple[float, float]],
-        bits: Optional[int] = None,
-        delay: int = 0,
-        late_group: Optional[distributed.ProcessGroup] = None,
-    ):
-        """
-        Args:
-            weights: of this replica's stage.
-            group: of the replicas that compute this stage; None for a replica that is alone.
-            every: updates between two means of a fragment. fragments: at most so many.
-            dense: whether update `step` is made of all replicas' gradients, and weights stay equal.
-            outer: rate and momentum of the outer optimizer; None takes the mean.
-            bits: in which the way since the mean before is sent, 8 or 4; None sends weights as float32.
-            delay: updates between sending a fragment and taking its mean, fewer than `every`.
-            late_group: as `group`, used for nothing else, if there is a delay.
-        """
+    def __init__(self, setup: Setup, section: Local):
+        weights, group = setup.weights, setup.processes.replica_group if setup.group is not None else None
+        every, fragments, delay, bits = section.local_steps, section.fragments, section.delay, section.bits
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
-        self._weights, self._group, self._every, self._is_dense, self._outer = weights, group, every, dense, outer
+        self._weights, self._group, self._every = weights, group, every
+        self._is_dense = functools.partial(section.is_dense, steps_per_epoch=setup.steps_per_epoch)
+        outer = section.outer == "nesterov"
+        self._outer = (section.outer_lr, section.outer_momentum) if outer else None
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         length = len(weights.flat)
-        borders = [length * number // fragments for number in range(fragments + 1)]
-        self._fragments = list(zip(borders, borders[1:]))
-        self._delay, self._sending_group = delay, late_group if delay else group
+        self._fragments = [
+            slice(length * number // fragments, length * (number + 1) // fragments) for number in range(fragments)
+        ]
+        self._delay, self._sending_group = delay, setup.group if delay else group
+        start = weights.flat.to(torch.float32, copy=True)
         self._common: Dict[str, torch.Tensor] = {}
-        # Float32 of the fragments on their way: this replica's weights as sent, and the mean.
-        self._sent: Dict[str, torch.Tensor] = {}
-        if delay:
-            self._sent["sent"] = weights.flat.to(torch.float32, copy=True)
-            self._common["arriving"] = self._sent["sent"].clone()
+        self._own: Dict[str, torch.Tensor] = {}
+        if delay:  # of the fragments on their way: this replica's weights as sent, and the mean
+            self._own["sent"], self._common["arriving"] = start.clone(), start.clone()
         self._under_way: Dict[int, Future] = {}
         in_thread = delay and group is not None and weights.flat.device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
-        if outer is not None or bits:
-            self._common["anchor"] = weights.flat.to(torch.float32, copy=True)
-        if outer is not None:
-            self._common["outer_momentum"] = torch.zeros_like(self._common["anchor"])
+        if outer or bits:
+            self._common["anchor"] = start
+        if outer:
+            self._common["outer_momentum"] = torch.zeros_like(start)
+        if bits:
+            self._own["residual"] = torch.zeros_like(start)
         self._quantized = QuantizedSum(self._sending_group, bits) if bits else None
-        self._residual = torch.zeros_like(self._common["anchor"]) if bits else None
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """As in Running: of dense steps the sum over replicas, of others as if all replicas had this one's gradient."""
@@ -108,8 +89,7 @@ class LocalSteps(Running):
 
     def state(self) -> Dict[str, torch.Tensor]:
         self._wait()
-        residual = {} if self._residual is None else {"residual": self._residual}
-        return {**self._weights.own_state(), **self._sent, **residual}
+        return {**self._weights.own_state(), **self._own}
 
     def loaded(self) -> None:
         self._weights.refresh()
@@ -131,44 +111,43 @@ class LocalSteps(Running):
 
     def _send(self, number: int) -> None:
         """Begin the mean of a fragment's weights as they are now."""
-        start, end = self._fragments[number]
-        own = self._sent["sent"][start:end].copy_(self._weights.flat[start:end])
-        mean = self._common["arriving"][start:end]
-        if self._thread is None:
-            mean.copy_(self._mean_of_all(own, start, end))
-        else:
-            threads = torch.get_num_threads()
-            self._under_way[number] = self._thread.submit(self._send_in_thread, threads, own, mean, start, end)
+        part, threads = self._fragments[number], torch.get_num_threads()
+        own = self._own["sent"][part].copy_(self._weights.flat[part])
 
-    @torch.no_grad()
-    def _send_in_thread(self, threads: int, own: torch.Tensor, mean: torch.Tensor, start: int, end: int) -> None:
-        torch.set_num_threads(threads)
-        mean.copy_(self._mean_of_all(own, start, end))
+        @torch.no_grad()
+        def send() -> None:
+            torch.set_num_threads(threads)
+            self._common["arriving"][part] = self._mean_of_all(own, part)
+
+        if self._thread is None:
+            send()
+        else:
+            self._under_way[number] = self._thread.submit(send)
 
     def _take(self, number: int, step: int) -> None:
-        """Put the mean in the place of the weights that it was made of."""
-        start, end = self._fragments[number]
-        own = self._weights.flat[start:end]
+        """Replace a fragment's weights by their mean; of late ones keep the way that they have gone since."""
+        part = self._fragments[number]
+        own, since = self._weights.flat[part], None
         if self._delay:
             self._wait(number)
-            new, since = self._common["arriving"][start:end].clone(), own - self._sent["sent"][start:end]
+            new, since = self._common["arriving"][part].clone(), own - self._own["sent"][part]
         else:
-            new, since = self._mean_of_all(own, start, end), None
+            new = self._mean_of_all(own, part)
         if self._outer is not None:
             lr, momentum = self._outer
-            anchor, velocity = (self._common[name][start:end] for name in ("anchor", "outer_momentum"))
+            anchor, velocity = self._common["anchor"][part], self._common["outer_momentum"][part]
             moved = anchor - new
             velocity.mul_(momentum).add_(moved)
             new = anchor - lr * moved.add_(velocity, alpha=momentum)
-        self._weights.store(start, end, new if since is None else new + since, step)
+        self._weights.store(part.start, part.stop, new if since is None else new + since, step)
         if "anchor" in self._common:
-            self._common["anchor"][start:end] = self._weights.flat[start:end] if since is None else new
+            self._common["anchor"][part] = self._weights.flat[part] if since is None else new
 
-    def _mean_of_all(self, own: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def _mean_of_all(self, own: torch.Tensor, part: slice) -> torch.Tensor:
         """The mean of the replicas' weights, float32, to the rounding of few bits. Args: own: this replica's."""
         if self._quantized is None:
             return _mean(own, self._sending_group)
-        anchor, residual = self._common["anchor"][start:end], self._residual[start:end]
+        anchor, residual = self._common["anchor"][part], self._own["residual"][part]
         return anchor + self._quantized(own.float() - anchor + residual, residual) / self._replicas
 
     def _wait(self, number: Optional[int] = None) -> None:
@@ -177,10 +156,10 @@ class LocalSteps(Running):
             self._under_way.pop(each).result()
 
 
-def _mean(flat: torch.Tensor, group: Optional[distributed.ProcessGroup]) -> torch.Tensor:
+def _mean(flat: torch.Tensor, group: Group) -> torch.Tensor:
     """The mean over replicas, float32."""
     found = flat.to(torch.float32, copy=True)
-    if group is None:
-        return found
-    distributed.all_reduce(found, group=group)
-    return found.mul_(1 / distributed.get_world_size(group))
+    if group is not None:
+        distributed.all_reduce(found, group=group)
+        found.mul_(1 / distributed.get_world_size(group))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import distributed
@@ -10,6 +10,7 @@ from torch import distributed
 from parallel import bruck
 from parallel.costs import BINS
 from parallel.messages import Sparse, Wire
+from parallel.reduce import Group
 from parallel.selection import ranked
 
 _INFINITE = 1 << 31  # beyond the bits of all magnitudes
@@ -20,21 +21,19 @@ _SPARE = 1 / 16  # of the entries of a result, that may be gathered beside them
 class Owners:
     """Finds the k entries of largest magnitude of the sum of all replicas' vectors of k entries each.
 
-    The elements are divided into as many regions as there are replicas. (1) Every replica sends each owner its entries
-    in the owner's region. (2) The owner adds them up, replica by replica, so that the sum of an element depends on
-    nothing else. (3) All count how many sums there are of some magnitudes, until they know one that k of them reach and
-    few more. (4) The owners send these to all, who take the k largest, ties to the lower index. A replica keeps those
-    of its own entries that are not in the result.
+    The elements are divided into a region for each replica, its owner. (1) Every replica sends each owner its entries
+    in that region. (2) The owner adds them up in the order of the replicas. (3) All count sums by magnitude, until they
+    know a magnitude that k of them reach and few more. (4) The owners send these to all, who take the k largest, ties
+    to the lower index. A replica keeps those of its own entries that are not in the result.
 
-    Regions have as many entries of the result before as each other, and at first as many elements; magnitudes are
-    looked for around that which the result before reached. Both decide who adds and how much is sent, not what comes
-    out. Where messages are rounded, what ends in one does: so nothing is taken from the result before, or a resumed run
-    would round otherwise.
+    Regions have equal shares of the result before (at first of the elements), and magnitudes are looked for around the
+    least of the result before. That changes who adds and how much is sent, but not the result. With rounded messages it
+    would, after a resume, so there nothing is taken from the result before.
 
     Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
     """
 
-    def __init__(self, group: Optional[distributed.ProcessGroup], wire: Wire):
+    def __init__(self, group: Group, wire: Wire):
         self._group, self._wire = group, wire
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         self._borders: Optional[torch.Tensor] = None  # first element of each region but the first
@@ -52,36 +51,31 @@ class Owners:
         count = len(own.indices)
         sent, parts, kept = self._send_to_owners(own)
         candidates, lost = self._gather(*self._reaching(_added(parts), count))
-        largest, _ = ranked(candidates.values, candidates.indices, count)
-        total = Sparse(candidates.indices.index_select(0, largest), candidates.values.index_select(0, largest))
+        total = candidates.take(ranked(candidates.values, candidates.indices, count)[0])
         if self._wire.exact:
             least = int(_magnitudes(total.values).min())
             around = (BINS // 2 - 1) * _NEAR
             self._range = (max(0, least - around), min(least + around, _INFINITE))
             self._borders = total.indices[[region * count // self._replicas for region in range(1, self._replicas)]]
-        missing = ~_contained(sent.indices, total.indices)
-        kept.append(Sparse(sent.indices[missing], sent.values[missing]))
+        kept.append(sent.take(~torch.isin(sent.indices, total.indices)))
         if lost is not None:
-            there = _contained(lost.indices, total.indices)
-            kept.append(Sparse(lost.indices[there], lost.values[there]))
+            kept.append(lost.take(torch.isin(lost.indices, total.indices)))
         return total, kept
 
     def _send_to_owners(self, own: Sparse) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
         """Own entries as they were sent, what came from each replica, and what rounding took off."""
         regions = torch.searchsorted(self._borders, own.indices, right=True)
-        order = regions.argsort(stable=True)
         counts = torch.bincount(regions, minlength=self._replicas)
-        coming = bruck.all_to_all(counts.int(), self._group)
-        numbers = counts.tolist()
-        packed = [
-            self._wire.pack(Sparse(*pair))
-            for pair in zip(own.indices[order].split(numbers), own.values[order].split(numbers))
-        ]
+        coming, numbers = bruck.all_to_all(counts.int(), self._group).tolist(), counts.tolist()
+        packed = [self._wire.pack(own.take(places)) for places in regions.argsort(stable=True).split(numbers)]
         messages = [message for message, _ in packed]
-        sent = [self._wire.unpack(message, number) for message, number in zip(messages, numbers)]
-        parts = self._exchange(messages, coming.tolist())
-        whole = Sparse(torch.cat([part.indices for part in sent]), torch.cat([part.values for part in sent]))
-        return whole, parts, [lost for _, lost in packed if lost is not None]
+        sent = _joined(self._wire.unpack(message, number) for message, number in zip(messages, numbers))
+        words = [self._wire.words(count) for count in coming]
+        received = messages[0].new_empty(sum(words))
+        sizes = [len(message) for message in messages]
+        distributed.all_to_all_single(received, torch.cat(messages), words, sizes, group=self._group)
+        parts = [self._wire.unpack(message, count) for message, count in zip(received.split(words), coming)]
+        return sent, parts, [lost for _, lost in packed if lost is not None]
 
     def _reaching(self, sums: Sparse, count: int) -> Tuple[Sparse, List[int]]:
         """Those of this owner's sums that may be among the `count` largest of all, and how many each owner has."""
@@ -98,28 +92,22 @@ class Owners:
             found = max((place for place in range(BINS) if above[place] >= count), default=0)
             low, high = edges[found], edges[found + 1]
             if high - low <= 1 or above[found] <= count * (1 + _SPARE):
-                there = magnitudes >= low
-                return Sparse(sums.indices[there], sums.values[there]), reached[:, found].tolist()
+                return sums.take(magnitudes >= low), reached[:, found].tolist()
 
     def _gather(self, own: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
         """All owners' sums, the same bits on all, and what rounding took off this one's. Args: counts: by owner."""
         message, lost = self._wire.pack(own)
         messages = bruck.all_gather(message, [self._wire.words(count) for count in counts], self._group)
-        parts = [self._wire.unpack(each, count) for each, count in zip(messages, counts)]
-        return Sparse(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])), lost
-
-    def _exchange(self, messages: Sequence[torch.Tensor], counts: Sequence[int]) -> List[Sparse]:
-        """Send each replica a message. Returns what came. Args: counts: entries that come from each."""
-        words = [self._wire.words(count) for count in counts]
-        received = messages[0].new_empty(sum(words))
-        sizes = [len(message) for message in messages]
-        distributed.all_to_all_single(received, torch.cat(list(messages)), words, sizes, group=self._group)
-        return [self._wire.unpack(message, count) for message, count in zip(received.split(words), counts)]
+        return _joined(self._wire.unpack(each, count) for each, count in zip(messages, counts)), lost
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
     """Bits of the absolute values, int64, which ascend as these do."""
     return (values.view(torch.int32) & 0x7FFFFFFF).long()
+
+
+def _joined(parts: Iterable[Sparse]) -> Sparse:
+    return Sparse(*map(torch.cat, zip(*parts)))
 
 
 def _added(parts: Sequence[Sparse]) -> Sparse:
@@ -129,9 +117,3 @@ def _added(parts: Sequence[Sparse]) -> Sparse:
     for part, own in zip(parts, places.split([len(part.indices) for part in parts])):
         values.index_add_(0, own, part.values)  # within a part no two are alike: the order does not matter
     return Sparse(indices, values)
-
-
-def _contained(indices: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Mask of the `indices` that are among `others`, which ascend, bool."""
-    places = torch.searchsorted(others, indices).clamp_(max=len(others) - 1)
-    return others[places] == indices

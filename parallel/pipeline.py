@@ -9,7 +9,7 @@ Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; in
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Sequence, Type
+from typing import Callable, Dict, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,8 @@ class Pipeline:
         parts: Dict[int, nn.Module],
         boundaries: Sequence[Boundary],
         *,
-        schedule: str,
-        micro_batches: int,
+        schedule: Optional[str] = None,
+        micro_batches: int = 1,
         group: dist.ProcessGroup,
         device: torch.device,
     ):
@@ -42,18 +42,25 @@ class Pipeline:
             parts: by its number in the model, each part that this process computes: one, or several under
                 the interleaved schedule.
             boundaries: what enters each of the model's parts, and what leaves the last.
-            schedule: "gpipe", "1f1b" or "interleaved".
+            schedule: "gpipe", "1f1b" or "interleaved"; None: `predict`, not `train`.
             micro_batches: of a training step.
             group: the processes of the replica, ordered by stage.
         """
-        self._stages = _stages(parts, boundaries, group, device, _TrainingStage)
-        self._schedule = _SCHEDULES[schedule](
-            self._stages if schedule == "interleaved" else self._stages[0],
-            micro_batches,
-            loss_fn=self._loss,
-            scale_grads=False,
-        )
-        if device.type == "cpu" and len(parts) == 1:
+        training = schedule is not None
+        examples = [  # without memory: only their shapes, strides and dtypes are read
+            torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=training and number > 0)
+            for number, (shape, dtype) in enumerate(boundaries)
+        ]
+        self._stages = []
+        for own_number, (number, part) in enumerate(sorted(parts.items())):
+            shapes = {"input_args": examples[number], "output_args": examples[number + 1]}
+            stage = _TrainingStage if training else PipelineStage
+            self._stages.append(stage(part, number, len(boundaries) - 1, device, group=group, **shapes))
+            self._stages[-1].own_number = own_number
+        kind = _SCHEDULES[schedule or ("interleaved" if len(parts) > 1 else "gpipe")]
+        stages = self._stages if kind is ScheduleInterleaved1F1B else self._stages[0]
+        self._schedule = kind(stages, micro_batches, loss_fn=self._loss if training else None, scale_grads=False)
+        if training and device.type == "cpu" and len(parts) == 1:
             self._stages[0].ahead = _AHEAD
         self._numbers = torch.arange(micro_batches)
         self._work: Optional[Work] = None
@@ -65,42 +72,30 @@ class Pipeline:
             stage.work = work
         self._schedule.step(target=self._numbers, return_outputs=False)
 
-    def _loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self._work.loss(int(number), logits)
-
-
-class ForwardPipeline:
-    """The same stages without gradients, for evaluation: one micro batch at a time, while the next one follows."""
-
-    def __init__(
-        self,
-        parts: Dict[int, nn.Module],
-        boundaries: Sequence[Boundary],
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ):
-        """Args as for `Pipeline`."""
-        stages = _stages(parts, boundaries, group, device, PipelineStage)
-        self._schedule = ScheduleInterleaved1F1B(stages, 1) if len(parts) > 1 else ScheduleGPipe(stages[0], 1)
-
     def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """Logits on the last stage, None elsewhere. Args: images: on the first stage, None elsewhere."""
+        """Logits of a micro batch on the last stage, None elsewhere. The next one follows while others compute.
+
+        Args: images: on the first stage, None elsewhere.
+        """
         with torch.no_grad():
             return self._schedule.step(*(() if images is None else (images,)))
+
+    def _loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self._work.loss(int(number), logits)
 
 
 class _TrainingStage(PipelineStage):
     """Torch's stage, but it fetches its images itself, reports what it does to `work`, and receives ahead.
 
     The schedules receive a micro batch when they need it. With gloo the sender's thread then wakes up to send it, on a
-    core that computes: that cost 3 to 5 ms a micro batch. Received ahead, it is there. Not for NCCL, whose messages
-    come in the order of their calls, nor for several parts on a device, whose messages cross.
+    core that computes: that cost 3 to 5 ms a micro batch. So the messages of the next `ahead` micro batches are
+    received before. Not with NCCL, whose messages come in the order of their calls, nor for several parts on a device,
+    whose messages cross.
     """
 
     work: Work
     own_number: int
-    ahead = 0  # micro batches to receive before they are needed
+    ahead = 0
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
         return self._receive(super().get_fwd_recv_ops, fwd_chunk_id, self._coming[0])
@@ -144,32 +139,3 @@ class _TrainingStage(PipelineStage):
 
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-
-
-def _stages(
-    parts: Dict[int, nn.Module],
-    boundaries: Sequence[Boundary],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    kind: Type[PipelineStage],
-) -> list:
-    stages, gradients = [], kind is _TrainingStage
-    for own_number, (number, part) in enumerate(sorted(parts.items())):
-        stage = kind(
-            part,
-            number,
-            len(boundaries) - 1,
-            device,
-            input_args=_example(boundaries[number], device, gradients and number > 0),
-            output_args=_example(boundaries[number + 1], device, gradients),
-            group=group,
-        )
-        stage.own_number = own_number
-        stages.append(stage)
-    return stages
-
-
-def _example(boundary: Boundary, device: torch.device, requires_grad: bool) -> torch.Tensor:
-    """A tensor without memory: only its shape, strides and dtype are read."""
-    example = torch.empty(tuple(boundary.shape), dtype=boundary.dtype, device="meta")
-    return example.requires_grad_(requires_grad)

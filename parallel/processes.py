@@ -7,12 +7,12 @@ one process uses the same functions, which then send nothing.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any, List, Optional, Tuple
 
 import torch
@@ -23,7 +23,7 @@ from parallel.topology import Topology
 from recipe.errors import ConfigError
 
 _RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
-_COLLECTIVE_SECONDS = 3600.0  # a rank may save, evaluate or compile while the others wait
+_COLLECTIVE = timedelta(hours=1)  # a rank may save, evaluate or compile while the others wait
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 _HEARTBEAT_SECONDS = 5.0
 _ALIVE, _DONE = 1, 0
@@ -63,15 +63,14 @@ class Processes(Agreement):
         mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
-        self._host = dist.new_group(backend="gloo", timeout=_seconds(_COLLECTIVE_SECONDS))
+        self._host = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
         self._watch = _Watch(topology, silence)
         self.wait_for_all()  # all watch by now; until they do they need the store, which ends with rank 0
 
     def gather(self, value: Any) -> List[Any]:
-        if self._world == 1:
-            return [value]
-        values: List[Any] = [None] * self._world
-        dist.all_gather_object(values, value, group=self._host)
+        values: List[Any] = [value] * self._world
+        if self._world > 1:
+            dist.all_gather_object(values, value, group=self._host)
         return values
 
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
@@ -79,12 +78,12 @@ class Processes(Agreement):
         if self.topology.is_main:
             return [value if rank == 0 else self._receive(rank) for rank in ranks]
         if self.topology.rank in ranks:
-            self._send(value, 0)
+            dist.send_object_list([value], group_dst=0, group=self._host)
         return []
 
     def further_group(self) -> Optional[dist.ProcessGroup]:
         """A group of all ranks that nothing else uses, on the device; None in a run of one process. All ranks call."""
-        return dist.new_group(timeout=_seconds(_COLLECTIVE_SECONDS)) if self._world > 1 else None
+        return dist.new_group(timeout=_COLLECTIVE) if self._world > 1 else None
 
     def further_replica_group(self) -> Optional[dist.ProcessGroup]:
         """A group as `replica_group`, for a second thread: two must not share one. All ranks call."""
@@ -92,10 +91,7 @@ class Processes(Agreement):
             return None
         stages = self.topology.stages
         ranks = [list(range(stage, self._world, stages)) for stage in range(stages)]
-        return [dist.new_group(each, timeout=_seconds(_COLLECTIVE_SECONDS)) for each in ranks][self.topology.stage]
-
-    def _send(self, value: Any, rank: int) -> None:
-        dist.send_object_list([value], group_dst=rank, group=self._host)
+        return dist.new_subgroups_by_enumeration(ranks, timeout=_COLLECTIVE)[0]
 
     def _receive(self, rank: int) -> Any:
         values: List[Any] = [None]
@@ -103,10 +99,9 @@ class Processes(Agreement):
         return values[0]
 
     def _broadcast(self, value: Any) -> Any:
-        if self._world == 1:
-            return value
         values = [value]
-        dist.broadcast_object_list(values, group_src=0, group=self._host)
+        if self._world > 1:
+            dist.broadcast_object_list(values, group_src=0, group=self._host)
         return values[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -166,7 +161,7 @@ class _Watch:
 
     def __init__(self, topology: Topology, silence: float):
         """Args: silence: seconds without a heartbeat after which a rank counts as lost."""
-        self._group = dist.new_group(backend="gloo", timeout=_seconds(_RENDEZVOUS_SECONDS))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_RENDEZVOUS_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._name, self._silence = describe(topology), silence
@@ -189,24 +184,21 @@ class _Watch:
             dist.send(torch.tensor([_DONE]), self._after, group=self._group)
 
     def _listen(self) -> None:
-        heartbeat = torch.tensor([_ALIVE])
-        while heartbeat.item() == _ALIVE:
-            since = time.monotonic()
-            try:
-                dist.irecv(heartbeat, self._before, group=self._group).wait(_seconds(self._silence))
-            except RuntimeError:
-                self._lost(silent=time.monotonic() - since > 0.9 * self._silence)
-
-    def _lost(self, silent: bool) -> None:
-        if silent:
-            leave(
-                f"{self._name}: rank {self._before} has said nothing for {self._silence:g} s: it is stopped or hangs, "
-                "or its host is gone; leaving"
-            )
-        time.sleep(1.0)  # a rank that fails by itself prints its reason first
-        if _quiet_code is not None:
-            leave("", _quiet_code)
-        leave(f"{self._name}: rank {self._before} is gone; leaving")
+        heartbeat, since = torch.tensor([_ALIVE]), time.monotonic()
+        try:
+            while heartbeat.item() == _ALIVE:
+                since = time.monotonic()
+                dist.irecv(heartbeat, self._before, group=self._group).wait(timedelta(seconds=self._silence))
+        except RuntimeError:
+            if time.monotonic() - since > 0.9 * self._silence:
+                leave(
+                    f"{self._name}: rank {self._before} has said nothing for {self._silence:g} s: it is stopped or "
+                    "hangs, or its host is gone; leaving"
+                )
+            time.sleep(1.0)  # a rank that fails by itself prints its reason first
+            if _quiet_code is not None:
+                leave("", _quiet_code)
+            leave(f"{self._name}: rank {self._before} is gone; leaving")
 
 
 def describe(topology: Topology) -> str:
@@ -230,13 +222,13 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def leave_quietly(code: int) -> None:
-    """This process is about to end with `code`, and another prints why: that one's end is no news."""
+    """This process is about to end with `code`, and another prints why: that one's end is not reported."""
     global _quiet_code
     _quiet_code = code
 
 
 def leave(message: str, code: int = 1) -> None:
-    """Ends this process without cleaning up, which would wait for ranks that are gone."""
+    """End this process without cleaning up, which would wait for ranks that are gone."""
     _last_word.acquire()  # two threads may find at the same moment that a rank is gone: one prints
     if message:
         print(message, file=sys.stderr, flush=True)
@@ -245,7 +237,7 @@ def leave(message: str, code: int = 1) -> None:
 
 
 def _join(topology: Topology, device: torch.device) -> None:
-    """torch.distributed's initialisation, with the time limits and the messages of this program."""
+    """Initialise torch.distributed, with the time limits and the messages of this program."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
@@ -266,10 +258,9 @@ def _join(topology: Topology, device: torch.device) -> None:
         raise ConfigError(text if topology.is_main else "")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    collective = _seconds(_COLLECTIVE_SECONDS)
-    store.set_timeout(collective)
+    store.set_timeout(_COLLECTIVE)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=collective)
+    dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=_COLLECTIVE)
 
 
 def _meet(topology: Topology, place: Tuple[str, int]) -> Tuple[dist.Store, List[int]]:
@@ -286,12 +277,9 @@ def _meet(topology: Topology, place: Tuple[str, int]) -> Tuple[dist.Store, List[
             if time.monotonic() > end:
                 raise
         time.sleep(0.2)
-    shared = dist.TCPStore(*place, None, serves, _seconds(_RENDEZVOUS_SECONDS), wait_for_workers=False)
+    limit = timedelta(seconds=_RENDEZVOUS_SECONDS)
+    shared = dist.TCPStore(*place, None, serves, limit, wait_for_workers=False)
     store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     own = str(topology.stages).encode()
     texts = synchronize(store, own, topology.rank, topology.world, "stages/", _RENDEZVOUS_SECONDS)
     return store, [int(text) for text in texts]
-
-
-def _seconds(number: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=number)

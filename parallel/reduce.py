@@ -1,23 +1,28 @@
-"""The exchange: sums the replicas' gradients, in part while the last backward pass of a step still computes."""
+"""Sums of the replicas' whole gradients: in part while the last backward pass still computes, or in few bits."""
 
 from __future__ import annotations
 
 import functools
-from typing import Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set
 
 import torch
 from torch import distributed, nn
 
-from parallel.exchange import Running
+from parallel.costs import BLOCK
+from parallel.exchange import Running, Setup
+from parallel.messages import Quantizer
+from recipe.exchange import Exchange
+
+Group = Optional[distributed.ProcessGroup]
 
 # all_gather_single is new, and the older name warns where both exist.
 all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
-def all_finite(buffer: torch.Tensor, everyone: Optional[distributed.ProcessGroup]) -> torch.Tensor:
-    """Whether no process has a value in its buffer that is not finite, bool []. Every process calls.
+def all_finite(buffer: torch.Tensor, everyone: Group) -> torch.Tensor:
+    """Whether all values of all processes' buffers are finite, bool []. Every process calls.
 
-    Args: everyone: all replicas and stages; None for a process that is alone.
+    Args: everyone: all replicas and stages; None for a single process.
     """
     lowest, highest = torch.aminmax(buffer)
     finite = torch.isfinite(lowest) & torch.isfinite(highest)
@@ -32,55 +37,44 @@ class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 
     Methods:
-        dense, order "fast": all-reduce; the order of the additions is the library's.
+        dense: all-reduce; the order of the additions is the library's.
         dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
             over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
             of two of replicas this continues the tree of optim/gradients.py.
-        half: the same tree, but float16 or bfloat16 travels, at half the bytes, and what travels are means over micro
-            batches: each replica's own, then that of all. An element is rounded twice. What overflows float16 becomes
-            inf or NaN on all replicas and has to be found by a check for finite gradients after the exchange.
+        half: the same tree, but means over micro batches travel as float16 or bfloat16: each replica's own, then that
+            of all. What overflows becomes inf or NaN on all replicas; check for finite gradients after the exchange.
 
-    Buckets of the buffer, from its end, where the last layers are, to its start, are launched in this order on every
+    Buckets are launched from the end of the buffer, where the last layers are, to its start, in this order on every
     replica. No other collective may use the group between arm() and the call that ends the exchange.
     """
 
-    def __init__(
-        self,
-        gradients: torch.Tensor,
-        places: Sequence[Tuple[int, nn.Parameter]],
-        group: Optional[distributed.ProcessGroup],
-        *,
-        method: str,
-        order: str,
-        wire: torch.dtype,
-        micro_batches: int,
-        bucket_bytes: int = 25 * 2**20,
-        collect: Optional[Callable[[int], None]] = None,
-    ):
-        """
-        Args:
-            gradients, places, collect: as in Setup.
-            group: of the processes that hold the same stage; None: all processes.
-            method, order: "dense" or "half", "fast" or "tree".
-            wire: what "half" sends, torch.float16 or torch.bfloat16.
-            micro_batches: of a step over all replicas, a multiple of their number; for "half".
-            bucket_bytes: of float32 gradients in a bucket.
-        """
+    def __init__(self, setup: Setup, section: Exchange, bucket_bytes: int = 25 * 2**20):
+        """Args: section: of method dense or half. bucket_bytes: of float32 gradients in a bucket."""
+        gradients, wire, micro_batches = setup.gradients, getattr(torch, section.sent), setup.batch.micro_batches
         assert gradients.dtype == torch.float32 and gradients.dim() == 1 and gradients.is_contiguous()
-        assert method in ("dense", "half") and order in ("fast", "tree"), (method, order)
-        self._gradients, self._collect = gradients, collect
+        self._gradients, self._collect, self._group = gradients, setup.collect, setup.group
+        self._replicas = distributed.get_world_size(setup.group)
+        self._wire, self._factors = wire, (1.0, 1.0, 1.0)
+        self._shards = section.in_tree or wire != torch.float32
+        if wire != torch.float32:
+            assert micro_batches % self._replicas == 0, (micro_batches, self._replicas)
+            # Factors of what a replica sends, of the sum of these, and of what comes back. The middle one divides by
+            # replicas: the mean of all replicas is as far from underflow as that of one.
+            self._factors = (self._replicas / micro_batches, 1 / self._replicas, float(micro_batches))
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
-        self._sum = _create_sum(group, method, order, wire, micro_batches, min(size, len(gradients)))
+        self._largest = self._filled_up(min(size, len(gradients)))
+        self._flying: List[Iterator[None]] = []  # the sums of the buckets that have been launched
+        self._free: List[torch.Tensor] = []  # memory of a sum that is not in use
         # A sum as a tree exists only after the last addition of the step.
-        self.overlaps = self._sum is not None and order == "fast"
+        self.overlaps = self._replicas > 1 and not section.in_tree
         self._launched = 0
         self._armed = False
         self._waiting: List[Set[int]] = []
         if self.overlaps:
-            for index, (_, parameter) in enumerate(places):
+            for index, (_, parameter) in enumerate(setup.places):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
-            spans = [(start, start + parameter.numel()) for start, parameter in places]
+            spans = [(start, start + parameter.numel()) for start, parameter in setup.places]
             self._needs = [
                 {index for index, (first, last) in enumerate(spans) if first < end and last > start}
                 for start, end in self._buckets
@@ -94,9 +88,7 @@ class Reduction(Running):
             self._waiting = [set(needed) for needed in self._needs]
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Sends what is not yet on its way, waits, and leaves the sum over replicas in the buffer.
-
-        On CUDA "waits" concerns the current stream, not the host.
+        """Send what is not yet on its way, and leave the sum over replicas in the buffer; no GPU is waited for.
 
         Args:
             buffer: float32 [length]; another than the gradients only where nothing was armed.
@@ -106,12 +98,13 @@ class Reduction(Running):
         """
         assert buffer is self._gradients or not self._armed, "an armed backward pass has sent parts of the gradients"
         self._armed = False
-        if self._sum is None:
+        if self._replicas == 1:
             return
         assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
         while self._launched < len(self._buckets):
             self._launch(buffer)
-        self._sum.finish()
+        while self._flying:
+            self._advance()
         self._launched = 0
 
     def _ready(self, index: int, _: nn.Parameter) -> None:
@@ -126,110 +119,48 @@ class Reduction(Running):
             self._launch(self._gradients)
 
     def _launch(self, buffer: torch.Tensor) -> None:
+        """Begin the sum of the next bucket. Of sums in two exchanges the earlier ones go on: two are on their way."""
+        if self._shards:
+            self._advance()
         start, end = self._buckets[self._launched]
         self._launched += 1
-        self._sum.launch(buffer[start:end])
+        self._flying.append((self._sum_in_shards if self._shards else self._all_reduce)(buffer[start:end]))
+        next(self._flying[-1])
 
+    def _advance(self) -> None:
+        """Take each sum a step further, the oldest first: all replicas call the collectives in one order."""
+        self._flying = [each for each in self._flying if next(each, self) is not self]
 
-class _AllReduce:
-    """Sums in the order of the library."""
+    def _all_reduce(self, bucket: torch.Tensor) -> Iterator[None]:
+        work = distributed.all_reduce(bucket, group=self._group, async_op=True)
+        yield
+        work.wait()
 
-    def __init__(self, group: Optional[distributed.ProcessGroup]):
-        self._group = group
-        self._works: List[distributed.Work] = []
+    def _sum_in_shards(self, bucket: torch.Tensor) -> Iterator[None]:
+        """Sum as a binary tree over replicas, each replica its share of the bucket, in two exchanges.
 
-    def launch(self, bucket: torch.Tensor) -> None:
-        self._works.append(distributed.all_reduce(bucket, group=self._group, async_op=True))
-
-    def finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-
-class _Flight(NamedTuple):
-    """A bucket on its way: float32 [n], two rows [replicas * share] of what travels, and the work to wait for."""
-
-    bucket: torch.Tensor
-    memory: torch.Tensor
-    ours: torch.Tensor
-    theirs: torch.Tensor
-    work: distributed.Work
-
-
-class _ShardedSum:
-    """Sums as a binary tree over replicas, each replica its share of a bucket, in two exchanges.
-
-    The second exchange of a bucket begins when the next bucket is launched, not when the first one is complete: so all
-    replicas call the collectives in one order. Two buckets are on their way at a time. What fills a bucket up to equal
-    shares is whatever the memory held: its sum is not read.
-    """
-
-    def __init__(
-        self,
-        group: Optional[distributed.ProcessGroup],
-        wire: torch.dtype,
-        factors: Tuple[float, float, float],
-        largest: int,
-    ):
-        """Args: factors: of what a replica sends, of the sum of these, and of what comes back. largest: bucket."""
-        self._group, self._wire, self._factors = group, wire, factors
-        self._replicas = distributed.get_world_size(group)
-        self._largest = self._share(largest) * self._replicas
-        self._free: List[torch.Tensor] = []  # [2, largest], made when first needed, two of them
-        self._adding: Optional[_Flight] = None
-        self._gathering: Optional[_Flight] = None
-
-    def launch(self, bucket: torch.Tensor) -> None:
-        self._advance()
+        What fills a bucket up to equal shares is whatever the memory held: its sum is not read.
+        """
         if not self._free:
             self._free.append(torch.empty(2, self._largest, dtype=self._wire, device=bucket.device))
         memory = self._free.pop()
-        ours, theirs = memory[:, : self._share(len(bucket)) * self._replicas]
+        ours, theirs = memory[:, : self._filled_up(len(bucket))]
         torch.mul(bucket, self._factors[0], out=ours[: len(bucket)])
         # As bytes: not every library and version knows the dtypes, and nothing is computed on the way.
         work = distributed.all_to_all_single(_bytes(theirs), _bytes(ours), group=self._group, async_op=True)
-        self._adding = _Flight(bucket, memory, ours, theirs, work)
+        yield
+        work.wait()
+        rows = theirs.view(self._replicas, -1).float()
+        share = theirs[: rows.shape[1]]
+        torch.mul(_add_as_tree(rows), self._factors[1], out=share)
+        work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
+        yield
+        work.wait()
+        bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
+        self._free.append(memory)
 
-    def finish(self) -> None:
-        self._advance()
-        self._advance()
-
-    def _advance(self) -> None:
-        """Ends what gathers, and lets gather what adds."""
-        if self._gathering is not None:
-            bucket, memory, ours, _, work = self._gathering
-            work.wait()
-            bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
-            self._free.append(memory)
-            self._gathering = None
-        if self._adding is not None:
-            bucket, memory, ours, theirs, work = self._adding
-            work.wait()
-            rows = theirs.view(self._replicas, -1).float()
-            share = theirs[: rows.shape[1]]
-            torch.mul(_add_as_tree(rows), self._factors[1], out=share)
-            work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
-            self._gathering = _Flight(bucket, memory, ours, theirs, work)
-            self._adding = None
-
-    def _share(self, elements: int) -> int:
-        return -(-elements // self._replicas)
-
-
-def _create_sum(group, method: str, order: str, wire: torch.dtype, micro_batches: int, largest: int):
-    """None where there is nothing to add."""
-    replicas = distributed.get_world_size(group)
-    if replicas == 1:
-        return None
-    if method == "half":
-        assert wire in (torch.float16, torch.bfloat16) and micro_batches % replicas == 0, (wire, micro_batches)
-        # The middle one last: the mean of all replicas is as far from underflow as that of one.
-        factors = (replicas / micro_batches, 1 / replicas, float(micro_batches))
-        return _ShardedSum(group, wire, factors, largest)
-    if order == "tree":
-        return _ShardedSum(group, torch.float32, (1.0, 1.0, 1.0), largest)
-    return _AllReduce(group)
+    def _filled_up(self, elements: int) -> int:
+        return -(-elements // self._replicas) * self._replicas
 
 
 def _add_as_tree(rows: torch.Tensor) -> torch.Tensor:
@@ -244,3 +175,69 @@ def _add_as_tree(rows: torch.Tensor) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
+
+
+class QuantizedSum:
+    """Sums vectors over replicas in few bits: each replica adds up a share of the elements, and sends the sum to all.
+
+    Values are widened to float32 and added in the order of the replicas. Both roundings are kept: a replica's own, and
+    by the owner of a share that of the sum. So sum(given) = sum of results + sum of what replicas keep.
+    """
+
+    def __init__(self, group: Group, bits: int):
+        """Args: group: of the replicas; None for a single replica, which rounds all the same."""
+        self._group, self._quantizer = group, Quantizer(bits)
+        self._replicas = 1 if group is None else distributed.get_world_size(group)
+        self._rank = 0 if group is None else distributed.get_rank(group)
+
+    def __call__(self, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """The sum over replicas, the same bits on all. Every replica calls.
+
+        Args: values: float32 [count], finite. kept: written: what is left for the next call; it may be `values`.
+        """
+        count, code = len(values), self._quantizer
+        share = -(-count // self._replicas // BLOCK) * BLOCK  # the last ones may have less, or nothing
+        given = torch.nn.functional.pad(values, (0, share * self._replicas - count))
+        messages = torch.cat([code.encode(part) for part in given.split(share)])
+        arrived, size = messages, code.bytes(share)
+        left = given - torch.cat([code.decode(message, share) for message in messages.split(size)])
+        if self._group is not None:
+            arrived = torch.empty_like(messages)
+            distributed.all_to_all_single(arrived, messages, group=self._group)
+        total = torch.zeros(share, device=values.device)
+        for message in arrived.split(size):
+            total += code.decode(message, share)
+        own = code.encode(total)
+        left[self._rank * share :][:share] += total - code.decode(own, share)
+        kept.copy_(left[:count])
+        gathered = own
+        if self._group is not None:
+            gathered = torch.empty_like(messages)
+            all_gather(gathered, own, group=self._group)
+        return torch.cat([code.decode(message, share) for message in gathered.split(size)])[:count]
+
+
+class QuantizedReduction(Running):
+    """The sum of the replicas' gradients, in few bits; what rounding takes off is added to the next one.
+
+    A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in the buffer.
+
+    Sources: Seide et al., 2014, 1-bit SGD (error feedback); Karimireddy et al., 1901.09847.
+    """
+
+    def __init__(self, setup: Setup, bits: int):
+        self._sum, self._everyone = QuantizedSum(setup.group, bits), setup.processes.further_group()
+        self.residual = torch.zeros_like(setup.gradients)
+
+    @torch.no_grad()
+    def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
+        """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
+        finite = all_finite(buffer, self._everyone)
+        given = torch.where(finite, buffer / divisor, 0.0).add_(self.residual)
+        total = self._sum(given, given)
+        self.residual.copy_(torch.where(finite, given, self.residual))
+        torch.mul(total, divisor, out=buffer)
+        buffer[0] = torch.where(finite, buffer[0], float("nan"))
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        return {"residual": self.residual}

@@ -8,13 +8,15 @@ import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Callable, Iterable, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Callable, Iterable, Optional, TypeVar, Union
 
 from parallel import hosts as places
 from parallel.board import LONGEST, Board, MastersBoard, Outcome
 from parallel.hosts import Hosts, listen
-from parallel.signals import Signals
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+
+if TYPE_CHECKING:
+    from parallel.agent import Signals
 
 _TOGETHER_SECONDS = 600.0  # for all hosts to come
 _SILENT_SECONDS = 30.0  # until the missing ones are named
@@ -27,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """A stop was requested while no rank was running."""
+    """A signal came while no rank was running."""
 
 
 class MasterLost(Exception):
@@ -50,11 +52,8 @@ class Others:
             return
         self._board = MastersBoard(self._in_background(lambda: listen(hosts)), hosts.number, secret)
         if not secret:
-            print(
-                f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; on a network that you do "
-                "not trust set the same secret on all hosts",
-                file=sys.stderr,
-            )
+            remedy = "on a network that you do not trust set the same secret on all hosts"
+            print(f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; {remedy}", file=sys.stderr)
 
     @property
     def address(self) -> str:
@@ -77,13 +76,11 @@ class Others:
         self._join_master()
         self._await_hosts()
         shapes = [self._entry(host, "shape") for host in range(self.hosts.number)]
-        other = next((host for host, shape in enumerate(shapes) if shape != shapes[0]), None)
-        if other is not None:
-            self._leave(range(self.hosts.number))
-            raise UserError(
-                f"host 0 starts {shapes[0]}, but host {other} {shapes[other]}; give all hosts the same --replicas "
-                "and --stages"
-            )
+        for host, shape in enumerate(shapes):
+            if shape != shapes[0]:
+                self._leave(range(self.hosts.number))
+                fault = f"host 0 starts {shapes[0]}, but host {host} {shape}"
+                raise UserError(f"{fault}; give all hosts the same --replicas and --stages")
         return self._entry(0, "port")
 
     def news(self) -> Optional[Outcome]:
@@ -107,17 +104,17 @@ class Others:
         reported = dataclasses.replace(mine, line=mine.line[:LONGEST])
         news = mine.abrupt and not any(self._entry(host, "news") for host in hosts)
         self._board.write(self._attempt, end=reported, **({"news": reported} if news else {}))
+        seconds = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS
         try:
-            self._wait_for("end", hosts, _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS)
+            self._wait_for("end", hosts, seconds)
             ended = [host for host in hosts if self._entry(host, "end")]
             outcomes = [mine, *(self._entry(host, "end") for host in ended)]
             last = any(outcome.last for outcome in outcomes) or any(self._silent(host) for host in hosts)
             self._leave(ended)
         except MasterLost:
             return dataclasses.replace(mine, last=True)
-        codes = [outcome.code for outcome in outcomes]
-        code = next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE)
-        return Outcome(code, mine.line, last)
+        codes = {outcome.code for outcome in outcomes}
+        return Outcome(next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE), mine.line, last)
 
     def _serve_ranks(self) -> int:
         """Port of a new store, which listens at the master's address and nowhere else."""
@@ -133,19 +130,21 @@ class Others:
     def _join_master(self) -> None:
         """Waits until this host's entries are on the board."""
         board, hosts, end = self._board, self.hosts, time.monotonic() + places.REACH_SECONDS
+        fault = f"cannot reach the master {hosts.place}"
         while hosts.this not in board.read(self._attempt):
             self._give_up()
+            late = time.monotonic() > end
             if self._attempt:
                 self._check_master()
-            elif board.refused or board.gone or (board.address and time.monotonic() > end):
+            elif board.refused or board.gone or (board.address and late):
                 raise UserError(
-                    f"cannot reach the master {hosts.place}: what listens there does not answer as a launcher with "
-                    "this host's POD_TOKEN; correct --master, or set the same POD_TOKEN on all hosts"
+                    f"{fault}: what listens there does not answer as a launcher with this host's POD_TOKEN; "
+                    "correct --master, or set the same POD_TOKEN on all hosts"
                 )
-            elif time.monotonic() > end:
+            elif late:
                 raise UserError(
-                    f"cannot reach the master {hosts.place} within {places.REACH_SECONDS:.0f} s ({board.fault}); "
-                    "check that --node-rank 0 was started, that --master is the same on all hosts, and the firewall"
+                    f"{fault} within {places.REACH_SECONDS:.0f} s ({board.fault}); check that --node-rank 0 was "
+                    "started, that --master is the same on all hosts, and the firewall"
                 )
             time.sleep(0.05)
         if board.read(self._attempt)[hosts.this]["who"] != board.who:
@@ -195,13 +194,12 @@ class Others:
 
     def _check_master(self) -> None:
         """Raises MasterLost."""
+        name = f"the launcher at the master {self.hosts.place}"
         if self._board.gone:
-            raise MasterLost(f"the launcher at the master {self.hosts.place} is gone")
+            raise MasterLost(f"{name} is gone")
         if self._silent(0):
-            raise MasterLost(
-                f"the launcher at the master {self.hosts.place} has said nothing for {self._silence:g} s: it is "
-                "stopped, or its host or the way there is gone"
-            )
+            fault = f"{name} has said nothing for {self._silence:g} s"
+            raise MasterLost(f"{fault}: it is stopped, or its host or the way there is gone")
 
     def _in_background(self, function: Callable[[], Result]) -> Result:
         """Result of `function`, or its error; signals work meanwhile: a name server may take its time."""

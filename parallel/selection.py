@@ -22,11 +22,11 @@ _SAFETY = 4.0  # standard deviations of the number of a sample's values above a 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices, int64 [k] ascending, of the k elements of float32 [n] that are largest in magnitude.
 
-    Of equal ones those of lower index; NaN counts as larger than infinity, and -0 as 0. The result is exact, and a
-    function of the values alone. It lies on the values' device; on CUDA the host waits for nothing.
+    Of equal ones those of lower index; NaN counts as larger than infinity, and -0 as 0. The result is exact, a
+    function of the values alone, and lies on their device; on CUDA the host waits for nothing.
 
     On a CPU a sample proposes a threshold that a few more than k values should exceed; one pass over the memory
-    collects these, of which the k largest are then found. A sample that misleads costs further passes, no exactness.
+    collects these. A sample that misleads costs further passes, no exactness.
     """
     assert values.dtype == torch.float32 and values.dim() == 1 and values.is_contiguous(), (values.dtype, values.shape)
     assert 0 <= k <= len(values), f"{k} of {len(values)}"
@@ -79,8 +79,7 @@ def _sample_positions(length: int) -> np.ndarray:
 def _largest_from(bits: np.ndarray, k: int, threshold: int) -> np.ndarray | None:
     """Indices, int64 [k] ascending, of the k largest magnitudes; None if fewer than k reach the threshold.
 
-    Values equal to the threshold are looked at only where they are needed, and no more of them than are needed: a
-    gradient may be 0 nearly everywhere.
+    Of values equal to the threshold no more are collected than are needed: a gradient may be 0 nearly everywhere.
     """
     above, magnitudes = _above(bits, threshold)
     if len(above) >= k:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import List, Tuple
 
 import torch
 from torch import distributed
 
-from parallel.messages import Sparse, Total, Wire
+from parallel import bruck
+from parallel.messages import Sparse, Wire
 from parallel.owners import Owners
-from parallel.reduce import all_gather
+from parallel.reduce import Group, all_gather
 from parallel.selection import ranked
 
 PATTERNS = ("gather", "tree", "butterfly", "owners")
@@ -20,49 +21,43 @@ class SparseSum:
     """Sums the replicas' vectors of k entries each, in one fixed order.
 
     Patterns:
-        gather: every replica gets all vectors (Top-k): P - 1 messages of k entries arrive at each. Nothing is left out.
-        tree: ceil(log2 P) rounds in which replica i merges what replica i + 2**round has, down to replica 0, which
-            sends the result back the same way: the gTop-k of Shi et al., 1901.04359, algorithm 3.
-        butterfly: in each of log2 P rounds two replicas swap what they have and both merge, so that all have the
-            result at the end: half of the tree's time on the network. Where P is no power of two those beyond the
-            largest one hand theirs in before, and get the result after: two rounds more.
+        gather: every replica gets all vectors (Top-k). Nothing is left out.
+        tree: in round r replica i merges what replica i + 2**r has, down to replica 0, which sends the result back the
+            same way: the gTop-k of Shi et al., 1901.04359, algorithm 3.
+        butterfly: in each of log2 P rounds two replicas swap what they have and both merge. Where P is no power of two
+            those beyond the largest one hand theirs in before, and get the result after.
         owners: see `parallel/owners.py`.
 
-    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. Whoever merges
-    keeps what falls out; where several replicas make the same merge the lowest of them does.
-
-    The sender of a message (`parallel/messages.py`) keeps its rounding errors.
+    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. The replica
+    that merges keeps what falls out, the lowest one where several make the same merge; the sender of a message keeps
+    its rounding errors.
     """
 
-    def __init__(self, group: Optional[distributed.ProcessGroup], *, pattern: str, wire: torch.dtype):
-        """
-        Args:
-            group: of the replicas; None for a replica that is alone.
-            pattern: one of PATTERNS. wire: torch.float32 or torch.float16, the type in which values travel.
-        """
+    def __init__(self, group: Group, *, pattern: str, wire: str):
+        """Args: group: of the replicas; None for a single replica. pattern: one of PATTERNS. wire: as of `Wire`."""
         assert pattern in PATTERNS, pattern
         self._group, self._wire = group, Wire(wire)
         self._size = 1 if group is None else distributed.get_world_size(group)
         self._rank = 0 if group is None else distributed.get_rank(group)
-        self._sum = {"gather": self._gather, "tree": self._tree, "butterfly": self._butterfly, "owners": self._owners}[
-            pattern
-        ]
+        self._sum = getattr(self, f"_{pattern}")
         self._owned = Owners(group, self._wire)
 
-    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Total:
-        """The total of all replicas' vectors; every replica calls, with as many entries.
+    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
+        """(parts, residual) of the replicas' vectors; every replica calls, with as many entries.
+
+        The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and of what each
+        replica has to keep: its `residual`, to float32 rounding.
 
         Args:
-            own: of this replica.
-            scratch: int32 [elements of a vector], zeros; zeros again afterwards.
+            own: of this replica. scratch: int32 [elements of a vector], zeros; zeros again afterwards.
 
         Raises:
             RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
-            return Total([own], [])
+            return [own], []
         self._scratch, self._residual = scratch, []
-        return Total(self._sum(own), self._residual)
+        return self._sum(own), self._residual
 
     def _gather(self, own: Sparse) -> List[Sparse]:
         message, count = self._pack(own, keeps=True), len(own.indices)
@@ -72,23 +67,21 @@ class SparseSum:
 
     def _tree(self, own: Sparse) -> List[Sparse]:
         part, count = own, len(own.indices)
-        distances = [1 << bit for bit in range((self._size - 1).bit_length())]
-        sends = next((distance for distance in distances if self._rank & distance), None)
-        for distance in distances[: distances.index(sends)] if sends else distances:
-            if self._rank + distance < self._size:
-                other = self._wire.unpack(self._receive(count, self._rank + distance), count)
-                part = self._merge(part, other, keeps=True)
+        parent = self._rank & -self._rank  # distance to the replica that this one sends to; 0: none
+        distances = [1 << bit for bit in range((self._size - 1).bit_length()) if not parent or 1 << bit < parent]
+        children = [self._rank + distance for distance in distances if self._rank + distance < self._size]
+        for child in children:
+            part = self._merge(part, self._receive(count, child), keeps=True)
         message = self._pack(part, keeps=True)
-        if sends:
-            self._send(message, self._rank - sends)
-            message = self._receive(count, self._rank - sends)
-            self._send(message[:1], self._rank - sends)
-        for distance in reversed(distances[: distances.index(sends)] if sends else distances):
-            if self._rank + distance < self._size:
-                self._send(message, self._rank + distance)
-                # A send ends long before the message has left. The next one would share the link with it, and the
-                # first, whose receiver has most to hand on, would be late: so the receiver says that it is there.
-                distributed.recv(message.new_empty(1), group=self._group, group_src=self._rank + distance)
+        if parent:
+            self._send(message, self._rank - parent)
+            distributed.recv(message, group=self._group, group_src=self._rank - parent)
+            self._send(message[:1], self._rank - parent)
+        for child in reversed(children):
+            self._send(message, child)
+            # A send ends long before the message has left. The next one would share the link with it, and the
+            # first, whose receiver has most to hand on, would be late: so the receiver says that it is there.
+            distributed.recv(message.new_empty(1), group=self._group, group_src=child)
         return [self._wire.unpack(message, count)]
 
     def _butterfly(self, own: Sparse) -> List[Sparse]:
@@ -96,17 +89,16 @@ class SparseSum:
         extra, twin, count = self._size - power, self._rank + power, len(own.indices)
         if self._rank >= power:
             self._send(self._pack(own, keeps=True), self._rank - power)
-            return [self._wire.unpack(self._receive(count, self._rank - power), count)]
+            return [self._receive(count, self._rank - power)]
         part = own
         if self._rank < extra:
-            part = self._merge(part, self._wire.unpack(self._receive(count, twin), count), keeps=True)
+            part = self._merge(part, self._receive(count, twin), keeps=True)
         distance = 1
         while distance < power:
             # Replicas whose numbers differ in lower bits only have the same part by now: the lowest answers for it.
             message = self._pack(part, keeps=self._rank % distance == 0)
-            partner = self._rank ^ distance
             # Both get the same bits: no sum of two depends on their order, nor a merge on that of the entries.
-            ours, theirs = self._wire.unpack(message, count), self._wire.unpack(self._swap(message, partner), count)
+            ours, theirs = self._wire.unpack(message, count), self._swap(message, self._rank ^ distance, count)
             part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
             distance *= 2
         if extra:  # what the others are sent may be rounded, and all are to have the same
@@ -131,13 +123,13 @@ class SparseSum:
         common = found > 0
         sums = first.values.index_add(0, (found - 1).clamp_(min=0), torch.where(common, second.values, 0.0))
         values = torch.cat([sums, torch.where(common, 0.0, second.values)])
-        indices = torch.cat([first.indices, second.indices])
+        union = Sparse(torch.cat([first.indices, second.indices]), values)
         # Without a mask, whose size a GPU would have to tell first: what went into the sum stays as the last of all.
         numbers = torch.cat([first.indices, second.indices + common * _ABSENT])
         largest, rest = ranked(values, numbers, count)
         if keeps:
-            self._residual.append(Sparse(indices.index_select(0, rest), values.index_select(0, rest)))
-        return Sparse(indices.index_select(0, largest), values.index_select(0, largest))
+            self._residual.append(union.take(rest))
+        return union.take(largest)
 
     def _pack(self, part: Sparse, keeps: bool) -> torch.Tensor:
         """The message. keeps: whether this replica keeps what rounding takes off."""
@@ -149,37 +141,20 @@ class SparseSum:
     def _send(self, message: torch.Tensor, replica: int) -> None:
         distributed.send(message, group=self._group, group_dst=replica)
 
-    def _receive(self, count: int, replica: int) -> torch.Tensor:
+    def _receive(self, count: int, replica: int) -> Sparse:
         message = torch.empty(self._wire.words(count), dtype=torch.int32, device=self._scratch.device)
         distributed.recv(message, group=self._group, group_src=replica)
-        return message
+        return self._wire.unpack(message, count)
 
-    def _swap(self, message: torch.Tensor, replica: int) -> torch.Tensor:
-        """Sends the message and receives the other's, at the same time."""
-        theirs = torch.empty_like(message)
-        if message.device.type == "cpu":
-            self._swap_in_step(message, theirs, replica)
-            return theirs
-        pair = ((distributed.irecv, theirs), (distributed.isend, message))
-        operations = [distributed.P2POp(each, tensor, group=self._group, group_peer=replica) for each, tensor in pair]
-        for work in distributed.batch_isend_irecv(operations):
-            work.wait()
-        return theirs
+    def _swap(self, message: torch.Tensor, replica: int, count: int) -> Sparse:
+        """Send the message and receive the other replica's, at the same time; return when both have come.
 
-    def _swap_in_step(self, message: torch.Tensor, theirs: torch.Tensor, replica: int) -> None:
-        """Swap on a CPU; return when both messages have come.
-
-        Gloo sends when it has word that the receiver is ready. That word waits behind what the receiver still sends,
-        be it in this swap, so receives come first, or from the one before: a send ends long before the message has
-        left, and the next swap would run one way after the other. So each tells the other that its message is there.
+        By gloo a send ends long before the message has left, and the next swap would run one way after the other. So
+        each tells the other that its message is there.
         """
-        word = message[:1].clone()
-        receiving = [
-            distributed.irecv(tensor, group=self._group, group_src=replica, tag=tag)
-            for tag, tensor in enumerate((theirs, torch.empty_like(word)))
-        ]
-        sending = [distributed.isend(message, group=self._group, group_dst=replica, tag=0)]
-        receiving[0].wait()
-        sending.append(distributed.isend(word, group=self._group, group_dst=replica, tag=1))
-        for work in (receiving[1], *sending):
-            work.wait()
+        theirs = torch.empty_like(message)
+        rounds = [(message, replica, theirs, replica)]
+        if message.device.type == "cpu":
+            rounds.append((message[:1], replica, theirs.new_empty(1), replica))
+        bruck.transfer(rounds, self._group)
+        return self._wire.unpack(theirs, count)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Dict, List, Optional
 
 import torch
 from torch import distributed
 
-from parallel.exchange import Contribution, Running
+from parallel.exchange import Running, Setup
 from parallel.reduce import all_finite
 from parallel.selection import largest
-from parallel.sparse import Sparse, SparseSum, Total
+from parallel.sparse import Sparse, SparseSum
+from recipe import exchange
 from recipe.randomness import bits32, key
 
 # Histograms of magnitudes: bins by exponent and three bits of the mantissa, each at most an eighth wide.
@@ -19,167 +20,112 @@ _SHIFT = 20
 _SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold, their number is exact to 6 %
 
 
-class Rules(NamedTuple):
-    """Rules of a sparse exchange, as recipe/exchange.py describes them.
-
-    pattern: "gather" (Top-k), "tree" or "butterfly" (gTop-k). wire: as of `Wire`. density: of update
-    `step`, from 0; 1 sends everything. masks: whether an update with a density has factor masking, of a
-    contribution's velocity. by_threshold: stages share the values to send by where the largest are, not by size.
-    """
-
-    pattern: str
-    wire: Union[torch.dtype, int]
-    density: Callable[[int], float]
-    conserve: bool = True
-    masks: Callable[[float], bool] = lambda density: False
-    by_threshold: bool = False
-
-
 class SparseExchange(Running):
     """Sums over replicas what each sends of its gradient, or update; the rest stays in a residual of its own.
 
-    With g the replica's part of the mean gradient, or of the update that it makes (`Contribution`), and r its
-    residual, in each update: a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas'
-    s (`SparseSum`) is the result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to
-    float32 rounding, where `conserve` holds or the pattern is "gather". Without it an entry of s that is not in the
-    result goes back to each replica that sent it, and one that is in the result is gone, though a part of it may have
-    been left out: the published rule.
+    With g the replica's part of the mean gradient, or the update that it makes, and r its residual, in each update:
+    a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas' s (`SparseSum`) is the
+    result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to float32 rounding. Without
+    `conserve` the published rule holds: an entry of s goes back to its replica only if it is not in the result.
 
     Entries that are sent whole, in dense steps or because their parameter is, leave no residual; the momentum of a
-    contribution goes on, so that they get what the optimizer makes of the whole gradient.
-
-    A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in the buffer.
+    contribution goes on. A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in
+    the buffer.
 
     Sources: gTop-k: Shi et al., 1901.04359, algorithm 4; the published rule is its lines 7 to 10. Conserving rule:
     docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        length: int,
-        elements: Sequence[int],
-        stage: int,
-        dense: Sequence[range],
-        group: Optional[distributed.ProcessGroup],
-        everyone: Optional[distributed.ProcessGroup],
-        device: torch.device,
-        contribution: Optional[Contribution] = None,
-    ):
-        """
-        Args:
-            length: elements of the flat buffer, those that only fill it up included.
-            elements: parameters of each stage that are exchanged sparsely.
-            stage: of this process.
-            dense: places in the buffer that are always sent whole.
-            group: of the replicas of this stage; None for a replica that is alone.
-            everyone: all replicas and stages, used for nothing else; None for a process that is alone.
-            contribution: to the residual; None: the gradient.
-        """
-        self._rules, self._elements, self._stage = rules, list(elements), stage
-        self._group, self._everyone = group, everyone
-        self._sum = SparseSum(group, pattern=rules.pattern, wire=rules.wire)
-        self.residual = torch.zeros(length, dtype=torch.float32, device=device)
-        self._contribution = contribution or _Gradient()
-        self._velocity = self._contribution.state().get("velocity")
+    def __init__(self, setup: Setup, section: exchange.Sparse):
+        place, length = setup.processes.topology, len(setup.gradients)
+        whole = [
+            torch.arange(start, start + parameter.numel(), device=setup.gradients.device)
+            for start, parameter in setup.places
+            if section.dense_1d and parameter.dim() == 1
+        ]
+        self._dense = torch.cat(whole) if whole else None  # places that are always sent whole
+        elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
+        self._setup, self._section, self._stage = setup, section, place.stage
+        self._elements = setup.processes.gather(elements)[: place.stages]  # of each stage
+        self._everyone = setup.processes.further_group()
+        self._pattern = getattr(section, "pattern", "gather")
+        self._sum = SparseSum(setup.group, pattern=self._pattern, wire=section.sent)
+        self.residual = torch.zeros_like(setup.gradients)
+        self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
-        if rules.by_threshold and len(self._elements) > 1:
-            self._shares = StageShares(length, len(self._elements), stage, everyone)
-        ranges = [torch.arange(each.start, each.stop, device=device) for each in dense]
-        self._dense = torch.cat(ranges) if ranges else None
+        if section.stage_share == "threshold" and place.stages > 1:
+            self._shares = StageShares(length, place.stages, place.stage, self._everyone)
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
-        self._contribution(self.residual, buffer, divisor, finite)
-        density = self._rules.density(step)
+        if self._setup.contribution is None:
+            self.residual.addcdiv_(buffer, divisor)
+        else:
+            self._setup.contribution(self.residual, buffer, divisor, finite)
+        density = self._section.density_at(step, self._setup.steps_per_epoch)
         if density >= 1:
-            self._exchange_all(buffer, finite)
+            self._add_up(buffer.copy_(self.residual))
+            _zero_unless(~finite, self.residual)
             buffer.mul_(divisor)
         else:
-            whole = self._exchange_dense()
-            total = self._exchange_largest(buffer, density, finite)
-            for part in total.parts:
+            whole = None
+            if self._dense is not None:
+                whole = self.residual[self._dense]  # of this step alone: zeros if that is not finite
+                self.residual[self._dense] = 0.0
+                self._add_up(whole)
+            for part in self._exchange_largest(buffer, density, finite):
                 buffer.index_add_(0, part.indices, part.values * divisor)
             if whole is not None:
                 buffer[self._dense] = whole * divisor
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        return {"residual": self.residual, **self._contribution.state()}
-
-    def _exchange_all(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
-        buffer.copy_(self.residual)
-        self._add_up(buffer)
-        _zero_unless(~finite, self.residual)
-
-    def _exchange_dense(self) -> Optional[torch.Tensor]:
-        """The sum over replicas of what is always sent whole, taken out of the residual."""
-        if self._dense is None:
-            return None
-        own = self.residual[self._dense]  # of this step alone: zeros if that is not finite
-        self.residual[self._dense] = 0.0
-        self._add_up(own)
-        return own
+        contribution = self._setup.contribution
+        return {"residual": self.residual, **(contribution.state() if contribution is not None else {})}
 
     def _add_up(self, tensor: torch.Tensor) -> None:
-        if self._group is not None:
-            distributed.all_reduce(tensor, group=self._group)
+        if self._setup.group is not None:
+            distributed.all_reduce(tensor, group=self._setup.group)
 
-    def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> Total:
-        """The sum of the replicas' largest entries; leaves the buffer empty, and the rest in the residual."""
+    def _exchange_largest(self, buffer: torch.Tensor, density: float, finite: torch.Tensor) -> List[Sparse]:
+        """Parts of the sum of the replicas' largest entries; clears the buffer, and leaves the rest in the residual."""
         indices = largest(self.residual, self._count(density))
         own = Sparse(indices, self.residual[indices])
         scratch = buffer.zero_().view(torch.int32)
-        total = self._sum(own, scratch)
-        conserves = self._rules.conserve or self._rules.pattern == "gather"
-        sent = finite if conserves else finite & _contained(indices, total.parts[0].indices, scratch)
+        parts, left_out = self._sum(own, scratch)
+        sent, conserves = finite, self._pattern == "gather" or self._section.conserve
+        if not conserves:
+            scratch[parts[0].indices] = 1
+            sent = finite & (scratch[indices] > 0)
+            scratch[parts[0].indices] = 0
         self.residual[indices] = torch.where(sent, 0.0, own.values)
-        for part in total.residual if conserves else ():
+        for part in left_out if conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
-        if self._velocity is not None and self._rules.masks(density):
+        if self._velocity is not None and self._section.masks(self._setup.recipe.optimizer, density):
             self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
-        return total
+        return parts
 
     def _count(self, density: float) -> int:
         """Entries that each replica of this stage sends; the same on all of them."""
+        own = round(density * self._elements[self._stage])
         if self._shares is not None:
             count = round(density * sum(self._elements))
             own = self._shares(self.residual, max(count, len(self._elements)))[self._stage]
-        else:
-            own = round(density * self._elements[self._stage])
         return min(max(1, own), len(self.residual))
-
-
-class _Gradient:
-    """The contribution where replicas compress their gradients."""
-
-    def __call__(
-        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
-    ) -> None:
-        torch.addcdiv(residual, gradient, divisor, out=residual)
-
-    def state(self) -> Dict[str, torch.Tensor]:
-        return {}
 
 
 class StageShares:
     """Estimates, from a fixed sample of every stage, how many of a model's largest values lie in each."""
 
     def __init__(self, length: int, stages: int, stage: int, everyone: distributed.ProcessGroup):
-        """
-        Args:
-            length: elements of this stage's buffer, fillers (zeros) included.
-            stages, stage: their number, and that of this process.
-            everyone: all replicas and stages.
-        """
+        """Args: length: elements of the buffer of this process's `stage`. everyone: all replicas and stages."""
         self._stages, self._stage, self._everyone = stages, stage, everyone
         self._places: Optional[torch.Tensor] = None  # None: all
         if length > _SAMPLE:
-            drawn = bits32(key("stage shares"), torch.arange(_SAMPLE))
-            self._places = (drawn * length) >> 32
+            self._places = (bits32(key("stage shares"), torch.arange(_SAMPLE)) * length) >> 32
         self._weight = length / min(length, _SAMPLE)
 
     def __call__(self, values: torch.Tensor, count: int) -> List[int]:
@@ -218,16 +164,8 @@ def divided(histograms: torch.Tensor, count: int) -> List[int]:
 
 
 def _zero_unless(wanted: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fills the tensor with zeros unless `wanted`, bool []; on a GPU the host does not wait to know."""
+    """Fill the tensor with zeros unless `wanted`, bool []; on a GPU the host does not wait to know."""
     if tensor.device.type != "cpu":
         tensor.copy_(torch.where(wanted, tensor, 0.0))
     elif not wanted:
         tensor.zero_()
-
-
-def _contained(indices: torch.Tensor, others: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Mask of the `indices` that are among `others`, bool. scratch: int32, zeros; zeros again afterwards."""
-    scratch[others] = 1
-    found = scratch[indices] > 0
-    scratch[others] = 0
-    return found

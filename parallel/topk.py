@@ -1,11 +1,10 @@
-"""Exchanges of the largest values of gradients: Top-k, and gTop-k over a tree or a butterfly.
+"""Exchanges of the largest values of gradients: Top-k, and gTop-k over a tree, a butterfly or owners.
 
 Needs no torch until one is created.
 """
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from typing import Any, List, Sequence, Tuple
 
@@ -32,66 +31,28 @@ class Sparse(Method):
         """Seconds until all replicas have the sum of vectors of so many entries."""
         return self.rounds(replicas) * link.message(costs.message_bytes(entries, wire))
 
-    def entries(self, elements: int) -> int:
-        """Values that a replica sends of so many, after the warm-up of densities."""
-        return max(1, round(self.section.density * elements))
-
-    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        """Seconds of a message per round, and of rings for what is sent whole and for sketches."""
-        entries = self.entries(gradient.elements - gradient.whole)
-        rings = [size for size in (4 * gradient.whole, self._sketches(gradient)) if size]
-        messages = self.messages(link, replicas, entries, self.section.sent)
-        return sum(costs.ring(link, replicas, size) for size in rings) + messages
+    def entries(self, gradient: Gradient) -> int:
+        """Values that a replica sends, after the warm-up of densities."""
+        return max(1, round(self.section.density * (gradient.elements - gradient.whole)))
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        """Every message over the farthest links in use."""
+        """Every message, and the rings of what is sent whole and of sketches, over the farthest links in use."""
         link = levels[-1][1]
-        sketches = self._sketches(gradient)
-        ring = costs.ring(link, replicas, sketches) if sketches else 0.0
-        return ring + self.messages(link, replicas, self.entries(gradient.elements), "float32")
-
-    def _sketches(self, gradient: Gradient) -> int:
-        """Bytes of the sketches of an update (`optim/replica_update.py`)."""
-        return 0 if self.section.compress == "gradient" else 4 * self.section.sketch * gradient.layers
+        sketches = 0 if self.section.compress == "gradient" else 4 * self.section.sketch * gradient.layers
+        rings = sum(costs.ring(link, replicas, size) for size in (4 * gradient.whole, sketches) if size)
+        return rings + self.messages(link, replicas, self.entries(gradient), self.section.sent)
 
     def create(self, setup: Setup) -> Running:
-        import torch
+        from parallel.sparse_exchange import SparseExchange
 
-        from parallel.sparse_exchange import Rules, SparseExchange
-
-        section, place = self.section, setup.processes.topology
-        whole = [
-            range(start, start + parameter.numel())
-            for start, parameter in setup.places
-            if section.dense_1d and parameter.dim() == 1
-        ]
-        elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
-        return SparseExchange(
-            Rules(
-                pattern=getattr(section, "pattern", "gather"),
-                wire=section.bits or getattr(torch, section.sent),
-                density=lambda step: section.density_at(step, setup.steps_per_epoch),
-                conserve=getattr(section, "conserve", True),
-                masks=functools.partial(section.masks, setup.recipe.optimizer),
-                by_threshold=section.stage_share == "threshold",
-            ),
-            len(setup.gradients),
-            setup.processes.gather(elements)[: place.stages],
-            place.stage,
-            whole,
-            setup.group,
-            setup.processes.further_group(),
-            setup.gradients.device,
-            setup.contribution,
-        )
+        return SparseExchange(setup, self.section)
 
 
 @METHODS.implements(TopK)
 class Topk(Sparse):
     """All replicas gather all vectors around a ring, P - 1 messages.
 
-    Source: Shi et al., 1901.04359, who count log2 P latencies, those of another algorithm: gloo and NCCL send round a
-    ring.
+    Shi et al., 1901.04359, count log2 P latencies, those of another algorithm: gloo and NCCL send round a ring.
     """
 
     @classmethod
@@ -106,15 +67,11 @@ class Topk(Sparse):
 class GTopk(Sparse):
     """Merges of two vectors at a time, or sums by owners.
 
-    tree: up to replica 0 and down again, 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P +
-    4 k beta log2 P, with beta for each of an entry's two numbers.
-
-    butterfly: floor(log2 P) rounds in which replicas swap in pairs; where P is no power of two, two more: the replicas
-    beyond it hand theirs in before and get the result after. Source: Thakur, Rabenseifner and Gropp, 2005, Optimization
-    of collective communication operations in MPICH: recursive doubling.
-
-    owners: P - 1 messages to each of the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what
-    these send, besides the counts of entries and of magnitudes (`parallel/owners.py`).
+    tree: 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P + 4 k beta log2 P, with beta for each of an
+    entry's two numbers. butterfly: floor(log2 P) rounds, and two more where P is no power of two. Source: Thakur,
+    Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH: recursive doubling.
+    owners: P - 1 messages to the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what these
+    send, besides the counts of entries and of magnitudes.
     """
 
     taken = ("density", "pattern")
@@ -136,8 +93,7 @@ class GTopk(Sparse):
         whole = super().bytes_sent(replicas, gradient)
         if self.section.pattern != "tree":
             return whole
-        entries = self.entries(gradient.elements - gradient.whole)
-        return whole - self.messages(BYTES, replicas, entries, self.section.sent) / 2
+        return whole - self.messages(BYTES, replicas, self.entries(gradient), self.section.sent) / 2
 
     def messages(self, link: Link, replicas: int, entries: int, wire: str) -> float:
         if self.section.pattern != "owners" or replicas == 1:

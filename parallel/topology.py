@@ -41,18 +41,15 @@ class Topology:
         return self.rank % self.stages
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process writes the run folder."""
+    def is_main(self) -> bool:  # it writes the run folder
         return self.rank == 0
 
     @property
-    def is_first(self) -> bool:
-        """Whether images enter here."""
+    def is_first(self) -> bool:  # images enter here
         return self.stage == 0
 
     @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+    def is_last(self) -> bool:  # the loss is computed here
         return self.stage == self.stages - 1
 
 
@@ -74,6 +71,7 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
     """
     if _POPRUN[0] in environment:
         return _of_poprun(recipe, environment)
+    wanted, stages = recipe.parallel.replicas, recipe.parallel.stages
     for launcher, *names in _LAUNCHERS:
         if names[0] in environment:
             world = _number(environment, names[0], launcher)
@@ -82,8 +80,21 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
             rank, local_rank = (_number(environment, name, launcher) for name in names[1:])
             if rank >= world:
                 raise ConfigError(f"{names[1]} {rank} is not below {names[0]} {world} in the environment; unset both")
-            return _divided(recipe, world, rank, local_rank)
-    replicas, stages = recipe.parallel.replicas or 1, recipe.parallel.stages
+            if wanted is not None and wanted * stages != world:
+                raise ConfigError(
+                    f"{world} processes were started, but {wanted} replicas x {stages} stages = {wanted * stages}; "
+                    f"start {wanted * stages}, or use parallel.replicas=auto"
+                )
+            if world % stages:
+                nearest = " or ".join(
+                    str(count) for count in (world - world % stages, world + -world % stages) if count
+                )
+                raise ConfigError(
+                    f"{world} processes are not a multiple of {stages} stages; start {nearest}, "
+                    "or change parallel.stages and parallel.split"
+                )
+            return Topology(world // stages, stages, rank, local_rank)
+    replicas = wanted or 1
     if recipe.run.device == "ipu":
         return Topology(replicas, 1, 0, 0, replicas)  # one process can feed them all
     if replicas > 1:
@@ -92,23 +103,6 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
             "./run_pod.sh, or use parallel.replicas=auto, which keeps batch.global by accumulating more"
         )
     return Topology()
-
-
-def _divided(recipe: Recipe, world: int, rank: int, local_rank: int) -> Topology:
-    stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
-    if wanted is not None and wanted * stages != world:
-        raise ConfigError(
-            f"{world} processes were started, but {wanted} replicas x {stages} stages = {wanted * stages}; "
-            f"start {wanted * stages}, or use parallel.replicas=auto"
-        )
-    if world % stages:
-        below, above = world // stages * stages, -(-world // stages) * stages
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            f"{world} processes are not a multiple of {stages} stages; start {nearest}, "
-            "or change parallel.stages and parallel.split"
-        )
-    return Topology(world // stages, stages, rank, local_rank)
 
 
 def _of_poprun(recipe: Recipe, environment: Mapping[str, str]) -> Topology:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, ContextManager, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, NamedTuple, Protocol, Sequence
 
 import torch
 from torch import nn
@@ -16,32 +15,22 @@ class Boundary(NamedTuple):
     dtype: torch.dtype
 
 
-class Work(ABC):
-    """One step in pieces, which a schedule calls. Micro batches are numbered from 0 within the replica's share."""
+class Work(Protocol):
+    """One step in pieces, which a schedule calls. Micro batches are numbered from 0 within the replica's share.
 
-    @abstractmethod
-    def images(self, number: int) -> torch.Tensor:
-        """The first stage's input; called once for each micro batch, in order."""
+    images(number): the first stage's input; called once for each micro batch, in order. loss(number, logits): the last
+    stage's loss [], to be differentiated; also once each, in order. before_forward(number): the layers that follow
+    compute that micro batch. before_backward(part, last), after_backward(part, last): around the backward pass of a
+    micro batch through the process's own part, which leaves gradients in its parameters; `last`: no other follows.
+    span(kind, number): a context for the timeline.
+    """
 
-    @abstractmethod
-    def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
-        """The last stage's loss [], to be differentiated; called once for each micro batch, in order."""
-
-    @abstractmethod
-    def before_forward(self, number: int) -> None:
-        """The layers that follow compute micro batch `number`."""
-
-    @abstractmethod
-    def before_backward(self, part: int, last: bool) -> None:
-        """The backward pass of a micro batch through the process's own part `part` follows; `last`: no other will."""
-
-    @abstractmethod
-    def after_backward(self, part: int, last: bool) -> None:
-        """That pass is done: gradients lie in the parameters of that part."""
-
-    @abstractmethod
-    def span(self, kind: str, number: int) -> ContextManager[Any]:
-        """A context for what appears in the timeline."""
+    images: Callable[[int], torch.Tensor]
+    loss: Callable[[int, torch.Tensor], torch.Tensor]
+    before_forward: Callable[[int], None]
+    before_backward: Callable[[int, bool], None]
+    after_backward: Callable[[int, bool], None]
+    span: Callable[[str, int], ContextManager[Any]]
 
 
 class SingleProcess:

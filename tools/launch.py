@@ -232,13 +232,11 @@ def _check_gpus(plan: Plan) -> None:
 
 def _start(plan: Plan, max_restarts: int) -> int:
     """Starts this host's ranks and stays until they are gone."""
-    from parallel.signals import Signals
-
-    signals = Signals()  # before torch is loaded, which takes seconds
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(plan.describe(), flush=True)
     from parallel import agent
 
+    signals = agent.Signals()  # before torch is loaded, which takes seconds
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
+    print(plan.describe(), flush=True)
     return agent.run(
         plan.hosts, plan.local, plan.shape, plan.program, max_restarts, signals, plan.recipe.parallel.silence
     )

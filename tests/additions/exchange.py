@@ -29,9 +29,6 @@ class PartOfSum(Running):
 
 @METHODS.implements(Part)
 class PartMethod(Method):
-    def seconds(self, link: Link, replicas: int, gradient: Gradient) -> float:
-        return link.message(4.0 * gradient.elements)
-
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         return sum(link.message(4.0 * gradient.elements) for _, link in levels)
 

@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 
 from parallel.parent_death import bound_to_parent, die_with_parent
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]  # not from tests.conftest, which loads torch
-SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
-
-
-def test_the_program_is_what_runs():
-    command = bound_to_parent([sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "$c"])
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (7, "['a b', '$c']\n")
 
 
 def rest(*place):
@@ -58,20 +52,17 @@ def begin():
     rest(0)
 
 
-def of(starter, number, *marks):
-    return pytest.param(starter, number, marks=marks, id=f"{starter} {number.name}")
+SLOW = [(name, signal.SIGKILL) for name in ("benchmarks.ranks", "tests.world", "benchmarks.evidence")]
+SLOW += [("benchmarks.ranks", signal.SIGTERM)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 @pytest.mark.parametrize(
     ("starter", "number"),
     [
-        *(of(name, signal.SIGKILL) for name in ("multiprocessing", "bound_to_parent")),
-        *(
-            of(name, signal.SIGKILL, pytest.mark.slow)
-            for name in ("benchmarks.ranks", "tests.world", "benchmarks.evidence")
-        ),
-        of("benchmarks.ranks", signal.SIGTERM, pytest.mark.slow),
+        ("multiprocessing", signal.SIGKILL),
+        ("bound_to_parent", signal.SIGKILL),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
     ],
 )
 def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, number):
@@ -83,16 +74,10 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, num
     with subprocess.Popen(
         bound_to_parent([sys.executable, str(tmp_path / "starts.py")]), cwd=ROOT, env=environment
     ) as parent:
-        deadline = time.monotonic() + 120
-        while len(list(marks.iterdir())) < count:
-            assert time.monotonic() < deadline and parent.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: len(list(marks.iterdir())) == count or parent.poll() is not None, 120)
         parent.send_signal(number)
     started = [int(mark.name) for mark in marks.iterdir()]
-    deadline = time.monotonic() + 60
-    while any(_lives(child) for child in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(_lives, started)))
 
 
 def test_whatever_starts_processes_binds_them_to_itself():
@@ -110,18 +95,19 @@ def test_whatever_starts_processes_binds_them_to_itself():
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_interrupts_are_left_to_the_parent_if_asked(ignores):
-    code = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+def test_the_program_is_what_runs_and_interrupts_are_left_to_the_parent_if_wanted(ignores):
+    code = "import signal, sys; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, sys.argv[1:]); sys.exit(7)"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may let it be ignored
     try:
-        done = subprocess.run(bound_to_parent([sys.executable, "-c", code], ignores), capture_output=True, text=True)
+        command = bound_to_parent([sys.executable, "-c", code, "a b", "$c"], ignores)
+        done = subprocess.run(command, capture_output=True, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert done.stdout == f"{ignores}\n"
+    assert (done.returncode, done.stdout) == (7, f"{ignores} ['a b', '$c']\n")
 
 
 def test_a_parent_that_is_gone_already_leaves_no_child():
-    command = bound_to_parent(SLEEP)
+    command = bound_to_parent([sys.executable, "-c", "import time; time.sleep(60)"])
     assert command.count(str(os.getpid())) == 1
     command[command.index(str(os.getpid()))] = "1"
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1
@@ -129,7 +115,6 @@ def test_a_parent_that_is_gone_already_leaves_no_child():
 
 def _lives(process):
     try:
-        with open(f"/proc/{process}/stat", encoding="ascii") as stream:
-            return stream.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

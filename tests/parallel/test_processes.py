@@ -17,45 +17,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
 
 
-def talk(rank, size):
-    group = Processes(Topology(size // 2, 2, rank, rank), CPU, silence=1.5)
-    gathered = group.gather(rank * 10)
-    to_main = group.gather_to_main({"rank": rank}, range(2))
-    loaded = group.from_main(lambda: {"from": rank})
-    own = group.together(lambda: rank + 100)
-    total = group.sum(torch.tensor([1.0 + rank])).item()
-    stages = group.sum_over_stages(torch.tensor([1.0 + rank])).item()
-    agreed = [group.agree(value) for value in (rank, 0, 0)]
-    members = [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)]
-    time.sleep(3.5)  # ranks that rest are not given up
-    group.wait_for_all()
-    group.part()
-    return gathered, to_main, loaded, own, total, stages, agreed, members
-
-
-def test_ranks_gather_broadcast_sum_and_agree():
-    results = world.run(4, talk, connect=False)
-    for rank, (gathered, to_main, loaded, own, total, stages, agreed, members) in enumerate(results):
-        assert gathered == [0, 10, 20, 30]
-        assert to_main == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
-        assert loaded == {"from": 0}
-        assert own == rank + 100
-        assert total == 10.0
-        assert stages == (3.0 if rank < 2 else 7.0)
-        assert agreed == [0, 3, 0]  # a call late
-        assert members == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
-
-
-def test_one_process_has_nobody_to_ask():
-    alone = Processes(Topology(), CPU)
-    assert alone.gather(3) == alone.gather_to_main(3) == [3]
-    assert alone.from_main(lambda: 5) == alone.together(lambda: 5) == 5
-    assert alone.agree(15) == 15
-    assert alone.sum(torch.tensor(2.0)) == alone.sum_over_stages(torch.tensor(2.0)) == 2.0
-    alone.wait_for_all()
-    alone.part()
-
-
 def _fails_on(failing, rank):
     def function():
         if rank in failing:
@@ -65,19 +26,44 @@ def _fails_on(failing, rank):
     return function
 
 
-def complain(rank, size):
-    group, messages = Processes(Topology(size, 1, rank, rank), CPU), []
+def talk(rank, size):
+    group = Processes(Topology(size // 2, 2, rank, rank), CPU, silence=1.5)
+    found = {
+        "gathered": group.gather(rank * 10),
+        "at main": group.gather_to_main({"rank": rank}, range(2)),
+        "from main": group.from_main(lambda: {"from": rank}),
+        "own": group.together(lambda: rank + 100),
+        "sum": group.sum(torch.tensor([1.0 + rank])).item(),
+        "over stages": group.sum_over_stages(torch.tensor([1.0 + rank])).item(),
+        "agreed": [group.agree(value) for value in (rank, 0, 0)],
+        "groups": [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)],
+        "errors": [],
+    }
     for call in (lambda: group.together(_fails_on((1, 2), rank)), lambda: group.from_main(_fails_on((0,), rank))):
         try:
             call()
         except UserError as error:
-            messages.append(str(error))
+            found["errors"].append(str(error))
+    time.sleep(2.5)  # ranks that rest are not given up
+    group.wait_for_all()
     group.part()
-    return messages
+    return found
 
 
-def test_the_error_of_one_is_the_error_of_all_and_told_once():
-    assert world.run(3, complain, connect=False) == [["", "no images on 0"], ["no images on 1", ""], ["", ""]]
+def test_ranks_gather_broadcast_sum_agree_and_fail_together():
+    """The error of one is the error of all, and has a message once."""
+    for rank, found in enumerate(world.run(4, talk, connect=False)):
+        assert found == {
+            "gathered": [0, 10, 20, 30],
+            "at main": [{"rank": 0}, {"rank": 1}] if rank == 0 else [],
+            "from main": {"from": 0},
+            "own": rank + 100,
+            "sum": 10.0,
+            "over stages": 3.0 if rank < 2 else 7.0,
+            "agreed": [0, 3, 0],  # a call late
+            "groups": [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]],
+            "errors": ["no images on 1" if rank == 1 else "", "no images on 0" if rank == 0 else ""],
+        }
 
 
 def die(rank, size, who):
@@ -87,8 +73,7 @@ def die(rank, size, who):
     time.sleep(100)
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 1), (3, 0)])
-def test_a_rank_that_dies_takes_the_others_with_it(size, who):
+def test_a_rank_that_dies_takes_the_others_with_it(size=3, who=0):
     """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end.
 
     They notice by the broken connection: by themselves they would end after 100 s with code 0, and silence counts after
@@ -105,7 +90,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(size, who):
 def fall_silent(rank, size, who):
     Processes(Topology(size, 1, rank, rank), CPU, silence=1.5)
     if rank == who:
-        subprocess.Popen(["sh", "-c", f"sleep 8; kill -KILL {os.getpid()}"])  # nobody else would
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -KILL {os.getpid()}"])  # nobody else would
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(100)
 
@@ -119,17 +104,18 @@ def test_a_rank_that_falls_silent_is_named_and_given_up():
     assert max(after.later, third.later) < silent.later
 
 
-def test_ranks_that_never_come_are_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 1.0)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ConfigError, match=r"^rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "):
-        Processes(Topology(2, 1, 1), CPU)
-
-
-@pytest.mark.parametrize(("address", "port"), [("", "1234"), ("127.0.0.1", ""), ("127.0.0.1", "http")])
-def test_a_missing_address_is_an_error(monkeypatch, address, port):
+@pytest.mark.parametrize(
+    ("address", "port", "fault"),
+    [
+        ("127.0.0.1", "1", r"rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "),
+        ("", "1234", "MASTER_ADDR and MASTER_PORT must name"),
+        ("127.0.0.1", "", "MASTER_ADDR and MASTER_PORT must name"),
+        ("127.0.0.1", "http", "MASTER_ADDR and MASTER_PORT must name"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, port, fault):
+    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 0.2)
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=r"^MASTER_ADDR and MASTER_PORT must name"):
+    with pytest.raises(ConfigError, match=f"^{fault}"):
         Processes(Topology(2, 1, 1), CPU)

@@ -1,6 +1,7 @@
 """The exchange of whole gradients: exact, alike on all replicas, in one order, early where it may be."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,18 +9,19 @@ from torch import nn
 
 from optim.gradients import TreeSum
 from parallel import reduce
-from tests import world
+from parallel.exchange import Setup
+from recipe.exchange import Exchange
 from tests.parallel import threads
 
-UNIT = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
+UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
 VARIANTS = [{"order": "fast"}, {"order": "tree"}, *({"method": "half", "wire": wire} for wire in UNIT)]
 BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
-def create(gradients, places=(), method="dense", order="fast", wire=torch.float16, micro_batches=60, **further):
-    return reduce.Reduction(
-        gradients, places, None, method=method, order=order, wire=wire, micro_batches=micro_batches, **further
-    )
+def create(gradients, places=(), method="dense", order="fast", wire="float16", micro_batches=60, collect=None, **more):
+    section = Exchange(method=method, **({"order": order} if method == "dense" else {"wire": wire}))
+    batch = SimpleNamespace(micro_batches=micro_batches)
+    return reduce.Reduction(Setup(None, batch, None, gradients, places, collect, None, None), section, **more)
 
 
 def finish(exchange, buffer):
@@ -52,12 +54,13 @@ def sums_of_random(rank, size):
     return results
 
 
-def assert_sums(results):
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_are_exact_to_their_roundings_and_alike_on_all_replicas(size):
     """Of float32: an element is added size - 1 times in whatever order, with an error of half a unit of float32 each.
 
     In half what a replica sends and what comes back is rounded: means over 60 micro batches, so errors count as many
     times as these."""
-    size, sums = len(results), list(zip(*results))
+    sums = list(zip(*threads.run(size, sums_of_random)))
     given = torch.stack([random_gradients(rank) for rank in range(size)]).double()
     assert all(same_bits(each) for each in sums)
     for each in sums[:2]:
@@ -70,23 +73,6 @@ def assert_sums(results):
         error = (each[0].double() / 60 - own.mean(0)).abs()
         assert (error <= bound).all()
         assert (error > bound / 4).any()  # so it did travel in this dtype
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_sums_are_exact_to_their_roundings_and_alike_on_all_replicas(size):
-    assert_sums(threads.run(size, sums_of_random))
-
-
-def kept(rank, size):
-    gradients = random_gradients(rank)
-    exchange = create(gradients, order="tree", bucket_bytes=BUCKET)
-    for _ in range(3):
-        finish(exchange, gradients)
-    return [tuple(each.shape) for each in exchange._sum._free]
-
-
-def test_memory_beside_the_buffer_is_that_of_two_buckets():
-    assert threads.run(2, kept) == [[(2, 98)] * 2] * 2
 
 
 def special(rank, size, values):
@@ -124,22 +110,6 @@ def test_dense_tree_continues_the_tree_of_micro_batches():
     assert same_bits([odd, *threads.run(5, tree_over_replicas, rows)])
 
 
-def single(rank, size, method):
-    gradients, parameter = random_gradients(rank), nn.Parameter(torch.ones(3))
-    exchange = create(gradients, [(0, parameter)], method=method)
-    exchange.arm()
-    parameter.sum().backward()
-    finish(exchange, gradients)
-    assert not exchange.overlaps and not parameter._post_accumulate_grad_hooks
-    assert torch.equal(gradients, random_gradients(rank))
-    return reduce.distributed.this.launched
-
-
-@pytest.mark.parametrize("method", ["dense", "half"])
-def test_a_single_replica_sends_nothing(method):
-    assert threads.run(1, single, method) == [[]]
-
-
 # Backward passes ------------------------------------------------------------------------------------------------
 
 
@@ -157,21 +127,18 @@ class Replica:
             self.places.append((length, parameter))
             length += -(-parameter.numel() // 16) * 16
         self.gradients = torch.zeros(length)
-        self.views = [self.gradients[start : start + p.numel()].view(p.shape) for start, p in self.places]
         if dtype == torch.float32:
-            for (_, parameter), view in zip(self.places, self.views):
-                parameter.grad = view
+            for start, parameter in self.places:
+                parameter.grad = self.gradients[start : start + parameter.numel()].view(parameter.shape)
 
     def backward(self, number):
         self.model(self.inputs[number]).square().sum().backward()
 
 
 def early_and_late(rank, size, method, order):
-    """(own gradients, sum sent late, sum sent early twice, how many were launched at what point of the early steps)."""
-    launched = getattr(reduce.distributed, "this", None) and reduce.distributed.this.launched
-    points, replica = [], Replica(rank)
-    first = next(replica.model.parameters())
-    first.register_hook(lambda gradient: points.append(len(launched or ())))
+    """Own gradients, the sum sent late, that sent early, and how many were launched at what point of the early step."""
+    launched, points, replica = reduce.distributed.this.launched, [], Replica(rank)
+    next(replica.model.parameters()).register_hook(lambda gradient: points.append(len(launched)))
     exchange = create(replica.gradients, replica.places, method, order, bucket_bytes=BUCKET)
 
     def step(arms):
@@ -180,53 +147,30 @@ def early_and_late(rank, size, method, order):
         if arms:
             exchange.arm()
         replica.backward(1)
-        points.append(len(launched or ()))
+        points.append(len(launched))
         own = replica.gradients.clone()
         finish(exchange, replica.gradients)
         return own, replica.gradients.clone()
 
     own, late = step(arms=False)
-    points.clear()
-    if launched:
-        launched.clear()
-    return own, late, [step(arms=True)[1] for _ in range(2)], points
+    points.clear(), launched.clear()
+    return own, late, step(arms=True)[1], points
 
 
-def assert_early_is_late(results, method):
-    """The bits are those of the late exchange: the same buckets go through the same additions."""
+@pytest.mark.parametrize(
+    ("method", "order", "sent"),
+    [("dense", "fast", [0, 3, 6]), ("dense", "tree", [0, 0, 0]), ("half", "fast", [0, 5, 11])],
+)
+def test_what_is_sent_early_is_what_is_sent_late(method, order, sent):
+    """6 buckets: the last layers' are sent before the first layer has its gradient, all before the end. The bits are
+    those of the late exchange: the same buckets go through the same additions."""
+    results = threads.run(3, early_and_late, method, order)
     own = torch.stack([result[0] for result in results]).double()
     tolerance = 1e-6 if method == "dense" else 2e-3  # two roundings of 2 ** -11 and some for cancellation
-    for _, late, sums, _ in results:
-        assert same_bits([results[0][1], late, *sums])
+    for _, late, early, points in results:
+        assert same_bits([results[0][1], late, early])
         assert (late.double() - own.sum(0)).abs().max() <= tolerance * own.abs().sum(0).max()
-
-
-@pytest.mark.parametrize(("method", "order"), [(m, order) for m in ("dense", "half") for order in ("fast", "tree")])
-def test_what_is_sent_early_is_what_is_sent_late(method, order):
-    """6 buckets: the last layers' are sent before the first layer has its gradient, all before the end."""
-    results = threads.run(3, early_and_late, method, order)
-    assert_early_is_late(results, method)
-    collectives = 1 if method == "dense" and order == "fast" else 2  # a bucket
-    for *_, points in results:
-        if order == "tree":  # at the first layer of both passes, and at the end, of each step
-            assert points == [0, 0, 0, *[6 * collectives] * 3]
-        else:
-            per_step = [points[:3], [point - 6 * collectives for point in points[3:]]]
-            assert per_step == [[0, *([3, 6] if method == "dense" else [5, 11])]] * 2
-
-
-def by_gloo(rank, size):
-    return sums_of_random(rank, size), early_and_late(rank, size, "dense", "fast")
-
-
-@pytest.mark.multiprocess
-def test_ranks_that_send_by_gloo_get_the_same():
-    """The same bits, but for the order of the library's own sum."""
-    results = world.run(3, by_gloo)
-    assert_sums([sums for sums, _ in results])
-    for (sums, _), expected in zip(results, threads.run(3, sums_of_random)):
-        assert all(same_bits(pair) for pair in zip(sums[1:], expected[1:]))
-    assert_early_is_late([result for _, result in results], "dense")
+        assert points == sent  # collectives launched at the first layer of both passes, and at the end
 
 
 def orders_that_differ(rank, size):
@@ -236,10 +180,8 @@ def orders_that_differ(rank, size):
     left.grad, right.grad = gradients[:6], gradients[6:]
     exchange = create(gradients, [(0, left), (6, right)], bucket_bytes=4 * 3)
     exchange.arm()
-    if rank == 0:
-        (right.sum() * (left.sum() * torch.ones(()))).backward()
-    else:
-        (left.sum() * (right.sum() * torch.ones(()))).backward()
+    first, second = (right, left) if rank == 0 else (left, right)
+    (first.sum() * (second.sum() * torch.ones(()))).backward()
     finish(exchange, gradients)
     return gradients
 
@@ -274,7 +216,7 @@ def collected(rank, size):
     def collect(index):
         start, parameter = replica.places[index]
         own[start : start + parameter.numel()] += parameter.grad.flatten()
-        replica.views[index].add_(parameter.grad)
+        replica.gradients[start : start + parameter.numel()] += parameter.grad.flatten()
         parameter.grad = None
         indices.append(index)
 

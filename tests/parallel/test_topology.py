@@ -22,19 +22,12 @@ def poprun(total, local, first):
     }
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        torchrun(1, 0),
-        slurm(1, 0),
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script, where SLURM starts nothing by itself
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_single_process_computes_all_stages_of_the_only_replica(tiny, stages, environment):
-    place = from_environment(tiny(f"parallel.stages={stages}"), environment)
+BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # where SLURM starts nothing by itself
+
+
+@pytest.mark.parametrize("environment", [{}, torchrun(1, 0), slurm(1, 0), BATCH_SCRIPT], ids=str)
+def test_a_single_process_computes_all_stages_of_the_only_replica(tiny, environment):
+    place = from_environment(tiny("parallel.stages=2"), environment)
     assert place == Topology()
     assert place.is_main and place.is_first and place.is_last
     assert (place.world, place.replicas, place.stages) == (1, 1, 1)
@@ -48,30 +41,24 @@ def test_the_stages_of_a_replica_are_neighbours(tiny, launcher):
     assert [place.local_rank for place in places] == [0, 1, 2, 0, 1, 2]
     assert all((place.world, place.replicas, place.stages) == (6, 3, 2) for place in places)
     assert [place.is_main for place in places] == [True] + [False] * 5
-    assert [place.is_first for place in places] == [True, False] * 3
-    assert [place.is_last for place in places] == [False, True] * 3
+    assert [place.is_first for place in places] == [not place.is_last for place in places] == [True, False] * 3
 
 
-def test_torchrun_inside_a_slurm_step_has_the_say(tiny):
-    environment = {**slurm(2, 1), **torchrun(4, 3, 1)}
-    assert from_environment(tiny(), environment) == Topology(4, 1, 3, 1)
-
-
-@pytest.mark.parametrize(("replicas", "served"), [("8", 8), ("auto", 1)])
-def test_one_process_feeds_all_replicas_on_ipus(tiny, replicas, served):
-    """Of one pipeline each; other devices need a process for every stage of every replica."""
-    recipe = tiny("run.device=ipu", "parallel.stages=2", f"parallel.replicas={replicas}")
-    place = from_environment(recipe, {})
-    assert place == Topology(served, 1, 0, 0, served)
-    assert (place.world, place.replica, place.is_first, place.is_last) == (1, 0, True, True)
-
-
-def test_poprun_gives_a_process_several_replicas(tiny):
-    """All stages of a replica belong to the process that feeds it."""
-    recipe = tiny("parallel.stages=2", "parallel.replicas=8")
-    place = from_environment(recipe, poprun(8, 4, 4))
-    assert place == Topology(replicas=8, stages=1, rank=1, local_rank=0, served=4)
-    assert (place.world, place.replica, place.is_main) == (2, 4, False)
+@pytest.mark.parametrize(
+    ("overrides", "environment", "expected"),
+    [
+        ((), {**slurm(2, 1), **torchrun(4, 3, 1)}, Topology(4, 1, 3, 1)),  # torchrun inside a SLURM step
+        # On IPUs a process feeds all replicas, of one pipeline each; or some of them, where poprun says so.
+        (("run.device=ipu", "parallel.stages=2", "parallel.replicas=8"), {}, Topology(8, 1, 0, 0, 8)),
+        (("run.device=ipu", "parallel.stages=2"), {}, Topology(1, 1, 0, 0, 1)),
+        (("parallel.stages=2", "parallel.replicas=8"), poprun(8, 4, 4), Topology(8, 1, 1, 0, 4)),
+    ],
+)
+def test_other_launchers(tiny, overrides, environment, expected):
+    place = from_environment(tiny(*overrides), environment)
+    assert place == expected
+    assert place.world == expected.replicas // expected.served and place.replica == place.rank * place.served
+    assert (place.is_first, place.is_last, place.is_main) == (True, True, place.rank == 0)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 For what adds and selects. That the messages also pass by gloo is for a few tests with ranks.
 """
 
+import functools
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from parallel import bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange
+from parallel import bruck, local_steps, owners, reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
@@ -49,34 +51,32 @@ class Threads:
     def _collective(self, name, messages, group, end, async_op):
         """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their order)."""
         self.this.launched.append(name)
+        tag, own = (name, group), self.this.rank
         for rank, message in enumerate(messages):
-            self.send(message, group, rank, (name, group))
+            self.send(message, group, rank, tag)
 
         def wait():
-            tag, own = (name, group), self.this.rank
             end([self._box(rank, own, tag).get(timeout=SECONDS) for rank in range(self.size)])
 
         return SimpleNamespace(wait=wait) if async_op else wait()
 
     def all_gather(self, output, own, group, async_op=False):
-        return self._collective("all_gather", [own] * self.size, group, _filling(output), async_op)
+        def fill(rows):
+            output.copy_(torch.cat(rows).view_as(output))
+
+        return self._collective("all_gather", [own] * self.size, group, fill, async_op)
 
     def all_to_all_single(self, output, own, output_sizes=None, sizes=None, group=None, async_op=False):
-        parts = own.view(self.size, -1) if sizes is None else own.split(sizes)
-        end = _filling(output) if sizes is None else lambda rows: output.copy_(torch.cat(rows))
-        return self._collective("all_to_all", parts, group, end, async_op)
+        def fill(rows):
+            output.copy_(torch.cat(rows))
+
+        return self._collective("all_to_all", own.split(sizes or len(own) // self.size), group, fill, async_op)
 
     def all_reduce(self, tensor, group, async_op=False):
         def add(rows):
-            tensor.copy_(rows[0])
-            for row in rows[1:]:
-                tensor.add_(row)
+            tensor.copy_(functools.reduce(torch.add, rows))
 
         return self._collective("all_reduce", [tensor] * self.size, group, add, async_op)
-
-
-def _filling(output):
-    return lambda rows: output.copy_(torch.stack(rows).view_as(output))
 
 
 def run(size, function, *arguments):
@@ -87,15 +87,9 @@ def run(size, function, *arguments):
         threads.this.rank, threads.this.launched = rank, []
         return function(rank, size, *arguments)
 
-    modules = (bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange)
-    names = [(module, "distributed", threads) for module in modules]
-    names += [(module, "all_gather", threads.all_gather) for module in (quantized, reduce, sparse)]
-    before = [(module, name, getattr(module, name)) for module, name, _ in names]
-    try:
-        for place in names:
-            setattr(*place)
-        with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(on_rank, range(size)))
-    finally:
-        for place in before:
-            setattr(*place)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
+        for module in (bruck, local_steps, owners, reduce, sparse, sparse_exchange):
+            patch.setattr(module, "distributed", threads)
+        for module in (reduce, sparse):
+            patch.setattr(module, "all_gather", threads.all_gather)
+        return list(pool.map(on_rank, range(size)))
