@@ -26,7 +26,7 @@ _WORST = 10  # classes that the terminal shows; the file has all
 
 @one_line()
 def main(arguments=None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = Parser(prog="evaluate.py", description="Score trained weights on validation images, or classify images.")
     kinds = "run folder, checkpoint, weights, .onnx, .pt2"
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help=kinds)
@@ -43,9 +43,8 @@ def main(arguments=None) -> int:
 
 
 def _opened(options):
-    """The file's model, its recipe, and what predicts with it: an engine, or itself."""
-    # Imported late, as in train.py: a wrong command line is refused before torch is loaded.
-    from training import exported, scoring, weights
+    """Return the file's model, its recipe, and the engine or program that predicts."""
+    from training import exported, scoring, weights  # late: a wrong command line is refused before torch is loaded
 
     if exported.is_exported(options.checkpoint) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
@@ -75,36 +74,27 @@ def _score(options) -> int:
         engine.close()
     title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
-    about = f"{printable(str(stored.path))}, {stored.which} weights"
     rows = scoring.class_rows(report, source.classes)
     run_folder = weights.run_folder_of(stored.path)
-    # Of each file in the run's export/ a folder of its own.
     name = f"evaluation-{stored.path.name}" if run_folder and stored.path.parent.name == "export" else "evaluation"
     folder = Path(options.output or (run_folder or Path()) / name)
-    summary = {key: value for key, value in report._asdict().items() if key != "confusion"}
-    summary = {"weights": stored.which, "file": str(stored.path), **summary}
+    summary = {"weights": stored.which, "file": str(stored.path), **report._asdict()}
+    del summary["confusion"]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         scoring.write_class_table(folder / "classes.csv", rows)
         scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
         (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
+    about = f"{printable(str(stored.path))}, {stored.which} weights"
     print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
-    _print_classes(rows)
-    print(f"all classes, confusion and scores: {printable(str(folder))}/classes.csv, confusion.png, scores.json")
-    return DONE
-
-
-def _print_classes(rows) -> None:
-    """The worst classes as a table."""
-    missed = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]
-    if not missed:
-        print("every class: 100 %")
-        return
-    width = max(len("class"), *(len(row["class"]) for row in missed))
-    print(f"{'class':{width}}  images    top1  most often taken for")
-    for row in missed:
+    worst = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]
+    width = max(len(row["class"]) for row in [{"class": "class"}, *worst])
+    print(f"{'class':{width}}  images    top1  most often taken for" if worst else "every class: 100 %")
+    for row in worst:
         taken_for = f"{row['taken_for']} ({count(row['times'], 'time')})"
         print(f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {taken_for}")
+    print(f"all classes, confusion and scores: {printable(str(folder))}/classes.csv, confusion.png, scores.json")
+    return DONE
 
 
 def _classify(options) -> int:
@@ -126,8 +116,8 @@ def _classify(options) -> int:
             raise DataError(f"{error}; name an image file") from None
         pixels = transform(EncodedImage(encoded, file), size, epoch=0, index=0)[None].contiguous()
         none = torch.zeros(1, dtype=torch.int64)
-        batch = MicroBatch(pixels, none, none, 1, 0, 0, ())
-        best = engine.predict_step(batch).softmax(1)[0].topk(min(5, recipe.model.classes))
+        logits = engine.predict_step(MicroBatch(pixels, none, none, 1, 0, 0, ()))
+        best = logits.softmax(1)[0].topk(min(5, recipe.model.classes))
         guesses = zip(best.values.tolist(), best.indices.tolist())
         print(f"{printable(file)}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
     engine.close()

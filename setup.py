@@ -4,7 +4,7 @@ Here the rooms are top-level folders, whose names would collide with those of ot
 `largebatch.models`, `largebatch.optim` and so on: the build copies the files and changes their imports of each other.
 """
 
-import ast
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -24,21 +24,16 @@ __all__ = ["LARS", "DistributedOptimizer", "SparseState", "sparse_hook"]
 
 
 def moved(source: str) -> str:
-    """The source of a file whose imports of a room name it within the package."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import) and any(each.name.split(".")[0] in ROOMS for each in node.names):
-            raise ValueError(
-                f"line {node.lineno}: write `from ROOM import NAME`; `import ROOM` cannot be moved into a package"
-            )
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.split(".")[0] in ROOMS:
-            line, start = lines[node.lineno - 1], node.col_offset
-            lines[node.lineno - 1] = line[:start] + line[start:].replace("from ", f"from {NAME}.", 1)
-    return "".join(lines)
+    """Return a file's source with its imports of a room naming it within the package."""
+    rooms = "|".join(ROOMS)
+    found = re.search(rf"^ *import ({rooms})\b", source, re.MULTILINE)
+    if found:
+        raise ValueError(f"write `from ROOM import NAME`: `{found.group().strip()}` cannot be moved into a package")
+    return re.sub(rf"^( *from )({rooms})\b(?=[\w.]* import )", rf"\1{NAME}.\2", source, flags=re.MULTILINE)
 
 
 class Build(build_py):
-    """Copies files with their imports changed, and adds the package's own names."""
+    """Copy files with their imports changed, and add the package's own names."""
 
     def run(self):
         super().run()

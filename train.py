@@ -19,20 +19,18 @@ from training import stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner
 
-# Set by launchers for each of several ranks, of which the main one alone looks at the run folder, once they have met.
+# Set by launchers for each of several ranks, of which only the main one looks at the run folder, later.
 _OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS")
-# Words of torch's errors -> the fault and its remedy.
-_RUNTIME_ERRORS = {
-    "out of memory|can't allocate memory": "the memory does not suffice; lower batch.micro, batch.evaluation or "
-    "model.image_size",
-    r"DataLoader worker (\(pid|exited)": "a process that loads images was killed, perhaps for want of memory; lower "
+_RUNTIME_ERRORS = {  # pattern in torch's error -> the fault and its remedy
+    "out of memory|can't allocate memory": "out of memory; lower batch.micro, batch.evaluation or model.image_size",
+    r"DataLoader worker (\(pid|exited)": "a process that loads images was killed, perhaps as memory ran out; lower "
     "data.workers or data.prefetch",
 }
 
 
 @one_line()
 def main(arguments=None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     description = "Train a recipe; a run that was cut off resumes from its last checkpoint."
     parser, default = Parser(prog="train.py", description=description), "configs/quickstart.yaml"
     parser.add_argument("--config", default=default, metavar="FILE", help="recipe (default: %(default)s)")
@@ -51,16 +49,13 @@ def main(arguments=None) -> int:
 
 
 def _train(config, recipe) -> int:
-    # Imported late: a wrong recipe is refused before torch is loaded.
-    from training.loop import Stopped, TrainingError
+    from training.loop import Stopped, TrainingError  # late: a wrong recipe is refused before torch is loaded
     from training.run import run
 
     try:
         naming(config, run, recipe)
-    except Stopped as stop:
-        return fail(stop, STOPPED)
-    except TrainingError as error:
-        return fail(error, FAILED)
+    except (Stopped, TrainingError) as error:
+        return fail(error, STOPPED if isinstance(error, Stopped) else FAILED)
     except RuntimeError as error:
         fault = next((fault for sign, fault in _RUNTIME_ERRORS.items() if re.search(sign, str(error))), None)
         if fault is None:
@@ -70,6 +65,5 @@ def _train(config, recipe) -> int:
 
 
 def _again(recipe) -> str:
-    """What to do once a fault is mended."""
     saved = any(Path(batch.output_folder(recipe), "checkpoints").glob("step-*.json"))
     return f"{AGAIN} to resume from the last checkpoint" if saved else AGAIN

@@ -22,17 +22,9 @@ RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 
 # A quarter of a million parameters on digits: a step takes milliseconds.
 TINY = (
-    "model.width=0.25",
-    "model.depth=0.1",
-    "model.image_size=16",
-    "batch.global=24",
-    "batch.micro=12",
-    "batch.evaluation=180",
-    "data.mixup=0",
-    "run.steps=8",
-    "schedule.warmup_steps=2",
-    "log.every_steps=2",
-    "log.tensorboard=false",
+    *("model.width=0.25", "model.depth=0.1", "model.image_size=16", "data.mixup=0"),
+    *("batch.global=24", "batch.micro=12", "batch.evaluation=180", "run.steps=8", "schedule.warmup_steps=2"),
+    *("log.every_steps=2", "log.tensorboard=false"),
 )
 
 
@@ -43,7 +35,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """What runs on GPUs measure is not kept among the user's files, nor taken from there."""
+    """Tests neither use nor change the user's cache of measured times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -68,9 +60,5 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def tiny():
-    """tiny(*overrides): the quickstart recipe shrunk to milliseconds a step, with overrides laid over it."""
-
-    def load(*overrides):
-        return loading.load(QUICKSTART, [*TINY, *overrides])
-
-    return load
+    """tiny(*overrides): the quickstart recipe shrunk to milliseconds a step, with overrides."""
+    return lambda *overrides: loading.load(QUICKSTART, [*TINY, *overrides])

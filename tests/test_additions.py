@@ -19,6 +19,9 @@ for line in sys.stdin:
     if name:
         importlib.import_module(f"tests.additions.{name}")
     assert train.main(["--config", *overrides]) == 0
+    if name == "model":
+        from tools import plan
+        assert plan.main(["--json", "--config", *overrides]) == 0
 """
 
 ADDITIONS = {
@@ -39,16 +42,15 @@ def tiny(name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder of a run by what was added to it; of the one of "" nothing was."""
+    """Folder of a run by what was added to it, "plain" without; the family without width is planned, too."""
     folder = tmp_path_factory.mktemp("runs")
-    lines = [
-        json.dumps([name, str(QUICKSTART), *tiny(name), *overrides, f"run.output={folder}/{name or 'plain'}"])
-        for name, overrides in (("", ()), *ADDITIONS.items())
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input="\n".join(lines), cwd=str(ROOT), capture_output=True, text=True
-    )
+    names = {"": (), **ADDITIONS}
+    lines = [[name, QUICKSTART, *tiny(name), *names[name], f"run.output={folder}/{name or 'plain'}"] for name in names]
+    text = "\n".join(json.dumps(list(map(str, line))) for line in lines)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=text, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert plan["widest"] == [] and plan["model"]["parameters"] > 0
     return folder
 
 
@@ -66,17 +68,6 @@ def test_an_addition_trains(runs, name):
     resolved = (runs / name / "config.yaml").read_text()
     for override in ADDITIONS[name]:
         assert f"{override.split('.')[1].split('=')[0]}: {override.split('=')[1]}" in resolved
-
-
-def test_a_family_without_width_is_planned():
-    program = "import sys; import tests.additions.model; from tools import plan; sys.exit(plan.main(sys.argv[1:]))"
-    recipe = ["--config", str(QUICKSTART), *tiny("model"), *ADDITIONS["model"]]
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--json", *recipe], cwd=str(ROOT), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout.splitlines()[-1])
-    assert plan["widest"] == [] and plan["model"]["parameters"] > 0
 
 
 def test_a_logger_has_the_losses_of_the_run(runs):

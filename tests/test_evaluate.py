@@ -1,4 +1,4 @@
-"""evaluate.py: the scores that training told, tables and picture beside the run, guesses by name, useful refusals."""
+"""evaluate.py: the scores of training, tables and picture beside the run, guesses by name, useful refusals."""
 
 import csv
 import json
@@ -35,6 +35,10 @@ def events(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def scores_in(folder):
+    return json.loads((folder / "scores.json").read_text())
+
+
 @pytest.fixture
 def command(capsys):
     """command(*arguments): exit code, lines of stdout, lines of stderr."""
@@ -48,53 +52,36 @@ def command(capsys):
     return call
 
 
-@pytest.fixture
-def digit(tmp_path):
-    """Some validation scans as PNG files: {path: label}."""
-    source = DigitsSource("validation")
-    paths = {}
-    for index in range(3):
-        path = tmp_path / f"{index}.png"
-        Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(path)
-        paths[path] = int(source.labels[index])
-    return paths
-
-
 @pytest.mark.parametrize("weights", ["trained", "step_average", "epoch_average"])
-def test_it_finds_the_scores_that_training_told(run, command, weights):
+def test_it_finds_the_scores_of_training(run, command, weights):
     """The same weights on the same images. An average is float32, and must not be rounded to the run's float16.
 
     The loss is the sum of the same float64 terms; the batch size must not matter beyond 1e-6.
     """
     folder, end = run
-    assert len({end["top1"], end["step_average"]["loss"], end["epoch_average"]["loss"]}) == 3
-    told = end if weights == "trained" else end[weights]
+    last = [event for event in events(folder) if event["event"] == "eval"][-1]
+    assert len({last["loss"], last["step_average"]["loss"], last["epoch_average"]["loss"]}) == 3
+    expected = last if weights == "trained" else end[weights]
     code, lines, errors = command("--checkpoint", folder, "--weights", weights)
     assert (code, errors) == (DONE, [])
-    assert f"{weights} weights: top1 {told['top1']:.2%}  top5 {told['top5']:.2%}" in lines[0]
-    scores = json.loads((folder / "evaluation" / "scores.json").read_text())
-    assert (scores["top1"], scores["top5"]) == (told["top1"], told["top5"])
-    evaluation = [event for event in events(folder) if event["event"] == "eval"][-1]
-    assert scores["loss"] == pytest.approx((evaluation if weights == "trained" else told)["loss"], rel=1e-12)
+    assert f"{weights} weights: top1 {expected['top1']:.2%}  top5 {expected['top5']:.2%}" in lines[0]
+    scores = scores_in(folder / "evaluation")
+    assert (scores["top1"], scores["top5"]) == (expected["top1"], expected["top5"])
+    assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     assert (scores["weights"], scores["images"], scores["unreadable"]) == (weights, 360, 0)
     losses = []
     for override in ("batch.evaluation=7", "model.image_size=24"):  # any resolution, where other numbers come out
         assert command("--checkpoint", folder, "--weights", weights, override)[0] == DONE
-        losses.append(json.loads((folder / "evaluation" / "scores.json").read_text())["loss"])
+        losses.append(scores_in(folder / "evaluation")["loss"])
     assert losses[0] == pytest.approx(scores["loss"], 1e-6) and losses[1] != losses[0]
 
 
 def test_the_best_of_a_run_is_the_highest_score_of_all_its_weights(run, command):
     folder, _ = run
-    evaluations = [event for event in events(folder) if event["event"] == "eval"]
-    averages = ("step_average", "epoch_average")
-    scores = [each["top1"] for each in evaluations] + [
-        each[name]["top1"] for each in evaluations for name in averages if name in each
-    ]
+    scores = [[each, *map(each.get, ("step_average", "epoch_average"))] for each in events(folder)[:-1]]
+    best = max(each["top1"] for event in scores for each in event if each and event[0]["event"] == "eval")
     code, lines, errors = command("--checkpoint", folder, "--best")
-    assert (code, errors) == (DONE, []) and f"weights: top1 {max(scores):.2%}" in lines[0]
-    code, _, errors = command("--checkpoint", folder / "checkpoints" / "step-00000008.pt", "--best")
-    assert code == WRONG_INPUT and "name one" in errors[0]
+    assert (code, errors) == (DONE, []) and f"weights: top1 {best:.2%}" in lines[0]
 
 
 def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command, tmp_path):
@@ -105,8 +92,6 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command,
     assert sum(int(row["images"]) for row in rows) == 360 and len(rows) == 10
     right = sum(float(row["top1"]) * int(row["images"]) for row in rows)
     assert right / 360 == pytest.approx(end["top1"])
-    shares = [float(row["top1"]) for row in rows]
-    assert shares == sorted(shares)
     assert lines[2].split()[0] == rows[0]["class"], "the worst class is shown first"
     with Image.open(folder / "evaluation" / "confusion.png") as picture:
         assert min(picture.size) > 300
@@ -115,34 +100,31 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command,
     assert {path.name for path in elsewhere.iterdir()} == {"classes.csv", "confusion.png", "scores.json"}
 
 
-def test_images_are_classified_by_name(run, command, digit):
-    """The shares are those of the softmax, best first; five of them."""
-    folder, _ = run
-    code, lines, _ = command("--checkpoint", folder, "--images", *digit)
-    assert code == DONE and len(lines) == len(digit)
-    for path, line in zip(digit, lines):
-        assert line.startswith(f"{path}: ")
-        guesses = re.findall(r"(\d) (\d+\.\d)%", line[len(str(path)) :])
-        assert len(guesses) == 5
-        shares = [float(share) for _, share in guesses]
-        assert shares == sorted(shares, reverse=True) and sum(shares) <= 100.3
-    # Overrides may stand behind the images.
-    assert command("--checkpoint", folder, "--images", path, "data.crop_fraction=0.5")[1] != lines[-1:]
-    assert command("--checkpoint", folder, "--images", path, "batch.evaluation=7")[1] == lines[-1:]
+def test_images_are_classified_by_name(run, command, tmp_path):
+    """Five shares of the softmax, best first. Overrides may stand behind the images."""
+    images = [tmp_path / f"{index}.png" for index in range(2)]
+    for index, path in enumerate(images):
+        Image.fromarray(DigitsSource("validation").read(index).permute(1, 2, 0).numpy()).save(path)
+    code, lines, _ = command("--checkpoint", run[0], "--images", *images)
+    assert code == DONE
+    for path, line in zip(images, lines):
+        shares = [float(share) for _, share in re.findall(r"(\d) (\d+\.\d)%", line.partition(f"{path}: ")[2])]
+        assert len(shares) == 5 and shares == sorted(shares, reverse=True) and sum(shares) <= 100.3
+    assert command("--checkpoint", run[0], "--images", path, "data.crop_fraction=0.5")[1] != lines[-1:]
+    assert command("--checkpoint", run[0], "--images", path, "batch.evaluation=7")[1] == lines[-1:]
 
 
 def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, tmp_path):
     folder, end = run
     content = load(folder / "checkpoints" / "step-00000008.pt")
-    path = tmp_path / "exported.safetensors"
+    path, out = tmp_path / "exported.safetensors", ("--output", tmp_path / "out")
     safetensors.torch.save_file(content["engine"]["weights"], path)
-    code, _, errors = command("--checkpoint", path)
-    assert (code, len(errors)) == (WRONG_INPUT, 1)
-    assert errors[0] == f"{path}: does not say which recipe it was trained by; name it by --config FILE"
-    code, lines, _ = command("--checkpoint", path, "--config", folder / "config.yaml", "--output", tmp_path / "out")
+    code, _, (error,) = command("--checkpoint", path)
+    assert code == WRONG_INPUT and error.startswith(f"{path}: ") and "--config FILE" in error
+    code, lines, _ = command("--checkpoint", path, "--config", folder / "config.yaml", *out)
     assert code == DONE and f"top1 {end['top1']:.2%}" in lines[0]
     safetensors.torch.save_file(content["engine"]["weights"], path, {"recipe": content["recipe"]})
-    assert command("--checkpoint", path, "--output", tmp_path / "out")[1][0] == lines[0]
+    assert command("--checkpoint", path, *out)[1][0] == lines[0]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +132,7 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
     [
         (("--checkpoint", "RUN", "--images", "nowhere.png"), "nowhere.png: No such file or directory; name an image"),
         (("--checkpoint", "RUN", "--images", "/dev/zero"), "/dev/zero: not a regular file; name an image"),
+        (("--checkpoint", "RUN/checkpoints/step-00000008.pt", "--best"), "name one"),
         (("--checkpoint", "RUN", "--images", "LARGE"), "large.png: 1 x 178956970 pixels of this kind take 4,831,838,1"),
         (("--checkpoint", "RUN", "--images", "RUN/config.yaml"), "config.yaml: neither JPEG nor PNG"),
         (("--checkpoint", "RUN", "model.width=0.5"), r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16"),

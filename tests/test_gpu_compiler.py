@@ -1,7 +1,4 @@
-"""Our Triton kernels compile for a GPU: the interpreter, in which the other tests run them, takes what it refuses.
-
-They are compiled in a process of its own, without the interpreter.
-"""
+"""Our Triton kernels compile for a GPU: the interpreter of the other tests takes code that the compiler refuses."""
 
 import os
 import subprocess
@@ -29,15 +26,12 @@ def assembly(module, work) -> dict:
     """Name -> PTX for compute capability 9.0 of all kernels of a module that `work()` starts, which then do nothing."""
     import triton
 
-    kernels = {name: each for name, each in vars(module).items() if isinstance(each, triton.JITFunction)}
-    started = {}
-    for name in kernels:
-        setattr(module, name, _Recorder(name, started))
+    kernels, started = {name: each for name, each in vars(module).items() if isinstance(each, triton.JITFunction)}, {}
     try:
+        vars(module).update({name: _Recorder(name, started) for name in kernels})
         work()
     finally:
-        for name, kernel in kernels.items():
-            setattr(module, name, kernel)
+        vars(module).update(kernels)
     return {name: _compiled(kernels[name], *arguments) for name, arguments in started.items()}
 
 
@@ -112,8 +106,7 @@ _REST = [("momentum", torch.bfloat16, torch.float16), ("momentum", torch.float32
     ],
 )
 def test_kernels_compile_for_a_gpu(tmp_path, updates, convolutions):
-    """Without atomics, which add in any order. Convolutions use tensor cores and, where channels lie together, load 16
-    bytes at a time."""
+    """Without atomics, which add in any order. Convolutions use tensor cores and wide loads of channels."""
     pytest.importorskip("triton")
     script = _COMPILE.format(updates=updates, convolutions=convolutions)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

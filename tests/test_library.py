@@ -17,10 +17,6 @@ def trains(rank, size, sparse):
     return names["train"](6, sparse)
 
 
-def test_it_is_short():
-    assert len(LOOP.splitlines()) <= 35
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_loop_of_the_page_learns_on_two_ranks(sparse):

@@ -1,6 +1,5 @@
 """Names of files and classes that cannot be encoded, steer terminals, or mean something in tables and pictures."""
 
-import csv
 import io
 import os
 import subprocess
@@ -30,10 +29,8 @@ def images(tmp_path_factory):
             place = os.path.join(os.fsencode(folder), split, name)
             os.makedirs(place)
             for number in range(count):
-                file = io.BytesIO()
-                Image.fromarray(np.full((8, 8, 3), 90 * number, np.uint8)).save(file, "PNG")
                 with open(os.path.join(place, b"%d\xff.png" % number), "wb") as stream:
-                    stream.write(file.getvalue())
+                    Image.fromarray(np.full((8, 8, 3), 90 * number, np.uint8)).save(stream, "PNG")
     with open(os.path.join(os.fsencode(folder), b"train", NAMES[2], b"bad\x1b.png"), "wb") as stream:
         stream.write(b"words")
     return folder
@@ -70,9 +67,8 @@ def test_scores_table_picture_report_and_export_are_made(run, capsys):
     assert evaluate.main(["--checkpoint", str(run)]) == 0
     lines = capsys.readouterr().out
     assert "\x1b" not in lines and any(name in lines for name in PRINTED)
-    with open(run / "evaluation" / "classes.csv", newline="", encoding="utf-8") as stream:
-        names = {row["class"] for row in csv.DictReader(stream)}
-    assert names == {"$x^{$", "'=cmd\\x1b[31m", "caf\\xe9"}
+    classes = (run / "evaluation" / "classes.csv").read_text(encoding="utf-8")
+    assert all(name in classes for name in ("$x^{$", "'=cmd\\x1b[31m", "caf\\xe9"))
     with Image.open(run / "evaluation" / "confusion.png") as picture:
         assert picture.width > 300
     assert report.main([str(run), "--json"]) == 0
@@ -92,8 +88,7 @@ def test_images_of_such_names_are_classified(run, images, capsys):
     assert "\x1b" not in said and all(name in said for name in PRINTED)
 
 
-def test_a_command_that_meets_a_name_elsewhere_prints_it_all_the_same(images):
-    """Of stdout that takes ASCII only, as under PYTHONIOENCODING=ascii."""
+def test_other_names_are_printed_on_a_stdout_that_takes_ascii_only():
     code = "from training import command; command._open_streams(); print('caf\\xe9', '\\udce9')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)

@@ -29,9 +29,14 @@ from largebatch.models.families import build
 from largebatch.recipe import loading
 recipe = loading.load(sys.argv[1], [])
 assert sum(each.numel() for each in build(recipe.model, 0).parameters()) > 1e5
-assert {name for name in sys.modules if name.split(".")[0] in ("engines", "optim", "parallel", "recipe")} == set()
-assert {name for name in sys.modules if name.split(".")[0] in ("data", "models")} == {"data", "models"}
+ours = {"data", "models", "engines", "optim", "parallel", "recipe"}
+assert {name for name in sys.modules if name.split(".")[0] in ours} == {"data", "models"}
 """
+
+
+def succeed(command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_and_the_users_folders_are_both_there(tmp_path):
@@ -40,45 +45,17 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        site,
-        ".",
-    ]
-    done = subprocess.run(pip, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["largebatch"]
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
+    succeed([sys.executable, "-m", "pip", "install", *options, "."], source)
+    assert [path.name for path in site.iterdir() if path.suffix != ".dist-info"] == ["largebatch"]
     for number, name in enumerate(("data", "models", "tools"), 1):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text(f"OWN = {number}\n")
     program = project / "own.py"
     program.write_text(PROGRAM.replace("import data", f"sys.path.append({str(site)!r})\nimport data", 1))
-    command = [sys.executable, program, ROOT / "configs" / "quickstart.yaml"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("from optim.lars import LARS\n", "from largebatch.optim.lars import LARS\n"),
-        ("from data import mixing\nimport torch\n", "from largebatch.data import mixing\nimport torch\n"),
-        ("def f():\n    from recipe.config import Data\n", "def f():\n    from largebatch.recipe.config import Data\n"),
-        ("from dataclasses import field\n", "from dataclasses import field\n"),
-        ('"""\nfrom data import x\n"""\n', '"""\nfrom data import x\n"""\n'),
-    ],
-)
-def test_imports_are_moved(source, expected):
-    assert setup.moved(source) == expected
+    succeed([sys.executable, program, ROOT / "configs" / "quickstart.yaml"], project)
 
 
 def test_an_import_without_a_name_in_a_package_is_refused():
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(ValueError, match="import models"):
         setup.moved("import torch\nimport models.families\n")

@@ -1,6 +1,5 @@
 """Fixtures of tests that call train.py in this process."""
 
-import json
 import signal
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 import train
 from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, TINY
+from training.metrics import read_events
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 # Four steps, a checkpoint after each.
@@ -52,12 +52,11 @@ def files(folder):
 
 
 def events(folder, kind):
-    found = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return [event for event in found if event["event"] == kind]
+    return read_events(folder)[kind]
 
 
 def newest(folder):
-    return sorted((folder / "checkpoints").glob("*.pt"))[-1]
+    return max((folder / "checkpoints").glob("*.pt"))
 
 
 @pytest.fixture

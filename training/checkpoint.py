@@ -1,9 +1,8 @@
 """Checkpoints: written so that a crash at any moment leaves the last good one, read only if whole.
 
-A checkpoint is `step-00001234.pt` (loaded with weights_only) and, renamed into place after it,
-`step-00001234.json`: its step, size, SHA-256 and scores. Without a manifest a file counts for nothing, as its writing
-was cut off; a manifest that cannot be read, or does not match, is damage. What belongs to one replica is in
-`step-00001234.replica-0003.pt`, whose size and SHA-256 are in the same manifest.
+A checkpoint is `step-00001234.pt` (loaded with weights_only) and, renamed into place after it, its manifest
+`step-00001234.json`: step, score, size and SHA-256, also of `step-00001234.replica-0003.pt`, the state of a replica. A
+file without a manifest was cut off and does not count; a manifest that cannot be read, or does not match, is damage.
 """
 
 from __future__ import annotations
@@ -11,25 +10,43 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import mmap
 import os
 import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import IO, Callable, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import IO, Callable, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
 from recipe.errors import CheckpointError
 from recipe.files import stored_plainly, write
-from training.manifest import File, Manifest, parsed, written
 
 FORMAT = 1
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
-_REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: weights are not looked for in what has this one
-_OF_ANY_LENGTH = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # weights_only makes these, too
 _REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
+_REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: a replica's file holds no weights
+_OF_ANY_LENGTH = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # weights_only makes these, too
+_CHECKSUM = "checksum"  # key of the SHA-256 of all others; files of older programs have none
+
+
+class File(NamedTuple):
+    """Length and SHA-256 in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """Facts about a checkpoint. top1: share in [0, 1], None if it was not scored. replicas: their files, if any."""
+
+    step: int
+    bytes: int
+    sha256: str
+    top1: Optional[float]
+    replicas: Tuple[File, ...] = ()
 
 
 class CheckpointFolder:
@@ -50,8 +67,8 @@ class CheckpointFolder:
         """Writes `content` durably, then removes what need not be kept.
 
         Args:
-            replica_states: what belongs to one replica, in the order of their numbers; each is written before the next
-                is asked for, so that only one need be in memory.
+            replica_states: state of each replica in order. Each is written before the next is generated, so that only
+                one need be in memory.
 
         Raises:
             OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
@@ -79,11 +96,11 @@ class CheckpointFolder:
         return path
 
     def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
-        """The content of the newest checkpoint that is whole, or None if there never was one.
+        """Return the content of the newest whole checkpoint, or None if there never was one.
 
         Args:
             warn: called for each newer one that is passed over: damaged, or without a manifest.
-            with_replicas: whether the files of its replicas must be whole, too. Weights can be had without them.
+            with_replicas: whether the files of its replicas must be whole, too; weights can be had without them.
 
         Raises:
             CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
@@ -102,12 +119,11 @@ class CheckpointFolder:
                     replica_path = self.replica_path(step, replica)
                     with _opened(replica_path) as stream:
                         _compare(stream, replica_path, file)
+                return content
             except CheckpointError as error:
                 damaged.append(str(error))
                 self._damaged.add(step)
                 warn(f"{error}; trying the one before")
-                continue
-            return content
         if damaged or len(cut_off) > 1:  # one may be the first of the run, and its writing cut off
             raise CheckpointError(
                 f"{[*damaged, *cut_off][0]}; no older checkpoint is whole either: restore one with all files of its "
@@ -116,12 +132,11 @@ class CheckpointFolder:
         return None
 
     def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
-        """The content of the whole checkpoint with the highest top-1, the newest of several; None if none was scored.
+        """Return the content of the whole checkpoint with the highest top-1 (of equals the newest), None if none has.
 
         Args: warn: called for each better one that is damaged.
         """
-        scored = [manifest for manifest in self.manifests() if manifest.top1 is not None]
-        for manifest in sorted(scored, key=_score, reverse=True):
+        for manifest in _best_first(self.manifests()):
             try:
                 return load(self.path(manifest.step), manifest)
             except CheckpointError as error:
@@ -129,7 +144,7 @@ class CheckpointFolder:
         return None
 
     def manifests(self) -> List[Manifest]:
-        """Of all checkpoints whose manifest is whole, the oldest first."""
+        """Return all whole manifests, the oldest first."""
         found = []
         for step in self._steps():
             with contextlib.suppress(CheckpointError):
@@ -137,13 +152,13 @@ class CheckpointFolder:
         return [manifest for manifest in found if manifest is not None]
 
     def replica_count(self, step: int) -> int:
-        """How many replicas have a file of their own in the checkpoint of a step, which `load_newest` has read."""
+        """Number of replicas with a file of their own in the checkpoint of a step, which `load_newest` has read."""
         manifest = self._manifest(step)
         assert manifest is not None, f"step {step} has no manifest"
         return len(manifest.replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
-        """What `save` was given for that replica, on the CPU. `load_newest` has compared it with its checksum.
+        """Return that replica's state as it was saved, on the CPU; `load_newest` has compared its checksum.
 
         Raises:
             CheckpointError: the file cannot be read, or was not written by this program.
@@ -155,12 +170,9 @@ class CheckpointFolder:
         return content["state"]
 
     def _steps(self) -> List[int]:
-        """Of all checkpoints that have a file or a manifest, the oldest first."""
-        try:
-            with _reading(self.folder):
-                names = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
+        """Steps that have a checkpoint or a manifest, ascending."""
+        with _reading(self.folder):
+            names = os.listdir(self.folder) if self.folder.exists() else ()
         return sorted({int(found.group(1)) for found in map(_NAME.fullmatch, names) if found})
 
     def _manifest_path(self, step: int) -> Path:
@@ -171,9 +183,7 @@ class CheckpointFolder:
         path = self._manifest_path(step)
         try:
             with _reading(path):
-                return parsed(path.read_bytes(), step)
-        except FileNotFoundError:
-            return None
+                return parsed(path.read_bytes(), step) if path.exists() else None
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
 
@@ -181,36 +191,28 @@ class CheckpointFolder:
         for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
             leftover.unlink()
         manifests = [manifest for manifest in self.manifests() if manifest.step not in self._damaged]
-        kept = {manifest.step for manifest in manifests[-self._keep_last :]}
-        scored = [manifest for manifest in manifests if manifest.top1 is not None]
-        if self._keep_best and scored:
-            kept.add(max(scored, key=_score).step)
+        best = _best_first(manifests)[:1] if self._keep_best else []
+        kept = {manifest.step for manifest in (*manifests[-self._keep_last :], *best)}
         for manifest in manifests:
             if manifest.step not in kept:
                 self._manifest_path(manifest.step).unlink()
                 self.path(manifest.step).unlink(missing_ok=True)
-        self._remove_strays()
-
-    def _remove_strays(self) -> None:
-        """Removes files of replicas that no manifest lists: of checkpoints that are gone, or that were cut off."""
-        for path in self.folder.glob("step-*.replica-*.pt"):
+        for path in self.folder.glob("step-*.replica-*.pt"):  # those that no manifest lists
             name = _REPLICA_NAME.fullmatch(path.name)
             with contextlib.suppress(CheckpointError):  # a manifest that is damaged may list it
-                if name and not self._lists(int(name.group(1)), int(name.group(2))):
+                manifest = self._manifest(int(name.group(1))) if name else None
+                if name and (manifest is None or int(name.group(2)) >= len(manifest.replicas)):
                     path.unlink()
 
-    def _lists(self, step: int, replica: int) -> bool:
-        """Whether the manifest of a step lists a file of that replica. Raises CheckpointError."""
-        manifest = self._manifest(step)
-        return manifest is not None and replica < len(manifest.replicas)
 
-
-def _score(manifest: Manifest) -> Tuple[Optional[float], int]:
-    return manifest.top1, manifest.step
+def _best_first(manifests: List[Manifest]) -> List[Manifest]:
+    """Those that were scored, by falling top-1; of equals the newest first."""
+    scored = [manifest for manifest in manifests if manifest.top1 is not None]
+    return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
 
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
-    """The content of a checkpoint file, on the CPU; never runs code from it.
+    """Return the content of a checkpoint file, on the CPU; never runs code from it.
 
     Raises:
         CheckpointError: unreadable, truncated, altered, or not written by this program.
@@ -219,51 +221,47 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
         if manifest is not None:
             _compare(stream, path, File(manifest.bytes, manifest.sha256))
             stream.seek(0)
-        content = _unpacked(stream)
+        content = _unpickled(stream)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
     return content
 
 
+def unpickled(path: Path) -> object:
+    """Return what torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    with _opened(path) as stream:
+        return _unpickled(stream)
+
+
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what cannot be read; a file that is missing stays a FileNotFoundError."""
+    """Raises CheckpointError for what cannot be read within the block."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file at `path`. Raises CheckpointError where it is missing, or cannot be read within the block."""
-    try:
-        with _reading(path), open(path, "rb") as stream:
-            yield stream
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    with _reading(path), open(path, "rb") as stream:
+        yield stream
 
 
 def _compare(stream: IO[bytes], path: Path, expected: File) -> None:
-    digest, size = _digest(stream)
-    if (size, digest) != expected:
+    digest, size = hashlib.sha256(), 0
+    for chunk in iter(lambda: stream.read(1 << 20), b""):
+        digest.update(chunk)
+        size += len(chunk)
+    if File(size, digest.hexdigest()) != expected:
         raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
 
 
-def unpickled(path: Path) -> object:
-    """What torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    with _opened(path) as stream:
-        return _unpacked(stream)
-
-
-def _unpacked(stream: IO[bytes]) -> object:
-    """What torch.save wrote; None for anything else, and for what could run code when it is loaded."""
+def _unpickled(stream: IO[bytes]) -> object:
     try:
         if _swells(stream):
             return None
@@ -289,17 +287,34 @@ def _swells(stream: IO[bytes]) -> bool:
     return archive
 
 
+def _sha256(content: Union[bytes, memoryview]) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _write(path: Path, content: dict) -> File:
-    """Puts `content` in the place of `path`, as torch.save packs it."""
     buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
     torch.save(content, buffer)
     write(path, buffer.getbuffer(), durable=True)
-    return File(buffer.tell(), hashlib.sha256(buffer.getbuffer()).hexdigest())
+    return File(buffer.tell(), _sha256(buffer.getbuffer()))
 
 
-def _digest(stream) -> Tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
-    for chunk in iter(lambda: stream.read(1 << 20), b""):
-        digest.update(chunk)
-        size += len(chunk)
-    return digest.hexdigest(), size
+def written(manifest: Manifest) -> bytes:
+    # Without an empty list of replicas, which older programs do not know.
+    found = {key: value for key, value in manifest._asdict().items() if key != "replicas" or value}
+    return (json.dumps({**found, _CHECKSUM: _sha256(json.dumps(found, sort_keys=True).encode())}) + "\n").encode()
+
+
+def parsed(content: bytes, step: int) -> Manifest:
+    """The manifest in a file's content, which must be that of `step`. Raises ValueError: damaged."""
+    try:
+        found = json.loads(content.decode())
+        if _CHECKSUM in found and found.pop(_CHECKSUM) != _sha256(json.dumps(found, sort_keys=True).encode()):
+            raise ValueError("it does not match its own checksum")
+        manifest = Manifest(**{**found, "replicas": tuple(File(*file) for file in found.get("replicas", ()))})
+        if not (manifest.top1 is None or manifest.top1 >= 0):
+            raise ValueError(f"its top1 is {manifest.top1}")
+    except (TypeError, AttributeError, RecursionError):  # not the keys, or not the types, of a manifest
+        raise ValueError("it is no manifest of a checkpoint") from None
+    if manifest.step != step:
+        raise ValueError(f"it is that of step {manifest.step}")
+    return manifest

@@ -1,7 +1,6 @@
-"""Resolves `auto` in a recipe: measured or counted once, and the same in every session of a run.
+"""Resolves `auto` in a recipe once, so that all sessions of a run use the same value.
 
-What `auto` came to when the run began is in its config.yaml. What holds for a kind of device or a topology is in
-decisions.json, so that later sessions do not measure again.
+The run's config.yaml has the values with which it began; decisions.json those for a kind of device or a topology.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from training.run_folder import DECISIONS, begun_recipe
 
 _ENGINE = {"memory_format", "kernels"}
 _TOPOLOGY = {"stages", "virtual_stages", "schedule", "recompute"}
-_KEYS = {"subject", "place", "taken"}  # of an entry of decisions.json
+_KEYS = ("subject", "place", "taken")  # of an entry of decisions.json
 Say = Callable[[str], None]
 
 
 def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Recipe:
-    """`recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved. Every process calls.
+    """Return `recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved.
 
-    To what it comes here, or came to when the run in its folder began.
+    Every process calls. A run that has begun keeps its values.
     """
     links = recipe.exchange.method == "auto"
     device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
@@ -47,31 +46,28 @@ def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Rec
         section = begun.engine if begun else None
         if begun:
             place, folder = _device(recipe, processes), Path(output_folder(recipe))
-            found = processes.from_main(lambda: find(folder, "engine", place, _is_choice))
+            found = processes.from_main(lambda: find(folder, "engine", place))
             section = section.model_copy(update=found) if found else section
         recipe = tuning.resolve(recipe, batch, processes, say, section)
     return recipe
 
 
 def create_engine(
-    recipe: Recipe, asked: Recipe, batch: Batch, processes: Agreement, steps_per_epoch: int, say: Say
+    recipe: Recipe, given: Recipe, batch: Batch, processes: Agreement, steps_per_epoch: int, say: Say
 ) -> Engine:
-    """The engine of what `resolve` made of `asked`, once the run folder is open. Every process calls.
+    """Return the engine of `recipe`, which `resolve` made of `given`, and store its choices in the run folder.
 
-    Where processes have a stage each and the recipe leaves open where to cut, the run keeps its cut in a topology.
+    Every process calls. With `parallel.split: auto` the run keeps its cut in each topology.
     """
     topology, parallel, folder = processes.topology, recipe.parallel, Path(output_folder(recipe))
-    if recipe.engine != asked.engine:
+    if recipe.engine != given.engine:
         place, chosen = _device(recipe, processes), recipe.engine.model_dump(include=_ENGINE)
         processes.from_main(lambda: keep(folder, "engine", place, chosen))
     if parallel.split is not None or topology.stages == 1:
         return processes.together(lambda: factory.create(recipe, batch, processes, steps_per_epoch))
-    where = {
-        **_device(recipe, processes),
-        **parallel.model_dump(mode="json", include=_TOPOLOGY),
-        "replicas": topology.replicas,
-    }
-    cut = processes.from_main(lambda: find(folder, "split", where, lambda value: _is_cut(value, parallel.parts - 1)))
+    where = {**_device(recipe, processes), **parallel.model_dump(mode="json", include=_TOPOLOGY)}
+    where["replicas"] = topology.replicas
+    cut = processes.from_main(lambda: find(folder, "split", where))
     if cut:
         replicas = count(topology.replicas, "replica")
         say(f"split [{', '.join(cut)}], as this run has had it with {replicas} of {topology.stages} stages")
@@ -81,47 +77,30 @@ def create_engine(
     return engine
 
 
-def find(folder: Path, subject: str, place: Mapping[str, Any], fits: Callable[[Any], bool]) -> Any:
-    """The decision on a subject in a place by the run in `folder`, or None.
+def find(folder: Path, subject: str, place: Mapping[str, Any]) -> Any:
+    """Return the decision on a subject in a place (as JSON has it) by the run in `folder`, or None.
 
-    Args:
-        place: all that the decision holds for, as JSON has it.
-        fits: whether a value can be such a decision.
-
-    Raises:
-        CheckpointError: the file is damaged.
+    Raises CheckpointError: the file is damaged.
     """
-    for entry in _read(folder):
-        if (entry["subject"], entry["place"]) == (subject, place):
-            if not fits(entry["taken"]):
-                raise _damaged(folder)
-            return entry["taken"]
-    return None
+    return next((taken for *about, taken in _read(folder) if about == [subject, place]), None)
 
 
 def keep(folder: Path, subject: str, place: Mapping[str, Any], taken: Any) -> None:
-    """Has `find` return `taken` from now on. Raises CheckpointError where the file is damaged."""
-    before = _read(folder)
-    decision = {"subject": subject, "place": place, "taken": taken}
+    """Have `find` return `taken` from now on. Raises CheckpointError where the file is damaged."""
+    before, decision = _read(folder), [subject, dict(place), taken]
     if decision not in before:
-        others = [entry for entry in before if (entry["subject"], entry["place"]) != (subject, place)]
-        write_text(folder / DECISIONS, json.dumps([*others, decision], indent=1) + "\n")
+        entries = [*(entry for entry in before if entry[:2] != decision[:2]), decision]
+        text = json.dumps([dict(zip(_KEYS, entry)) for entry in entries], indent=1)
+        write_text(folder / DECISIONS, text + "\n")
 
 
-def _read(folder: Path) -> List[dict]:
+def _read(folder: Path) -> List[list]:
+    """The decisions so far, each as [subject, place, taken]."""
+    file = folder / DECISIONS
     try:
-        found = read_json(folder / DECISIONS)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError):
-        raise _damaged(folder) from None
-    if not (isinstance(found, list) and all(isinstance(entry, dict) and entry.keys() == _KEYS for entry in found)):
-        raise _damaged(folder)
-    return found
-
-
-def _damaged(folder: Path) -> CheckpointError:
-    return CheckpointError(f"{folder / DECISIONS}: damaged or not readable; restore it, or delete it to measure anew")
+        return [[entry[key] for key in _KEYS] for entry in read_json(file)] if file.exists() else []
+    except (OSError, ValueError, TypeError, KeyError):
+        raise CheckpointError(f"{file}: damaged or not readable; restore it, or delete it to measure anew") from None
 
 
 def _device(recipe: Recipe, processes: Agreement) -> dict:
@@ -129,11 +108,3 @@ def _device(recipe: Recipe, processes: Agreement) -> dict:
     from engines.devices import device_of, name_of
 
     return processes.from_main(lambda: {"device": name_of(device_of(recipe, processes.topology))})
-
-
-def _is_choice(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == _ENGINE and all(isinstance(each, str) for each in value.values())
-
-
-def _is_cut(value: object, points: int) -> bool:
-    return isinstance(value, list) and len(value) == points and all(isinstance(name, str) for name in value)

@@ -1,6 +1,6 @@
-"""What all commands share: how they start, a command line whose complaints are one line, and how they end.
+"""How all commands start, read their command line, and end. Loads nothing heavy.
 
-A command's file begins with `run(__file__)`, before its own imports. Loads nothing heavy.
+A command's file begins with `run(__file__)`, before its own imports.
 """
 
 import argparse
@@ -25,24 +25,19 @@ _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints what is wrong in one line, as every other error is printed."""
-
     def error(self, message):
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 
 
 def add_choice_of_weights(parser):
-    """Adds --weights and --best, by which commands choose among a run's weights."""
-    parser.add_argument(
-        "--weights",
-        choices=("trained", "step_average", "epoch_average"),
-        help="which weights of a run (default: trained; with --best those that scored best)",
-    )
+    """Add --weights and --best, by which commands choose among a run's weights."""
+    which = "which weights of a run (default: trained; with --best those that scored best)"
+    parser.add_argument("--weights", choices=("trained", "step_average", "epoch_average"), help=which)
     parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the best top-1")
 
 
 def naming(config, function, recipe):
-    """Returns function(recipe); puts the recipe's file before its ConfigError."""
+    """Return function(recipe), with the recipe's file named in a ConfigError."""
     try:
         return function(recipe)
     except ConfigError as error:
@@ -50,10 +45,7 @@ def naming(config, function, recipe):
 
 
 def run(file):
-    """Ends the process with the exit code of main() in the command `file`, which is imported here.
-
-    So Ctrl-C while it is imported ends in one line, too. Output whose reader has left is dropped.
-    """
+    """End the process with the exit code of main() in the command `file`, whose imports Ctrl-C may interrupt."""
     _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
@@ -70,9 +62,9 @@ def run(file):
 
 
 def one_line(again=AGAIN):
-    """Makes main() end with one line and its exit code where the input, an output or Ctrl-C ends it.
+    """Decorate main() to end with one line and an exit code where the input, an output or Ctrl-C ends it.
 
-    Args: again: what to do once the fault is mended; or a function that returns it.
+    Args: again: what to do once the fault is mended, or a function that returns it.
     """
 
     def decorate(main):
@@ -100,10 +92,7 @@ def one_line(again=AGAIN):
 
 
 def fail(message, code):
-    """Prints why on stderr; returns `code`. An empty message means that another rank prints it.
-
-    Then this one waits: a rank that ends takes all others with it, and they may still be closing files.
-    """
+    """Print why on stderr; return `code`. If another rank prints it (an empty message), leave it time to do so."""
     if str(message):
         print(message, file=sys.stderr, flush=True)
     elif code != STOPPED:  # after a stop all ranks have taken leave of each other
@@ -115,10 +104,9 @@ def fail(message, code):
 
 
 def finish(main):
-    """Calls main() and ends the process with the exit code that it returns; None is 0.
+    """Call main() and end the process with the exit code that it returns; None is 0.
 
-    One of several ranks that are still connected exits at once, as others may be gone. If it is only another that
-    failed, it lets that one print first.
+    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first.
     """
     try:
         code = main() or DONE
@@ -143,7 +131,7 @@ def finish(main):
 
 
 def _interrupt(number, frame):
-    """Ctrl-C: the first one is KeyboardInterrupt, the next ends the process at once."""
+    """Ctrl-C: the first raises KeyboardInterrupt, the next ends the process at once."""
     global _interrupted
     if _interrupted is None:
         _interrupted = time.monotonic()
@@ -153,7 +141,7 @@ def _interrupt(number, frame):
 
 
 class _Stream(io.FileIO):
-    """stdout or stderr: after a failed write the rest is dropped. A reader that has left is no failure."""
+    """stdout or stderr: after a failed write the rest is dropped; a closed pipe is no failure."""
 
     def write(self, data):
         try:
@@ -167,7 +155,7 @@ class _Stream(io.FileIO):
 
 
 def _open_streams():
-    """Makes stdout and stderr such streams; opens those that were closed, or the next file would take their number."""
+    """Replace stdout and stderr; open those that were closed, or the next file would take their number."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -175,13 +163,10 @@ def _open_streams():
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
-        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}
+        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}  # not strict: names may hold anything
         if before is not None:
             before.flush()
-            copied = ("encoding", "line_buffering", "write_through")
-            keywords.update({each: getattr(before, each) for each in copied})
-            if before.errors != "strict":  # else a name that others wrote would end a command
-                keywords["errors"] = before.errors
+            keywords.update({each: getattr(before, each) for each in ("encoding", "line_buffering", "write_through")})
         raw = _Stream(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **keywords))
 
@@ -189,4 +174,4 @@ def _open_streams():
 def _connected():
     """The module parallel.processes while this process is one of several ranks, else None."""
     processes = sys.modules.get("parallel.processes")
-    return processes if processes is not None and processes.connected() else None
+    return processes if processes and processes.connected() else None

@@ -19,20 +19,21 @@ ONNX, PROGRAM = ".onnx", ".pt2"
 INPUT, OUTPUT = "images", "logits"  # names in an .onnx file
 _INSIDE = ("image_size", "classes", "mean", "std")  # keys of the section `model` that a program was made for
 
-Logits = Callable[[torch.Tensor], torch.Tensor]  # uint8 [N, 3, H, W] -> float32 [N, classes]
-
 
 class Program(NamedTuple):
-    """An exported file. metadata: texts by name, see docs/export.md. logits: runs the program."""
+    """An exported file. metadata: texts by name, see docs/export.md.
+
+    logits: runs the program, uint8 [N, 3, H, W] -> float32 [N, classes].
+    """
 
     metadata: Dict[str, str]
-    logits: Logits
+    logits: Callable[[torch.Tensor], torch.Tensor]
 
 
 class ExportedModel:
     """An exported program that predicts as an engine does.
 
-    recipe: YAML text of its run. which: the weights of the run that it has. classes: names, None where there are none.
+    recipe: YAML text of its run. which: trained weights or an average. classes: names, None where there are none.
     """
 
     device = torch.device("cpu")
@@ -45,13 +46,12 @@ class ExportedModel:
         self._model = loading.loads(self.recipe, str(path)).model
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images of `batch`: float32 [valid, classes]. Raises CheckpointError: it has none."""
+        """Return logits of the valid images, float32 [valid, classes]. Raises CheckpointError: it gives none."""
         try:
             logits = self._program.logits(batch.images.contiguous())
-        except Exception as error:  # of whatever it is that a damaged program computes
+        except Exception as error:  # a damaged program may compute anything
             raise CheckpointError(f"{self.path}: its program fails: {first_line(error)}") from None
-        shape = [len(batch.images), self._model.classes]
-        found = list(logits.shape)
+        shape, found = [len(batch.images), self._model.classes], list(logits.shape)
         if found != shape or logits.dtype != torch.float32:
             raise CheckpointError(f"{self.path}: its program gives {logits.dtype} {found}, not float32 {shape}")
         return logits[: batch.valid]
@@ -75,7 +75,7 @@ def is_exported(path: str) -> bool:
 
 
 def read(path: str, which: Optional[str] = None) -> ExportedModel:
-    """The program in a file. Args: which: None or `trained` for any weights, else the average that it must have.
+    """Return the program in a file. Args: which: the average that it must have; None or `trained`: any weights.
 
     Raises CheckpointError where there is none that tools.export wrote, its weights are others, or the package that runs
     it is missing.
@@ -100,19 +100,18 @@ def read(path: str, which: Optional[str] = None) -> ExportedModel:
 
 
 def opened(suffix: str, content: bytes) -> Program:
-    """The program in a file's content, ready to run.
+    """Return the program in a file's content, ready to run.
 
     Raises ImportError where the package that runs it is missing, and exceptions of any kind where it is no program.
     """
     if suffix == ONNX:
-        return _opened_onnx(content)
-    archive = Archive(content)
-    metadata, run = _ours(archive.texts()), function_of(archive)
-
-    def logits(images: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return run(images)
-
+        metadata, logits = _opened_onnx(content)
+    else:
+        archive = Archive(content)
+        metadata, logits = archive.texts(), torch.no_grad()(function_of(archive))
+    for name in ("recipe", "weights"):
+        if name not in metadata:
+            raise ValueError(f"its metadata has no {name}")
     return Program(metadata, logits)
 
 
@@ -127,17 +126,13 @@ def _opened_onnx(content: bytes) -> Program:
     proto = onnx.load_from_string(content)
     if _names_files(proto):
         raise ValueError("some of its numbers are in other files")
-    metadata = _ours({each.key: each.value for each in proto.metadata_props})
+    metadata = {each.key: each.value for each in proto.metadata_props}
     del proto
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4  # what it has to say it also raises
+    options.log_severity_level = 4  # what it logs it also raises
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-
-    def logits(images: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
-
-    return Program(metadata, logits)
+    return Program(metadata, lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0]))
 
 
 def _names_files(message: Any) -> bool:
@@ -146,11 +141,3 @@ def _names_files(message: Any) -> bool:
         return bool(message.external_data) or message.data_location != message.DEFAULT
     fields = (value for field, value in message.ListFields() if field.message_type is not None)
     return any(_names_files(each) for value in fields for each in (value if hasattr(value, "add") else (value,)))
-
-
-def _ours(metadata: Dict[str, str]) -> Dict[str, str]:
-    """Raises ValueError for metadata that tools.export does not write."""
-    for name in ("recipe", "weights"):
-        if name not in metadata:
-            raise ValueError(f"its metadata has no {name}")
-    return metadata

@@ -1,4 +1,4 @@
-"""The registry of loggers, which take the numbers of a run besides metrics.jsonl, and those that a session starts.
+"""The registry of loggers, which receive the numbers of a run besides metrics.jsonl.
 
 A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class that registers for it,
 in services.py or a file of its own::
@@ -11,8 +11,7 @@ in services.py or a file of its own::
         key = "csv"
         ...
 
-What belongs to a service rather than to the run, such as the project, is set by the service's own environment variables
-(WANDB_PROJECT, MLFLOW_TRACKING_URI ...).
+What belongs to a service, such as the project, is set by its own environment variables (WANDB_PROJECT ...).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from recipe.kinds import Registry
 from training import metrics
 from training.run_folder import first_difference
 
-FILE = "loggers.json"  # in the run folder: the services' names for the run, and the last events that they received
+FILE = "loggers.json"  # in the run folder: state of each service by its key
 
 
 class ServiceState(NamedTuple):
@@ -48,7 +47,7 @@ class ServiceState(NamedTuple):
 
 
 class Session(NamedTuple):
-    """What a logger starts from. step: updates done so far. earlier: None in a run's first session."""
+    """Arguments of a logger. step: updates done so far. earlier: None in a run's first session."""
 
     name: str
     recipe: Dict[str, dict]
@@ -59,11 +58,11 @@ class Session(NamedTuple):
 
 
 class Logger(ABC):
-    """Takes the events of one session of a run, on its main rank; made from a `Session`.
+    """Receives the events of one session of a run, on its main rank.
 
-    key: of the section `log`. package: what to install by pip for a service, which is imported by the key; such a
-    logger never ends a run: once it fails, it is left out. settings: defaults of the service's environment variables.
-    run: the service's name for the run.
+    key: of the section `log`. package: pip's name of a service's package, whose module is named by the key; a service
+    never ends a run: once it fails, it is left out. settings: defaults of its environment variables. run: its name for
+    the run.
     """
 
     key: str
@@ -76,18 +75,18 @@ class Logger(ABC):
 
     @abstractmethod
     def event(self, kind: str, step: int, values: dict) -> None:
-        """Takes one event of metrics.jsonl; `values` are its fields but `event` and `step`."""
+        """Receive one event of metrics.jsonl; `values` are its fields but `event` and `step`."""
 
     @abstractmethod
     def close(self, exit_code: int) -> None:
-        """Ends the session; `exit_code` is that of train.py (recipe/errors.py)."""
+        """End the session; `exit_code` is that of train.py."""
 
 
 LOGGERS: Registry[Type[Logger]] = Registry("a logger")
 
 
 def numbers(kind: str, values: dict) -> Dict[str, float]:
-    """The numbers of an event by name: `kind/name`, and those of a dictionary `name/key`."""
+    """Return the numbers of an event by name: `kind/name`, and those of a dictionary `name/key`."""
     found = {}
     for name, value in values.items():
         if isinstance(value, (int, float)):
@@ -98,7 +97,7 @@ def numbers(kind: str, values: dict) -> Dict[str, float]:
 
 
 class Service(Logger):
-    """A logger that may fail, and then is left out."""
+    """A logger that is left out once it fails."""
 
     def __init__(self, logger: Type[Logger], session: Session):
         self.key, self._say = logger.key, session.say
@@ -109,17 +108,15 @@ class Service(Logger):
         self.run = self._logger.run if self._logger else None
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        if self._logger:
-            self._try(lambda: self._logger.event(kind, step, values))
+        self._try(lambda: self._logger and self._logger.event(kind, step, values))
 
     def close(self, exit_code: int) -> None:
-        if self._logger:
-            self._try(lambda: self._logger.close(exit_code))
+        self._try(lambda: self._logger and self._logger.close(exit_code))
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # of whatever kind: these are libraries that talk to servers
+        except Exception as error:  # libraries that talk to servers raise anything
             self._logger = None
             self._say(f"log.{self.key}: {first_line(error)}; the run goes on without it")
 
@@ -130,27 +127,23 @@ def _wanted(log: Log) -> List[Type[Logger]]:
 
 def check(log: Log) -> None:
     """Raises ConfigError for a service whose package is not installed."""
-    for logger in _wanted(log):
-        found = importlib.util.find_spec(logger.key) if logger.package else None
-        # A module without an origin is a folder that happens to have this name.
-        if logger.package and (found is None or found.origin is None):
+    for key, package in ((logger.key, logger.package) for logger in _wanted(log) if logger.package):
+        found = importlib.util.find_spec(key)
+        if found is None or found.origin is None:  # without an origin it is a folder of this name
             raise ConfigError(
-                f"log.{logger.key}: the package {logger.key} is not installed; pip install {logger.package}, or "
-                f"log.{logger.key}=false"
+                f"log.{key}: the package {key} is not installed; pip install {package}, or log.{key}=false"
             )
 
 
 def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
-    """The state of each service; call it before metrics.jsonl is cut back to the checkpoint.
+    """Return the state of each service by key; call it before metrics.jsonl is cut back to the checkpoint.
 
-    Between the checkpoint and the end of metrics.jsonl are events that will come a second time.
+    The events behind the checkpoint, which services have, will come a second time.
     """
     wanted = {logger.key for logger in _wanted(log) if logger.package}
-    if not wanted:
-        return {}
-    steps = metrics.last_steps(folder / metrics.NAME)
     try:
-        states = {name: ServiceState(**entry) for name, entry in read_json(folder / FILE).items()}
+        states = {name: ServiceState(**entry) for name, entry in read_json(folder / FILE).items()} if wanted else {}
+        steps = metrics.last_steps(folder / metrics.NAME) if states else {}
         for name in wanted & states.keys():
             have = states[name].steps
             later = {kind: max(have.get(kind, 0), steps.get(kind, 0)) for kind in {**have, **steps}}
@@ -161,7 +154,7 @@ def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
 
 
 def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Callable[[str], None]) -> List[Logger]:
-    """The loggers that the recipe selects. Args: states: of `service_states`; say: prints a line.
+    """Start the loggers that the recipe selects. Args: states: of `service_states`; say: prints a line.
 
     Raises OSError where the run folder cannot be written.
     """
@@ -181,10 +174,8 @@ def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Calla
 
 
 def _same_run(state: ServiceState, recipe: Recipe) -> bool:
-    """Whether a service has this recipe: before anything is trained, another may take its place."""
-    if state.recipe is None:
-        return True
+    """Whether a service has this recipe, which may be changed before anything is trained."""
     try:
-        return not first_difference(Recipe.model_validate_json(json.dumps(state.recipe)), recipe)
+        return not (state.recipe and first_difference(Recipe.model_validate_json(json.dumps(state.recipe)), recipe))
     except ValueError:
         return False

@@ -1,7 +1,6 @@
-"""The training loop: steps, evaluations and checkpoints in order, on an engine it knows nothing about.
+"""The training loop, on any engine. The order within a step is update, log, evaluation, checkpoint.
 
-The order within a step is update, log, evaluation, checkpoint; a checkpoint therefore holds everything that
-was written before it, and a resumed run writes the rest as the undisturbed run would have.
+A checkpoint therefore covers everything written before it, and a resumed run writes the rest as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ _INPUT_BOUND = 0.1  # share of the training time above which waiting for images 
 
 
 class TrainingError(Exception):
-    """The run cannot go on, by its own rules: one line with the reason and the remedy."""
+    """The run cannot go on: one line with the reason and the remedy."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; it was saved and a rerun resumes it."""
+    """A signal stopped the run; it was saved and a rerun resumes it."""
 
 
 @dataclass
 class Progression:
-    """Where a run is: all that the loop itself must remember. Saved in every checkpoint.
+    """State of the loop itself, saved in every checkpoint.
 
     step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
-    event belongs behind it. loss, correct, images, steps_in_window: sums since the last log line. seconds: of all
-    sessions; paused: those not spent training; waited: those a device waited for images. lines_above_limit: the last
-    log lines in a row whose loss is above run.loss_limit. scores: of the last evaluation. growth: see Course.
+    event follows. loss, correct, images, steps_in_window: sums since the last log line. seconds: of all sessions;
+    paused: those not spent training; waited: those a device waited for images. lines_above_limit: the last log lines
+    in a row whose loss is above run.loss_limit. scores: of the last evaluation. growth: see Course.
     """
 
     step: int = 0
@@ -77,9 +76,8 @@ class Progression:
 class Trainer:
     """One run from a step to its end.
 
-    checkpoints, monitor: used on the main rank; those of other ranks write nothing. flops_per_image: of forward and
-    backward pass together, by epoch, for the utilisation (MFU). classes: their names, which checkpoints carry along.
-    trace_folder: for the timeline that `log.trace` selects.
+    checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
+    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`.
     """
 
     recipe: Recipe
@@ -109,12 +107,12 @@ class Trainer:
         self._last_unreadable = ""
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """Trains to the end. Args: micro_batches: of this replica, from the current step on.
+        """Train to the end. Args: micro_batches: of this replica, from the current step on.
 
         Raises:
             Stopped: after SIGTERM or SIGINT, once the step is done and saved.
-            TrainingError: too many steps in a row without finite gradients, lost weights, or a loss beyond reason.
-            DataError: none of the images since the last log line could be read.
+            TrainingError: too many steps in a row without finite gradients, lost weights, or a loss above the limit.
+            DataError: no image since the last log line could be read.
         """
         with StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
@@ -134,20 +132,18 @@ class Trainer:
         self._correct += result.correct
         progression.images += result.images
         progression.steps_in_window += update.steps
-        # Also those that could not be read: they took their time.
-        images = self.recipe.batch.global_ * update.steps
+        images = self.recipe.batch.global_ * update.steps  # with unreadable ones, which took time, too
         self._clock.count(images, images * self.flops_per_image(step // self.lengths.steps_per_epoch))
         for message in result.unreadable:
             progression.unreadable += 1
             self._last_unreadable = message
-            self.monitor.progress.say(f"left out: {message}")
+            self.monitor.say(f"left out: {message}")
         progression.step = done
         if done % self.lengths.steps_per_epoch == 0:
             self.engine.end_epoch()
         if log:
             self._log(result, update)
         self._grow(done)
-        self.monitor.progress.tick(done)
         start = time.monotonic()
         if last or update.reaches(self._evaluate_every):
             self._evaluate(done)
@@ -163,7 +159,7 @@ class Trainer:
             self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, update: Update) -> None:
-        """One line about the steps since the last one. Here, and only here, the loop waits for the device."""
+        """Report the steps since the last log line. Here, and only here, the loop waits for the device."""
         step = update.end - 1
         in_row, progression, recipe = result.skipped_in_row.item(), self.progression, self.recipe
         images, steps = progression.images, progression.steps_in_window
@@ -176,8 +172,7 @@ class Trainer:
         rate, flops, waiting = self._clock.lap(max(self.engine.processes.gather(self.engine.data_wait())))
         values = {
             "epoch": self._epochs(step + 1),
-            # Images that could not be read have no loss; in the sums of the steps they stand as 0.
-            "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),
+            "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),  # unreadable images added 0
             "top1": self._correct.item() / images,
             "lr": self._rate(update.step),
             **({"batch": update.steps * recipe.batch.global_} if recipe.batch.schedule else {}),
@@ -195,54 +190,44 @@ class Trainer:
             names = list(result.norms.trust)
             ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
             values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
-        noise = self._noise(values)
         left = (self.lengths.total - step - 1) * recipe.batch.global_ / rate
-        text = (  # with the bar before it, it fits a terminal of 80 columns
-            f"loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} MFU {values['mfu']:.0%} "
-            f"wait {waiting:.0%} ETA {duration(left)}{noise}"
+        text = (
+            f"step {step + 1}/{self.lengths.total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} "
+            f"MFU {values['mfu']:.0%} wait {waiting:.0%} ETA {duration(left)}"
         )
-        self.monitor.event("train", step + 1, values, "")
-        self.monitor.progress.advance(step + 1, text)
+        whole, layers = self.engine.noise_scale()
+        if whole is not None:
+            values["noise_scale"] = whole._asdict()
+            text += f" noise {whole.images:,.0f}±{whole.error:,.0f}"
+        if whole is not None and layers:
+            values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
+        self.monitor.event("train", step + 1, values, text)
         self._loss.zero_()
         self._correct.zero_()
         progression.images = progression.steps_in_window = 0
         self._check_loss(values["loss"], step)
         if in_row > recipe.precision.max_skipped_steps:
-            remedy = "lower schedule.peak (or peak_per_image)"
-            if recipe.precision.dynamic_loss_scale:
-                remedy = f"the loss scale has fallen to {values['loss_scale']:g}, so it is not too high; {remedy}"
-            else:
-                remedy += " or precision.loss_scale"
+            scale = f"the loss scale has fallen to {values['loss_scale']:g}, so it is not too high; lower schedule.peak"
+            if not recipe.precision.dynamic_loss_scale:
+                scale = "lower precision.loss_scale or schedule.peak"
             self._raise(
                 TrainingError,
                 f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
-                f"{_where(self.engine)}; the weights are those of step {step + 1 - in_row}; {remedy}",
+                f"{_where(self.engine)}; the weights are those of step {step + 1 - in_row}; {scale} (or "
+                "peak_per_image)",
             )
-
-    def _noise(self, values: dict) -> str:
-        """Adds the gradient noise scale to the values of a log line, if it is known; and its words."""
-        whole, layers = self.engine.noise_scale()
-        if whole is None:
-            return ""
-        values["noise_scale"] = whole._asdict()
-        if layers:
-            values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
-        return f" noise {whole.images:,.0f}±{whole.error:,.0f}"
 
     def _grow(self, done: int) -> None:
         """Make the batch larger where the schedule and the noise scale allow it."""
-        if not self._course.may_grow(done):
-            return
-        noise, _ = self.engine.noise_scale()
+        noise, _ = self.engine.noise_scale() if self._course.may_grow(done) else (None, None)
         batch = self._course.grow(done, noise.images, noise.error) if noise is not None else None
-        if batch is None:
-            return
-        self.progression.growth = [list(each) for each in self._course.growth]
-        scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
-        self.monitor.progress.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
+        if batch is not None:
+            self.progression.growth = [list(each) for each in self._course.growth]
+            scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
+            self.monitor.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
 
     def _check_loss(self, loss: float, step: int) -> None:
-        """Raises TrainingError where the loss has been out of all reason for some lines of the log."""
+        """Raises TrainingError where the loss was above run.loss_limit in some log lines in a row."""
         times, progression = self.recipe.run.loss_limit, self.progression
         limit = times * math.log(self.recipe.model.classes)
         progression.lines_above_limit = progression.lines_above_limit + 1 if loss > limit else 0
@@ -255,11 +240,11 @@ class Trainer:
             )
 
     def _raise(self, kind: Type[Exception], message: str) -> NoReturn:
-        """Raises an error that all ranks raise; the main one alone with the message."""
+        """Raises an error that all ranks raise; only the main one has the message."""
         raise kind(message if self.engine.topology.is_main else "") from None
 
     def _trace(self, last: bool) -> None:
-        """Writes the timeline, once the steps after the session's first that are to be traced are done."""
+        """Write the timeline once the steps to trace, which follow the session's first, are done."""
         if self._steps_to_trace is None:
             return
         self._steps_to_trace -= 1
@@ -268,18 +253,15 @@ class Trainer:
         self._steps_to_trace = None
         spans = self.engine.recorder.collect() if self.engine.recorder else []
         if spans:
-            self.monitor.metrics.check()
-            text = timeline.write(
-                self.trace_folder,
-                spans,
-                micro_batches=self.engine.batch.accumulation,
-                stages=self.engine.topology.stages,
-                virtual=self.recipe.parallel.virtual_stages or 1 if self.engine.topology.stages > 1 else 1,
-            )
-            self.monitor.progress.say(text)
+            self.monitor.check()
+            stages = self.engine.topology.stages
+            virtual = self.recipe.parallel.virtual_stages or 1 if stages > 1 else 1
+            micro_batches = self.engine.batch.accumulation
+            text = timeline.write(self.trace_folder, spans, micro_batches, stages, virtual)
+            self.monitor.say(text)
 
     def _evaluate(self, step: int) -> None:
-        """Scores the weights, and beside them the averages that there are so far."""
+        """Score the weights and the averages that exist so far."""
         with self.engine.using(TRAINED):
             scores: Scores = evaluate(self.engine, self.evaluation_batches)
         values, text = scores._asdict(), f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
@@ -291,20 +273,13 @@ class Trainer:
         self.progression.scores = values
         self.progression.best_top1 = max(self.progression.best_top1, scores.top1)
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
-        self.monitor.event(
-            "eval",
-            step,
-            {"epoch": self._epochs(step), **values},
-            f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}",
-        )
+        text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}"
+        self.monitor.event("eval", step, {"epoch": self._epochs(step), **values}, text)
 
     def _save(self, scheduled: bool, evaluated: bool) -> None:
-        """Saves the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics.
-
-        Args: evaluated: whether these weights have been scored.
-        """
+        """Save the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
         progression = self.progression
-        progression.metrics_bytes = self.monitor.metrics.position()
+        progression.metrics_bytes = self.monitor.position()
         progression.logged_checkpoint = scheduled
         progression.seconds, progression.paused = self._clock.seconds(), self._clock.paused
         progression.waited = self._clock.waited
@@ -318,10 +293,10 @@ class Trainer:
         replica_states = self.engine.replica_states()
         if not self.engine.topology.is_main:
             for _ in replica_states:
-                pass  # what this rank has goes to the main one
+                pass  # sends this rank's to the main one
             return
         top1 = max(top1_by_weights(progression.scores).values()) if evaluated else None
-        self.monitor.metrics.check()
+        self.monitor.check()
         self.checkpoints.save(progression.step, content, top1, replica_states)
         if scheduled:
             note_checkpoint(self.monitor, progression)
@@ -334,21 +309,14 @@ class Trainer:
         workers = workers_needed(self.recipe.data.workers, waited) if waited > _INPUT_BOUND else None
         averages = {name: scores[name] for name in AVERAGES if name in scores}
         values = {
-            "top1": scores["top1"],
-            "top5": scores["top5"],
-            "best_top1": progression.best_top1,
-            **averages,
-            "images": images,
-            "images_per_second": images / seconds,
-            "seconds": seconds,
-            "data_wait": waited,
-            "input_bound": workers is not None,
-            "workers_needed": workers,
+            **{"top1": scores["top1"], "top5": scores["top5"], "best_top1": progression.best_top1, **averages},
+            **{"images": images, "images_per_second": images / seconds, "seconds": seconds},
+            **{"data_wait": waited, "input_bound": workers is not None, "workers_needed": workers},
         }
+        own = "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
         text = (
-            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  "
-            + "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
-            + f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
+            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  {own}"
+            f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         if workers is not None:
             text += (
@@ -367,13 +335,13 @@ class Trainer:
         if self._signal is None:
             self._signal = number
             with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
-                self.monitor.progress.say(f"{name_of(number)}: finishing this step, then saving")
+                self.monitor.say(f"{name_of(number)}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
 
 
 def _where(engine: Engine) -> str:
-    """Which parameters' gradients are not finite. Going backwards, they spoil all those before them."""
+    """Names the parameter nearest to the loss whose gradient is not finite; it spoils all those before it."""
     found = {name for own in engine.processes.gather(engine.not_finite()) for name in own}
     names = [name for name in engine.shapes if name in found]
     if len(names) > 1:
@@ -382,5 +350,5 @@ def _where(engine: Engine) -> str:
 
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:
-    """The event of a scheduled checkpoint, written once it is on the disk, or when a run resumes from it."""
+    """Report a scheduled checkpoint, once it is on the disk, or when a run resumes from it."""
     monitor.event("checkpoint", progression.step, {"file": f"checkpoints/step-{progression.step:08d}.pt"}, "")

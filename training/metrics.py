@@ -1,7 +1,6 @@
-"""metrics.jsonl: the events of a run, one JSON object a line. Written and read here only; loads no torch.
+"""metrics.jsonl: the events of a run, one JSON object a line. Loads no torch.
 
-An event has `event` (train, eval, checkpoint or end) and `step` (updates done). `lines` is for readers that skip
-damaged lines, `read_events` for those that refuse them.
+An event has `event` (train, eval, checkpoint or end) and `step` (updates done).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
+from typing import IO, Dict, Iterator, List, NamedTuple, Optional, Union
 
 from recipe.bounded import parse_json
 from recipe.errors import UserError
@@ -27,26 +26,23 @@ _NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "imag
 
 
 class Line(NamedTuple):
-    """A line of the file, counted from 1, and its event, if it is one."""
+    """A line of the file, numbered from 1, and its event, None where it is damaged."""
 
     number: int
     event: Optional[dict]
 
 
 def lines(path: Path) -> Iterator[Line]:
-    """The lines of a metrics file, which may still be written: a last one that was cut off is left out.
-
-    Raises OSError where the file cannot be read.
-    """
+    """Yield the lines of a metrics file except a last one that is cut off. Raises OSError: it cannot be read."""
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
-            event = event_in(line)
+            event = _event_in(line)
             if event is not None or line.endswith(b"\n"):
                 yield Line(number, event)
 
 
 def read_events(folder: Path) -> Dict[str, List[dict]]:
-    """The events of the run in a folder by kind. Raises UserError where there is none, or a line is damaged."""
+    """Return the events of a run by kind. Raises UserError where the file is missing, or a line is damaged."""
     path = folder / NAME
     found: Dict[str, List[dict]] = {}
     try:
@@ -60,60 +56,48 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
 
 
 def last(path: Path) -> Optional[dict]:
-    """The event in the last line of a file; None without a file, or where that line is damaged or cut off."""
+    """Return the event in the last line; None without a file, or where that line is damaged or cut off."""
     try:
         with open(path, "rb") as stream:
             line = collections.deque(stream, maxlen=1)
     except OSError:
         return None
-    return event_in(line[0]) if line else None
+    return _event_in(line[0]) if line else None
 
 
 def last_steps(path: Path) -> Dict[str, int]:
-    """The last step of each kind of event; damaged lines are skipped, without a file there are none."""
+    """Return the last step of each kind of event in a file, which may be damaged or missing."""
     try:
         return {line.event["event"]: line.event["step"] for line in lines(path) if line.event}
     except OSError:
         return {}
 
 
-def event_in(line: Union[bytes, str]) -> Optional[dict]:
-    """The event in a line, each of `_NUMBERS` a finite number or None; None for anything else."""
+def _event_in(line: Union[bytes, str]) -> Optional[dict]:
     try:
         event = parse_json(line)
     except ValueError:
         return None
-    whole = (
-        isinstance(event, dict)
-        and isinstance(event.get("event"), str)
-        and type(event.get("step")) is int
-        and 0 <= event["step"] < MOST_STEPS
-        and all(is_number(event.get(name)) for name in _NUMBERS)
-    )
+    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
+    whole = whole and 0 <= event["step"] < MOST_STEPS and all(is_number(event.get(name)) for name in _NUMBERS)
     return event if whole else None
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of an event is a finite number, or null: one that was not finite."""
+    """Whether a value of an event is a finite number, or null in the place of another one."""
     return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
 
 
 class Metrics:
     """The file as a run writes it: appended, and cut back to the checkpoint when the run resumes."""
 
-    def __init__(self, path: Path, keep_bytes: int, check_folder: Callable[[], None] = lambda: None):
-        """Opens the file, keeping its first `keep_bytes` bytes: the rest will be written again.
-
-        Args: check_folder: raises OSError once the folder is no longer the one that was opened.
-        """
-        self._path, self._check_folder = path, check_folder
-        check_folder()
+    def __init__(self, path: Path, keep_bytes: int):
+        self._path = path
         self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
         self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
 
     def check(self) -> None:
-        """Raises OSError where the folder, or the file in it, is no longer the one that was opened."""
-        self._check_folder()
+        """Raises OSError where the path no longer leads to the file that was opened."""
         check_same(self._path, self._stream.fileno())
 
     def write(self, event: dict) -> None:
@@ -134,19 +118,6 @@ class Metrics:
     def close(self) -> None:
         with writing(self._path):  # what a failed write has left is tried again
             self._stream.close()
-
-
-class NoMetrics:
-    """Stands for `Metrics` on all ranks but the main one."""
-
-    def check(self) -> None: ...
-
-    def write(self, event: dict) -> None: ...
-
-    def position(self) -> int:
-        return 0
-
-    def close(self) -> None: ...
 
 
 def _valid_json(value: object) -> object:

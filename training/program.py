@@ -1,8 +1,7 @@
 """Programs of torch.export, run operator by operator from an archive's tables and plain numbers alone.
 
-torch.export.load unpickles parts of an archive and evaluates texts in it as Python: a stranger's file could run code.
-Here nothing is unpickled or evaluated: operators are those of `_OPERATORS`, weights are bytes, and what else an archive
-has, such as sample inputs, is never opened.
+torch.export.load unpickles parts of an archive and evaluates texts in it: a stranger's file could run code. Here
+operators are those of `_OPERATORS`, weights are bytes, and other members, such as sample inputs, are never opened.
 """
 
 from __future__ import annotations
@@ -59,15 +58,14 @@ class Archive:
             raise ValueError("it holds compiled code")
 
     def read(self, name: str) -> bytes:
-        """A member, compared with its checksum."""
         if name not in self._members:
             raise ValueError(f"{name} is missing")
         return self._archive.read(self._members[name])
 
     def texts(self) -> Dict[str, str]:
-        """Texts beside the program, by name."""
-        named = {name: name.rpartition("extra/")[2] for name in self._members if name.startswith("extra/")}
-        return {key: self.read(name).decode() for name, key in named.items()}
+        """Return the texts beside the program, by name."""
+        names = [name for name in self._members if name.startswith("extra/")]
+        return {name[len("extra/") :]: self.read(name).decode() for name in names}
 
 
 def function_of(archive: Archive) -> Callable[[torch.Tensor], torch.Tensor]:

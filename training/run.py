@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -19,7 +19,7 @@ from parallel import topology
 from parallel.agreement import Agreement
 from parallel.topology import Topology
 from recipe import batch as arithmetic
-from recipe import loading, timm_weights
+from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Model, Recipe
 from recipe.division import count
@@ -27,15 +27,15 @@ from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, D
 from training import choices, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
-from training.metrics import NAME, Metrics, NoMetrics, last_steps
-from training.monitor import Monitor, Progress, create_progress, duration
+from training.metrics import NAME, Metrics, last_steps
+from training.monitor import Monitor, duration
 from training.run_folder import RunFolder, first_difference, note_session
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
 
 class _Images(NamedTuple):
-    """The images; ranks where none enter have no sources. digest: of both sources, with a hyphen between."""
+    """Sources, None on ranks where no images enter, and their sizes. digest: of both sources, joined by a hyphen."""
 
     train: Optional[Source]
     validation: Optional[Source]
@@ -46,9 +46,7 @@ class _Images(NamedTuple):
 
 
 def run(recipe: Recipe) -> None:
-    """Trains `recipe` to its end, resuming what its run folder holds. Prints the plan and the progress.
-
-    Every rank of a run calls this; the main rank alone prints and writes.
+    """Train `recipe` to its end, resuming what its run folder holds. All ranks call this; only the main one prints.
 
     Raises:
         UserError: recipe, data or run folder cannot be used.
@@ -62,11 +60,12 @@ def run(recipe: Recipe) -> None:
     _check_one_recipe(recipe, processes)
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
-    say = print if place.is_main else _nothing
-    for source in (images.train, images.validation):
-        for note in source.notes if source is not None else ():
+    say = print if place.is_main else _silent
+    for source in filter(None, (images.train, images.validation)):
+        for note in source.notes:
             say(note)
-    asked, recipe = recipe, choices.resolve(recipe, batch, processes, say)
+    given, recipe = recipe, choices.resolve(recipe, batch, processes, say)
+    output = arithmetic.output_folder(recipe)
     folder: Optional[RunFolder] = None
 
     def open_folder() -> Optional[dict]:
@@ -79,47 +78,37 @@ def run(recipe: Recipe) -> None:
         event = processes.from_main(open_folder)
         if event:
             say(
-                f"{arithmetic.output_folder(recipe)}: this run is finished: top1 {event['top1']:.2%} in "
-                f"{duration(event['seconds'])}; train again with run.output=FOLDER"
+                f"{output}: this run is finished: top1 {event['top1']:.2%} in {duration(event['seconds'])}; "
+                "train again with run.output=FOLDER"
             )
             processes.part()
             return
-        for line in _introduction(recipe, images, place):
-            say(line)
+        say(f"run {recipe.run.name} in {output}, on {_device_name(recipe, place)}")
+        model = recipe.model
+        parameters = sum(shape.parameters for shape in shapes.blocks(model, model.image_size).values())
+        say(f"{model.describe()}: {parameters:,} parameters, {model.image_size} px")
+        say(
+            f"{images.training_images:,} training and {images.validation_images:,} validation images of "
+            f"{count(model.classes, 'class', 'classes')} ({recipe.data.source})"
+        )
         say(batch.describe())
         say(lengths.describe())
-        engine = choices.create_engine(recipe, asked, batch, processes, lengths.steps_per_epoch, say)
+        engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
         _train(recipe, lengths, engine, images, folder)
-        say(_next_commands(arithmetic.output_folder(recipe)))
+        scoring = f"python evaluate.py --checkpoint {output} --best"
+        say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
     finally:
         if folder is not None:
             folder.close()
 
 
-def _introduction(recipe: Recipe, images: _Images, place: Topology) -> List[str]:
-    """What is trained, on what, and where to: a line each."""
-    model, data = recipe.model, recipe.data
-    parameters = sum(shape.parameters for shape in shapes.blocks(model, model.image_size).values())
-    device = "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
-    return [
-        f"run {recipe.run.name} in {arithmetic.output_folder(recipe)}, on {device}",
-        f"{model.describe()}: {parameters:,} parameters, {model.image_size} px",
-        f"{images.training_images:,} training and {images.validation_images:,} validation images of "
-        f"{count(model.classes, 'class', 'classes')} ({data.source})",
-    ]
+def _device_name(recipe: Recipe, place: Topology) -> str:
+    return "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
 
 
-def _next_commands(folder: str) -> str:
-    """What users do with a finished run."""
-    return (
-        f"next: python evaluate.py --checkpoint {folder} --best | python -m tools.report {folder} | "
-        f"python -m tools.export {folder}"
-    )
-
-
-def _nothing(*_: object) -> None:
+def _silent(*_: object) -> None:
     """Stands for `print` on all ranks but the main one."""
 
 
@@ -131,16 +120,15 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
         return
     first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
     difference = first_difference(first, second) or first_difference(first, second, free={})
-    text = f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}"
-    text = f"{text}; give all hosts the same files and overrides"
+    text = (
+        f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}; "
+        "give all hosts the same files and overrides"
+    )
     raise ConfigError(text if processes.topology.is_main else "")  # all ranks find it, one prints it
 
 
 def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
-    """The sources, on ranks where images enter; their sizes everywhere.
-
-    Raises DataError where a source cannot be opened, or is not the same on all of these ranks.
-    """
+    """Raises DataError where a source cannot be opened, or is not the same on all ranks where images enter."""
     splits = ("train", "validation") if processes.topology.is_first else ()
     sources = processes.together(lambda: [open_source(recipe.data, recipe.model.classes, each) for each in splits])
     digest = "-".join(source.digest for source in sources)
@@ -161,7 +149,7 @@ def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
 def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder]) -> None:
     """Args: folder: on the main rank."""
     path = Path(arithmetic.output_folder(recipe))
-    say = print if folder is not None else _nothing
+    say = print if folder is not None else _silent
     checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
@@ -170,19 +158,24 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
         note_session(path, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
-        for line in _changes(progression, images, engine, folder):
-            say(line)
+        if progression.images_digest not in ("", images.digest):
+            say("going on with other images than before (data.changed_images=accept)")
+        before, now = folder and folder.first_threads(), torch.get_num_threads()
+        if engine.device.type == "cpu" and before not in (None, now):
+            say(
+                f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last "
+                f"bits; run.threads={before} computes as before"
+            )
     elif recipe.model.init_from:
         _start_from(engine, recipe.model, say)
     progression.images_digest = images.digest
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
-    monitor = _monitor(recipe, folder, lengths, progression)
+    monitor = _monitor(recipe, folder, progression)
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
-        sizes = {size for _, size in recipe.data.image_sizes or ()} | {recipe.model.image_size}
-        flops = {size: flops_per_image(recipe, size) for size in sizes}
+        flops = functools.lru_cache(maxsize=None)(functools.partial(flops_per_image, recipe))
         trainer = Trainer(
             recipe,
             lengths,
@@ -191,7 +184,7 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
             checkpoints,
             monitor,
             progression,
-            flops_per_image=lambda epoch: flops[arithmetic.training_image_size(recipe, epoch)],
+            flops_per_image=lambda epoch: flops(arithmetic.training_image_size(recipe, epoch)),
             classes=images.classes,
             trace_folder=path / "trace",
         )
@@ -208,17 +201,13 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
         monitor.close(DONE if error is None else STOPPED if isinstance(error, Stopped) else FAILED)
 
 
-def _monitor(recipe: Recipe, folder: Optional[RunFolder], lengths: Lengths, progression: Progression) -> Monitor:
-    """That of the main rank, which has the folder; that of others does nothing."""
-    if folder is None:
-        return Monitor(NoMetrics(), Progress(lengths.total, _nothing), ())
-    path, step = folder.metrics, progression.step
-    if progression.metrics_bytes > (path.stat().st_size if path.exists() else 0):
-        print(f"{path}: shorter than at the checkpoint: the events before step {step} are lost", flush=True)
-    states = loggers.service_states(recipe.log, folder.path)
-    metrics = Metrics(path, keep_bytes=progression.metrics_bytes, check_folder=folder.check)
-    progress = create_progress(lengths.total, step, lengths.steps_per_epoch)
-    return Monitor(metrics, progress, loggers.start(recipe, step, states, progress.say))
+def _monitor(recipe: Recipe, folder: Optional[RunFolder], progression: Progression) -> Monitor:
+    if folder is None:  # not the main rank
+        return Monitor(None, (), _silent)
+    states = loggers.service_states(recipe.log, folder.path)  # before events behind the checkpoint are cut off
+    metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
+    say = functools.partial(print, flush=True)
+    return Monitor(metrics, loggers.start(recipe, progression.step, states, say), say)
 
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:
@@ -227,38 +216,15 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
 
 
 def _start_from(engine: Engine, model: Model, say: Callable[[str], None]) -> None:
-    """Loads the weights of another run or file as the first ones of this run."""
     processes = engine.processes
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
     tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     engine.load_weights(tensors)
-    new = f"; new: {', '.join(fresh)}" if fresh else ""
-    say(f"starting from {stored.path}{new}")
-    of_timm = timm_weights.parse(model.init_from)
-    if of_timm is not None:
-        keys = ", ".join(f"{key} {getattr(model, key)}" for key in timm_weights.keys(of_timm.name))
-        say(f"model of timm's {of_timm.name}: {keys}")
-
-
-def _changes(progression: Progression, images: _Images, engine: Engine, folder: Optional[RunFolder]) -> List[str]:
-    """Lines on allowed differences from the run that is resumed."""
-    lines = []
-    if progression.images_digest not in ("", images.digest):
-        lines.append("going on with other images than before (data.changed_images=accept)")
-    before, now = folder and folder.first_threads(), torch.get_num_threads()
-    if engine.device.type == "cpu" and before not in (None, now):
-        lines.append(
-            f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last bits; "
-            f"run.threads={before} computes as before"
-        )
-    return lines
+    say(f"starting from {stored.path}" + (f"; new: {', '.join(fresh)}" if fresh else ""))
 
 
 def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Progression:
-    """Loads the newest whole checkpoint into the engine, and returns where the run is.
-
-    The main rank reads it and sends it to the others: hosts need not share a file system.
-    """
+    """Load the newest whole checkpoint. The main rank reads it for all: hosts need not share a file system."""
     content, replicas = engine.processes.from_main(lambda: _newest(checkpoints, recipe, digest))
     if content is None:
         return Progression()
@@ -278,9 +244,9 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, diges
 
 
 def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple[Optional[dict], int]:
-    """The content of the newest whole checkpoint, and how many replicas' files it has.
+    """Return the content of the newest whole checkpoint and its number of replica files.
 
-    It must be of this recipe, and of images with this digest unless data.changed_images accepts others.
+    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted.
     """
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:

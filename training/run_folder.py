@@ -38,14 +38,13 @@ _LOCK, _CONFIG, _ENVIRONMENT, DECISIONS = "lock", "config.yaml", "environment.js
 
 
 class RunFolder:
-    """An opened run folder, which is described in docs/runs.md."""
+    """An opened run folder (docs/runs.md)."""
 
     def __init__(self, recipe: Recipe):
-        """Opens or makes the folder and locks it for this process, unless run.lock is false.
+        """Open or make the folder and lock it for this process, unless run.lock is false.
 
         Raises:
-            ConfigError: the folder holds another recipe's run or something else, is in use, cannot be locked, or is not
-                to be resumed.
+            ConfigError: it holds something else, is in use, cannot be locked, or must not be resumed.
         """
         self.path = Path(output_folder(recipe))
         self.metrics = self.path / metrics.NAME
@@ -54,24 +53,23 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"{self.path}: a file is in the way; choose a folder by run.output=FOLDER") from None
-        self._lock = self._acquire(recipe.run.lock)
+        self._lock: IO[str] = open(self.path / _LOCK, "a+")  # noqa: SIM115
+        if recipe.run.lock:
+            self._acquire()
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        if not _has_begun(self.path):
-            # A start after which nothing was trained may have had another recipe.
+        if not _has_begun(self.path):  # an earlier start, after which nothing was trained, may have had another recipe
             (self.path / DECISIONS).unlink(missing_ok=True)
             write_text(self.path / _CONFIG, loading.dump(recipe))
         _write_starts(self.path, [*starts(self.path), describe_environment()])
 
     def finished(self) -> Optional[dict]:
-        """The `end` event of a run that is complete, else None."""
-        event = metrics.last(self.metrics)
-        if event is None or event["event"] != "end":
-            return None
-        top1, seconds = event.get("top1"), event.get("seconds")
-        return event if None not in (top1, seconds) and 0 <= top1 <= 1 and seconds >= 0 else None
+        """Return the `end` event of a complete run, else None."""
+        event = metrics.last(self.metrics) or {}
+        whole = None not in (event.get("top1"), event.get("seconds"))
+        return event if event.get("event") == "end" and whole else None
 
     def first_threads(self) -> Optional[int]:
-        """Threads that the main process computed with when the run began; None where that was not noted."""
+        """Return the number of threads of the main process when the run began, None where that was not noted."""
         threads = next((start.get("threads") for start in starts(self.path)), None)
         return threads if isinstance(threads, int) else None
 
@@ -84,29 +82,25 @@ class RunFolder:
             self._lock.close()
             os.close(self._opened)
 
-    def _acquire(self, lock: bool) -> IO[str]:
-        stream = open(self.path / _LOCK, "a+")  # noqa: SIM115
+    def _acquire(self) -> None:
         try:
-            if lock:
-                # Not flock: workers would inherit that, and keep it for seconds after the training process was killed.
-                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: workers would inherit that, and keep it for seconds after the training process was killed.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            stream.close()
+            self._lock.close()
+            problem = (
+                f"cannot be locked, as its file system has no locks or does not reach them ({error.strerror}); "
+                "give run.output=FOLDER elsewhere, or run.lock=false if no other process writes this folder"
+            )
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 problem = "is in use by another process; wait for it or give run.output=FOLDER"
-            else:
-                problem = (
-                    f"cannot be locked, as its file system has no locks or does not reach them ({error.strerror}); "
-                    "give run.output=FOLDER elsewhere, or run.lock=false if no other process writes this folder"
-                )
             raise ConfigError(f"{self.path} {problem}") from None
-        return stream
 
 
 def check_owner(recipe: Recipe) -> None:
     """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
 
-    Loads no torch. `exchange.method: auto` is what it came to as the run began.
+    Loads no torch. `exchange.method: auto` is the method that the run began with.
     """
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
@@ -127,14 +121,13 @@ def check_owner(recipe: Recipe) -> None:
 
 
 def note_session(folder: Path, **facts: int) -> None:
-    """Adds `facts`, which are known only once training can begin, to the newest start in `environment.json`."""
-    found = starts(folder)
-    found[-1:] = [{**each, **facts} for each in found[-1:]]
-    _write_starts(folder, found)
+    """Add `facts`, which are known only once training can begin, to the newest start in `environment.json`."""
+    *before, last = starts(folder) or [{}]
+    _write_starts(folder, [*before, {**last, **facts}])
 
 
 def starts(folder: Path) -> List[dict]:
-    """The entries of `environment.json`, the first start of the run first; none where it cannot be read."""
+    """Return the entries of `environment.json`, oldest first; none where it cannot be read."""
     try:
         return [start for start in read_json(folder / _ENVIRONMENT)["starts"] if isinstance(start, dict)]
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,19 +139,19 @@ def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
 
 
 def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
-    """The recipe of the run that is begun in this one's folder, if any. Raises ConfigError if it cannot be read."""
+    """Return the recipe of the run begun in this one's folder, if any. Raises ConfigError if it cannot be read."""
     path = Path(output_folder(recipe))
     return loading.load(path / _CONFIG) if _has_begun(path) and (path / _CONFIG).exists() else None
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether anything was trained there: a recipe that failed before that may be mended in place."""
+    """Whether anything was trained there: a recipe that failed before that may be corrected in place."""
     written = path / metrics.NAME
     return (path / "checkpoints").exists() or (written.exists() and written.stat().st_size > 0)
 
 
 def describe_environment() -> dict:
-    """Versions, revision and devices: what a result depends on besides its recipe."""
+    """Return versions, revision and devices: what a result depends on besides its recipe."""
     import numpy
     import timm
     import torch
@@ -182,7 +175,7 @@ def describe_environment() -> dict:
 
 
 def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _FREE) -> str:
-    """`section.key is OLD there, NEW here` for the first key that differs and is not `free` to, or nothing."""
+    """Return `section.key is OLD there, NEW here` for the first key that differs and is not in `free`, or ""."""
     before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (old, new))
     for section, keys in after.items():
         for key, value in keys.items():

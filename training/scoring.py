@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Protocol, Sequence
+from typing import Iterable, List, NamedTuple, Sequence, Union
 
 import torch
 from torch.nn import functional as F
@@ -16,15 +16,9 @@ from recipe.batch import divide
 from recipe.config import Recipe
 from recipe.errors import DataError
 from training import weights
+from training.exported import ExportedModel
 
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
-
-
-class Predictor(Protocol):
-    """An engine, or an exported program."""
-
-    def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images of `batch`: float32 [valid, classes]."""
 
 
 class Report(NamedTuple):
@@ -42,12 +36,11 @@ class Report(NamedTuple):
 
 
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
-    """An engine of one replica that computes with stored weights as they are.
+    """Return an engine of one replica with stored weights, unrounded.
 
     Raises ConfigError where its device is not there, CheckpointError for weights of another model.
     """
-    if recipe.run.device != "ipu":  # where weights live in the format of the arithmetic
-        # Averages are float32: nothing is rounded on its way in.
+    if recipe.run.device != "ipu":  # there weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
     engine = factory.create(recipe, divide(recipe, 1))
@@ -55,8 +48,8 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     return engine
 
 
-def score(engine: Predictor, batches: Iterable[MicroBatch], classes: int) -> Report:
-    """Classifies every image of `batches` once. Raises DataError where none of them can be read."""
+def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Report:
+    """Classify every image of `batches` once. Raises DataError where none of them can be read."""
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
     images = among_five = 0
     loss = 0.0
@@ -79,7 +72,7 @@ def score(engine: Predictor, batches: Iterable[MicroBatch], classes: int) -> Rep
 
 
 def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
-    """A row per class: images, top1, and the class that most of its misses were taken for. Worst first."""
+    """Return a row per class, worst first: images, top1, and the class that most of its misses were taken for."""
     rows = []
     for label, name in enumerate(names):
         counts = report.confusion[label].clone()
@@ -93,10 +86,7 @@ def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
 
 
 def write_class_table(path: Path, rows: Sequence[dict]) -> None:
-    """The rows as CSV; top1 of a class without images stays empty.
-
-    Names that a spreadsheet would take for a formula are quoted as it quotes text, by an apostrophe before them.
-    """
+    """Write rows as CSV; names that a spreadsheet would take for a formula get an apostrophe."""
     with open(path, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -107,7 +97,7 @@ def write_class_table(path: Path, rows: Sequence[dict]) -> None:
 
 
 def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:
-    """The confusion matrix as a picture: shares of each row, so that rare classes show as well as frequent ones."""
+    """Draw the confusion matrix as shares of each row, so that rare classes show as well as frequent ones."""
     from matplotlib.figure import Figure
 
     shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)

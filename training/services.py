@@ -38,7 +38,7 @@ class TensorBoardLogger(Logger):
             threading.excepthook = self._excepthook
 
     def _report(self, failure: threading.ExceptHookArgs) -> None:
-        """Leaves out that the disk is full: the writer's thread hands this on to the next event, or to `close`."""
+        """Silent about a full disk, which the writer's thread reports to the next event, or to `close`."""
         if not issubclass(failure.exc_type, OSError):
             self._excepthook(failure)
 
@@ -47,12 +47,10 @@ class TensorBoardLogger(Logger):
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
 
-    Steps between the checkpoint and the end of a killed session are sent twice. W&B drops those that it has; the last
-    ones may have been lost with the process.
+    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones.
     """
 
     key = package = "wandb"
-    # At most a minute of waiting, and the terminal left to the progress bar.
     settings = {"WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "60", "WANDB_INIT_TIMEOUT": "60"}
 
     def __init__(self, session: Session):
@@ -82,13 +80,9 @@ class WandbLogger(Logger):
 
 @LOGGERS.implements(MLflow)
 class MlflowLogger(Logger):
-    """A run of MLflow. Its parameters are the recipe's keys, with the values that a command line would give them.
-
-    MLflow stores every event at once and forever, so none is sent twice.
-    """
+    """A run of MLflow, its parameters the recipe's keys. MLflow stores every event, so none is sent twice."""
 
     key, package = "mlflow", "mlflow-skinny"
-    # At most half a minute of waiting.
     settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
     def __init__(self, session: Session):

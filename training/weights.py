@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -21,20 +21,8 @@ TRAINED = "trained"
 _CLASSIFIER = "classifier."
 
 
-class Origin(Protocol):
-    """A model in a file: `StoredWeights`, or a program (training/exported.py)."""
-
-    path: Path
-    recipe: Optional[str]
-    classes: Optional[List[str]]
-
-
 class StoredWeights(NamedTuple):
-    """Weights of a model as a file has them.
-
-    tensors: by name, on the CPU. recipe: YAML text of their run; classes: names; None where the file has none. which:
-    `trained`, or the name of an average.
-    """
+    """Weights of a model in a file. recipe: YAML text of their run; recipe, classes: None where the file has none."""
 
     path: Path
     tensors: Dict[str, torch.Tensor]
@@ -44,8 +32,8 @@ class StoredWeights(NamedTuple):
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
-    """The weights in `path`: a run folder (its newest whole checkpoint), a checkpoint, .safetensors, a torch file, or
-    what recipe/timm_weights.py describes.
+    """Return the weights in a run folder (newest whole checkpoint), a checkpoint, .safetensors, a torch file, or what
+    recipe/timm_weights.py describes.
 
     Args:
         which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None: trained,
@@ -66,12 +54,12 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
     which = which or TRAINED
     if not place.exists():
         raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
-    content = None if place.suffix == ".safetensors" else unpickled(place)
-    if isinstance(content, dict) and "format" in content:
-        return _of_checkpoint(place, load(place), which)
     if place.suffix == ".safetensors":
         stored = _of_safetensors(place)
     else:
+        content = unpickled(place)
+        if isinstance(content, dict) and "format" in content:
+            return _of_checkpoint(place, load(place), which)
         stored = StoredWeights(place, _state_dict(place, content), None, None)
     if which not in (TRAINED, stored.which):
         raise CheckpointError(
@@ -80,8 +68,8 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
     return stored
 
 
-def recipe_of(stored: Origin, config: Optional[str], overrides: Sequence[str]) -> Recipe:
-    """The recipe in the file `config`, or else the one that the model was trained by, with overrides laid over it."""
+def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> Recipe:
+    """Return the recipe in the file `config`, or else the model's own, with overrides."""
     if config:
         return loading.load(config, overrides)
     if stored.recipe is None:
@@ -89,8 +77,8 @@ def recipe_of(stored: Origin, config: Optional[str], overrides: Sequence[str]) -
     return loading.loads(stored.recipe, str(stored.path), overrides)
 
 
-def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
-    """As the file has them, or the data, printable; None where neither knows."""
+def class_names(stored: Any, recipe: Recipe) -> Optional[List[str]]:
+    """Return printable names from the file, or else from the data; None where neither has them."""
     if stored.classes:
         return [printable(str(name)) for name in stored.classes]
     try:
@@ -102,10 +90,10 @@ def class_names(stored: Origin, recipe: Recipe) -> Optional[List[str]]:
 def fitted(
     stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], section: Model, new_classifier: bool
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
-    """The stored tensors under the names of a model, and the names of those that do not come from the file.
+    """Return the stored tensors under a model's names, and the names of those that the file does not have.
 
     Args:
-        shapes: the model's parameters and persistent buffers. The file may use these names or timm's.
+        shapes: of the model's parameters and persistent buffers. The file may use these names or timm's.
         section: of the recipe, whose family knows timm's names.
         new_classifier: whether a classifier for another number of classes may be left out.
 
@@ -119,8 +107,9 @@ def fitted(
         if ours is None:
             if name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
                 continue
-            remedy = _keys_to_set(section, stored) or "give the one it was trained by"
-            raise CheckpointError(f"{stored.path}: {name} has no place in the model of the recipe; {remedy}")
+            raise CheckpointError(
+                f"{stored.path}: {name} has no place in the model of the recipe; {_remedy(section, stored)}"
+            )
         found[ours] = tensor
     fresh = []
     for name, shape in shapes.items():
@@ -132,19 +121,19 @@ def fitted(
             fresh.append(name)
             continue
         problem = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-        remedy = _keys_to_set(section, stored) or "give the recipe that these weights were trained by"
+        remedy = _remedy(section, stored)
         if tensor is not None and is_classifier:
             remedy = f"set model.classes={len(tensor)}"
         raise CheckpointError(f"{stored.path}: {name} {problem}; {remedy}")
     return found, fresh
 
 
-def _keys_to_set(section: Model, stored: StoredWeights) -> str:
-    """`set KEY=VALUE ...` for the keys in which a model differs from the stored one; empty where none is seen."""
+def _remedy(section: Model, stored: StoredWeights) -> str:
+    """`set KEY=VALUE ...` for the keys in which the recipe's model differs from the stored one, where that shows."""
     own = section.model_dump()
     keys = FAMILIES.of(section).keys_of({name: tuple(tensor.shape) for name, tensor in stored.tensors.items()})
     differing = [f"model.{key}={value}" for key, value in keys.items() if own.get(key) != value]
-    return f"set {' '.join(differing)}" if differing else ""
+    return f"set {' '.join(differing)}" if differing else "give the recipe that these weights were trained by"
 
 
 def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
@@ -155,30 +144,24 @@ def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
         what = "scored checkpoint" if best else "checkpoint"
         raise CheckpointError(f"{folder}: no {what} in this folder; name a run folder that holds one")
     path = checkpoints.path(content["progression"]["step"])
-    return _of_checkpoint(path, content, which or (_best_weights(path, content) if best else TRAINED))
-
-
-def _best_weights(path: Path, content: dict) -> str:
-    try:
+    if best and which is None:
         top1 = top1_by_weights(content["progression"]["scores"])
-        return max(top1, key=lambda name: (top1[name], name == TRAINED))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged: its scores cannot be read ({error})") from None
+        which = max(top1, key=lambda name: (top1[name], name == TRAINED))
+    return _of_checkpoint(path, content, which or TRAINED)
 
 
 def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
-    """Top-1 of the trained weights and of the averages in an evaluation's scores."""
+    """Return top-1 of the trained weights and of the averages in an evaluation's scores."""
     averages = {name: each["top1"] for name, each in scores.items() if isinstance(each, dict)}
     return {TRAINED: scores["top1"], **averages}
 
 
 def _downloaded(name: str) -> StoredWeights:
-    """timm's weights of that name, from its cache or its hub."""
     import timm
 
     try:
-        model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # whatever the hub's library raises: no such weights, no network, no room
+        model = timm.create_model(name, pretrained=True)  # from its cache or its hub
+    except Exception as error:  # no such weights, no network, no room
         why = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"timm:{name}: cannot be downloaded ({why}); give a file by model.init_from=timm:{name}:FILE"
@@ -224,7 +207,7 @@ def names_in_json(text: str, path: Path) -> Optional[List[str]]:
 
 
 def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
-    """The state dict in what torch.load gave: itself, or below the key that timm's and others' scripts use."""
+    """The state dict in what torch.load returned: itself, or below the key that timm's and others' scripts use."""
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -236,7 +219,7 @@ def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
 
 
 def run_folder_of(path: Path) -> Optional[Path]:
-    """The run folder of a checkpoint, or of what tools.export made of one; None outside of one."""
+    """Return the run folder of a checkpoint, or of what tools.export made of one; None outside of one."""
     folder = path.parent.parent
     inside = path.parent.name in ("checkpoints", "export")
     return folder if inside and os.path.exists(folder / "config.yaml") else None

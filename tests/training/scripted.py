@@ -17,10 +17,9 @@ EMPTY = MicroBatch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dt
 class ScriptedEngine(Engine):
     """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
 
-    `before` is called with the number of each step before it is done; `finite` says which steps are not skipped. With
-    `averaging` the average over epochs scores one hit more for each epoch that ended. `waited` is called with the
-    number of steps done, and says for how many seconds images were waited for. With `replicas` each of so many has a
-    residual of its own, which halves at every step before n times the replica's number, from 1, is added.
+    before: called with the number of each step. finite: which steps are not skipped. averaging: the average over
+    epochs scores one hit more for each epoch that ended. waited: seconds that images were waited for, by steps done.
+    replicas: number of residuals, which halve at every step before n times the replica's number, from 1, is added.
     """
 
     device = torch.device("cpu")
@@ -60,18 +59,12 @@ class ScriptedEngine(Engine):
             residual.mul_(0.5).add_(number * step)
         finite = self._finite(step)
         self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
-        norms = Norms(
-            *(torch.tensor(10.0 * step + number) for number in range(3)), trust={"stem": torch.tensor(step / 3)}
-        )
+        norms = Norms(*(torch.tensor(10.0 * step + n) for n in range(3)), trust={"stem": torch.tensor(step / 3)})
+        counters = map(torch.tensor, (self._skipped, self._in_row, 128.0))
+        loss, hits = (float(step), step) if self._images else (0.0, 0)
         return StepResult(
-            torch.tensor(float(step) if self._images else 0.0),
-            torch.tensor(step if self._images else 0),
-            self._images,
-            torch.tensor(self._skipped),
-            torch.tensor(self._in_row),
-            torch.tensor(128.0),
-            norms if measure else None,
-            self._unreadable,
+            *(torch.tensor(loss), torch.tensor(hits), self._images, *counters),
+            *(norms if measure else None, self._unreadable),
         )
 
     def evaluate_step(self, batch):
@@ -94,11 +87,7 @@ class ScriptedEngine(Engine):
         yield
         self._extra_hits = 0
 
-    def predict_step(self, batch):
-        raise NotImplementedError
-
-    def load_weights(self, weights):
-        raise NotImplementedError
+    predict_step = load_weights = None  # not called
 
     def state_dict(self):
         return {"steps": {"done": torch.tensor(len(self.steps))}}

@@ -13,31 +13,23 @@ from tests.engines.test_exchange import pretended
 from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
 from training import choices
 
-ANYTHING = bool
-
 
 def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
     place = {"device": "cpu", "stages": 2, "recompute": ["head"], "virtual_stages": None}
-    assert choices.find(tmp_path, "split", place, ANYTHING) is None
+    assert choices.find(tmp_path, "split", place) is None
     choices.keep(tmp_path, "split", place, ["head"])
     choices.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
-    assert choices.find(tmp_path, "split", place, ANYTHING) == ["head"]
-    assert choices.find(tmp_path, "split", {**place, "stages": 3}, ANYTHING) == ["stem", "head"]
-    assert choices.find(tmp_path, "split", {**place, "device": "gpu"}, ANYTHING) is None
-    assert choices.find(tmp_path, "engine", place, ANYTHING) is None
+    assert choices.find(tmp_path, "split", place) == ["head"]
+    assert choices.find(tmp_path, "split", {**place, "stages": 3}) == ["stem", "head"]
+    assert choices.find(tmp_path, "split", {**place, "device": "gpu"}) is None
+    assert choices.find(tmp_path, "engine", place) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "{}", "[3]", '[{"subject": "split"}]', "[" * 200_000, '[{"subject":"split","place":{},"taken":3}]'],
-)
+@pytest.mark.parametrize("text", ["{", "[3]", '[{"subject": "split"}]', "[" * 200_000])
 def test_a_damaged_file_is_one_line(tmp_path, text):
     (tmp_path / "decisions.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
-        choices.find(tmp_path, "split", {}, lambda value: isinstance(value, list))
-
-
-# Whole runs -------------------------------------------------------------------------------------------------------
+        choices.find(tmp_path, "split", {})
 
 
 def measure(slow, until, rank):
@@ -59,9 +51,9 @@ def session(size, folder, slow, until, *overrides):
 
 @pytest.mark.multiprocess
 def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
-    """Stopped and resumed with another schedule, it is cut anew, and then as it was before.
+    """Stopped and resumed with another schedule, it is cut anew, and then as before.
 
-    What a start decided after which nothing was trained does not count: its recipe may have been another one.
+    Decisions of a start after which nothing was trained do not count: its recipe may have been another one.
     """
     folder, two = tmp_path / "run", "parallel.stages=2"
     folder.mkdir()
@@ -73,27 +65,20 @@ def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
     assert other.startswith("split [head] (measured): ")
     again = "split [blocks.0.0], as this run has had it with 1 replica of 2 stages"
     assert session(2, folder, "head", 0, two) == [again]
-    assert [entry["taken"] for entry in json.loads((folder / "decisions.json").read_text())] == [
-        ["blocks.0.0"],
-        ["head"],
-    ]
+    taken = [entry["taken"] for entry in json.loads((folder / "decisions.json").read_text())]
+    assert taken == [["blocks.0.0"], ["head"]]
 
 
-class OnGpu:
+def on_gpu(times, name, until, cache, rank):
     """A session on a kind of GPU, as far as choices are concerned; SIGTERM before a step."""
+    from engines import devices, tuning
 
-    def __init__(self, times, name, until, cache):
-        self.times, self.name, self.until, self.cache = times, name, until, cache
-
-    def __call__(self, rank):
-        from engines import devices, tuning
-
-        os.environ["XDG_CACHE_HOME"] = self.cache
-        if self.times is not None:
-            pretend(self.times)
-            tuning.check = lambda section, device: None
-            devices.name_of = lambda device: self.name
-        ranks.before_step(self.until, functools.partial(signal.raise_signal, signal.SIGTERM))
+    os.environ["XDG_CACHE_HOME"] = cache
+    if times is not None:
+        pretend(times)
+        tuning.check = lambda section, device: None
+        devices.name_of = lambda device: name
+    ranks.before_step(until, functools.partial(signal.raise_signal, signal.SIGTERM))
 
 
 @pytest.mark.slow  # that a run keeps what it measured is the test above
@@ -103,7 +88,7 @@ def test_a_run_that_began_on_a_cpu_decides_once_for_each_kind_of_gpu(tmp_path):
     other, found = {**TIMES, PLAIN: 0.001}, []
     sessions = [(None, "cpu"), (TIMES, "one"), (other, "two"), (other, "one")]
     for number, (times, name) in enumerate(sessions, start=1):
-        place = OnGpu(times, name, number, str(tmp_path / f"cache {number}"))
+        place = functools.partial(on_gpu, times, name, number, str(tmp_path / f"cache {number}"))
         (ended,) = ranks.train(1, f"run.output={tmp_path / 'run'}", sabotage=place)
         assert (ended.code, len(ended.errors)) == (75, 1), ended
         found += [line for line in ended.out if "taken: " in line or line.endswith("as this run has had it")]

@@ -1,20 +1,13 @@
-"""Where else the numbers of a run go: doubles of the two services, which are not in requirements.txt.
-
-The doubles have the functions that are used, with the packages' own names of arguments; where the packages are
-installed the last test compares them.
-"""
+"""Loggers of services, whose packages are not in requirements.txt: doubles have the functions that are used."""
 
 import importlib.machinery
-import inspect
 import json
-import operator
-import os
 import sys
 import types
 
 import pytest
 
-from recipe.errors import DONE, FAILED, STOPPED, ConfigError
+from recipe.errors import DONE, FAILED, STOPPED
 from tests.conftest import QUICKSTART, TINY
 from train import main
 from training import loggers, run
@@ -30,7 +23,7 @@ def module(name, **functions):
 
 
 class Wandb:
-    """What W&B was told, a dictionary for each session; `broken` is raised by whatever it names."""
+    """What W&B received, a dictionary for each session; `broken`: operation -> the error that it raises."""
 
     def __init__(self):
         self.sessions, self.broken = [], {}
@@ -40,43 +33,32 @@ class Wandb:
         session = {"name": name, "dir": dir, "config": config, "id": id, "resume": resume, "mode": mode, "told": []}
         self.fail(mode or "online")
         self.sessions.append(session)
-        return WandbRun(self, session)
 
-    def fail(self, place):
-        if place in self.broken:
-            raise self.broken[place]
+        def log(data, step):
+            self.fail("log")
+            session["told"].append((step, data))
 
+        def finish(exit_code):
+            session["exit_code"] = exit_code
 
-class WandbRun:
-    def __init__(self, service, session):
-        self._service, self._session = service, session
-        self.id = session["id"] or f"run-{len(service.sessions)}"
+        return types.SimpleNamespace(log=log, finish=finish, id=id or f"run-{len(self.sessions)}")
 
-    def log(self, data, step):
-        self._service.fail("log")
-        self._session["told"].append((step, data))
-
-    def finish(self, exit_code):
-        self._service.fail("finish")
-        self._session["exit_code"] = exit_code
+    def fail(self, operation):
+        if operation in self.broken:
+            raise self.module.Error(f"{self.broken[operation]}\nmore")
 
 
 class Mlflow:
-    """What MLflow was told, by run; parameters cannot be changed, as with MLflow."""
+    """What MLflow received, by run; parameters cannot be changed, as with MLflow."""
 
     def __init__(self):
         self.runs, self.broken, self._active = {}, {}, None
-        self.module = module(
-            "mlflow",
-            start_run=self.start_run,
-            log_params=self.log_params,
-            log_metrics=self.log_metrics,
-            end_run=self.end_run,
-        )
+        names = ("start_run", "log_params", "log_metrics", "end_run")
+        self.module = module("mlflow", **{name: getattr(self, name) for name in names})
 
     def start_run(self, run_id, run_name):
-        if "start" in self.broken:
-            raise self.broken["start"]
+        if self.broken:
+            raise RuntimeError(self.broken["start"])
         run_id = run_id or f"{len(self.runs):032x}"
         self._active = self.runs.setdefault(run_id, {"name": run_name, "params": {}, "metrics": [], "ends": []})
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
@@ -95,7 +77,7 @@ class Mlflow:
 
 @pytest.fixture
 def services(monkeypatch):
-    """The doubles in the packages' places; what the services' variables were set to is undone."""
+    """The doubles in the packages' places, and no variables of the services."""
     found = types.SimpleNamespace(wandb=Wandb(), mlflow=Mlflow())
     monkeypatch.setitem(sys.modules, "wandb", found.wandb.module)
     monkeypatch.setitem(sys.modules, "mlflow", found.mlflow.module)
@@ -125,11 +107,7 @@ def events(tmp_path):
 BOTH = ("log.wandb=true", "log.mlflow=true")
 
 
-def told_to_mlflow(run, name):
-    return [(step, value) for key, step, value in run["metrics"] if key == name]
-
-
-def test_both_services_are_told_what_metrics_jsonl_has(services, trained, tmp_path, capsys):
+def test_both_services_receive_what_metrics_jsonl_has(services, trained, tmp_path, capsys):
     assert trained(*BOTH, "data.crop_area=[0.5, 1.0]") == DONE
     (wandb,), (mlflow,) = services.wandb.sessions, services.mlflow.runs.values()
     expected = [(event.pop("step"), loggers.numbers(event.pop("event"), event)) for event in events(tmp_path)]
@@ -149,7 +127,7 @@ def test_both_services_are_told_what_metrics_jsonl_has(services, trained, tmp_pa
 
 @pytest.fixture
 def killed_after(monkeypatch):
-    """killed_after(kind, step): the next session is killed once that event was told; without arguments none is."""
+    """killed_after(kind, step): the next session is killed after that event; without arguments none is."""
     event = run.Monitor.event
 
     def kill(*where):
@@ -163,40 +141,24 @@ def killed_after(monkeypatch):
     return kill
 
 
-def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_is_told_once(services, trained, tmp_path, killed_after):
-    """Killed after step 6 was told, with a checkpoint of step 4; then again after step 8's training line.
-
-    MLflow has each number once. W&B is told again, and drops by itself what it has.
-    """
-    killed_after("train", 6)
-    assert trained(*BOTH) == FAILED
-    killed_after("train", 8)
-    assert trained(*BOTH) == FAILED
-    killed_after()
-    assert trained(*BOTH) == DONE
+def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_gets_each_number_once(
+    services, trained, tmp_path, killed_after
+):
+    """Killed after the event of step 6, with a checkpoint of step 4; then again after step 8's training line."""
+    for killed, code in ((("train", 6), FAILED), (("train", 8), FAILED), ((), DONE)):
+        killed_after(*killed)
+        assert trained(*BOTH) == code
     ((run_id, mlflow),) = services.mlflow.runs.items()
     for kind, key in (("train", "loss"), ("eval", "top1"), ("end", "top1")):
         expected = [(each["step"], each[key]) for each in events(tmp_path) if each["event"] == kind]
-        assert told_to_mlflow(mlflow, f"{kind}/{key}") == expected
+        assert [(step, value) for name, step, value in mlflow["metrics"] if name == f"{kind}/{key}"] == expected
     assert mlflow["ends"] == ["FAILED", "FAILED", "FINISHED"]
     assert [(one["id"], one["resume"]) for one in services.wandb.sessions] == [(None, None), *[("run-1", "allow")] * 2]
     steps = [[step for step, data in one["told"] if "train/loss" in data] for one in services.wandb.sessions]
     assert steps == [[2, 4, 6], [6, 8], [6, 8]]
     saved = json.loads((tmp_path / "run" / loggers.FILE).read_text())
-    assert saved["mlflow"]["run"] == run_id
+    assert (saved["mlflow"]["run"], saved["wandb"]["run"]) == (run_id, "run-1")
     assert saved["mlflow"]["steps"] == {"train": 8, "eval": 4, "checkpoint": 4}
-    assert saved["wandb"]["run"] == "run-1"
-
-
-def test_a_service_may_leave_and_join_again(services, trained, killed_after):
-    """Its name for the run stays in the folder while it is away."""
-    for step, keys in ((2, BOTH), (4, ("log.mlflow=true",))):
-        killed_after("train", step)
-        assert trained(*keys) == FAILED
-    killed_after()
-    assert trained(*BOTH) == DONE
-    assert [one["id"] for one in services.wandb.sessions] == [None, "run-1"]
-    assert len(services.mlflow.runs) == 1
 
 
 @pytest.mark.parametrize(("mended", "runs"), [("data.workers=1", 1), ("schedule.peak=0.5", 2)])
@@ -215,7 +177,7 @@ def test_killed_before_its_first_line_a_run_goes_on_unless_its_recipe_was_mended
     assert len(services.mlflow.runs) == runs
     assert services.wandb.sessions[1]["id"] == ("run-1" if runs == 1 else None)
     (*_, last) = services.mlflow.runs.values()
-    assert [step for step, _ in told_to_mlflow(last, "train/loss")] == [2, 4, 6, 8]
+    assert [step for name, step, _ in last["metrics"] if name == "train/loss"] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"wandb": 3}', '{"wandb": {"run": "a", "steps": 5}}'])
@@ -229,36 +191,22 @@ def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, tiny, cont
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("service", "broken", "line"),
     [
-        (
-            {"online": "no key"},
-            "log.wandb: no key; written offline, to be sent by `wandb sync RUN/wandb/offline-run-*`",
-        ),
-        ({"online": "no key", "offline": "full"}, "log.wandb: full; the run goes on without it"),
-        ({"log": "lost"}, "log.wandb: lost; the run goes on without it"),
+        ("wandb", {"online": "no key"}, "no key; written offline, to be sent by `wandb sync RUN/wandb/offline-run-*`"),
+        ("wandb", {"log": "lost"}, "lost; the run goes on without it"),
+        ("mlflow", {"start": "no server"}, "no server; the run goes on without it"),
     ],
 )
-def test_wandb_never_ends_a_run(services, trained, tmp_path, capsys, broken, said):
-    """It is said once, however many events follow; and the run is whole."""
-    services.wandb.broken = {place: services.wandb.module.Error(f"{text}\nmore") for place, text in broken.items()}
-    assert trained("log.wandb=true") == DONE
-    lines = [line for line in capsys.readouterr().out.splitlines() if "log.wandb" in line]
-    assert lines[-1] == said.replace("RUN", str(tmp_path / "run"))
-    assert len(lines) == len([place for place in broken if place != "online"] or [1]) + ("offline" in broken)
+def test_a_service_never_ends_a_run(services, trained, tmp_path, capsys, service, broken, line):
+    """Its failure is reported once, however many events follow."""
+    getattr(services, service).broken = broken
+    assert trained(f"log.{service}=true") == DONE
+    reported = [line for line in capsys.readouterr().out.splitlines() if f"log.{service}" in line]
+    assert reported == [f"log.{service}: {line}".replace("RUN", str(tmp_path / "run"))]
     assert events(tmp_path)[-1]["event"] == "end"
-    assert [one["mode"] for one in services.wandb.sessions] == (
-        [] if "offline" in broken else ["offline"] if "online" in broken else [None]
-    )
-
-
-def test_mlflow_never_ends_a_run(services, trained, tmp_path, capsys):
-    """Nor is anything noted of it: the next session tries again."""
-    services.mlflow.broken = {"start": RuntimeError("no server at http://127.0.0.1:9")}
-    assert trained("log.mlflow=true") == DONE
-    said = "log.mlflow: no server at http://127.0.0.1:9; the run goes on without it"
-    assert [line for line in capsys.readouterr().out.splitlines() if "log.mlflow" in line] == [said]
-    assert not (tmp_path / "run" / loggers.FILE).exists()
+    assert [one["mode"] for one in services.wandb.sessions] == {"online": ["offline"], "log": [None]}.get(*broken, [])
+    assert (tmp_path / "run" / loggers.FILE).exists() == (service == "wandb")
 
 
 def test_a_signal_is_no_failure_to_the_services(services, trained, monkeypatch):
@@ -277,38 +225,5 @@ def test_a_signal_is_no_failure_to_the_services(services, trained, monkeypatch):
 def test_a_missing_package_is_one_line_before_anything_is_made(trained, tmp_path, monkeypatch, capsys, name, package):
     monkeypatch.setitem(sys.modules, name, None)
     assert trained(f"log.{name}=true") == 2
-    error = capsys.readouterr().err
-    assert f"log.{name}: " in error and f"pip install {package}, or log.{name}=false\n" in error
+    assert f"pip install {package}, or log.{name}=false\n" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_called_wandb_is_no_package(tmp_path, monkeypatch, tiny):
-    """W&B itself leaves such folders where it is used, and Python imports folders."""
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match="the package wandb is not installed"):
-        loggers.check(tiny("log.wandb=true").log)
-
-
-def test_what_the_user_set_for_the_services_stays(services, trained, monkeypatch):
-    monkeypatch.setenv("WANDB_CONSOLE", "wrap")
-    trained("log.wandb=true")
-    assert (os.environ["WANDB_CONSOLE"], os.environ["WANDB_FINISH_TIMEOUT"]) == ("wrap", "60")
-
-
-@pytest.mark.parametrize(
-    ("package", "doubled"),
-    [
-        ("wandb", {"init": Wandb.init, "Run.log": WandbRun.log, "Run.finish": WandbRun.finish}),
-        ("mlflow", {name: getattr(Mlflow, name) for name in ("start_run", "log_params", "log_metrics", "end_run")}),
-    ],
-)
-def test_the_doubles_take_what_the_packages_take(package, doubled):
-    """Every argument of a double is one of the package's, under the same name."""
-    real = pytest.importorskip(package)
-    for name, double in doubled.items():
-        ours, theirs = (inspect.signature(each).parameters for each in (double, operator.attrgetter(name)(real)))
-        assert set(ours) - {"self"} <= set(theirs), name
-    if package == "wandb":
-        assert issubclass(real.Error, Exception) and hasattr(real.Run, "id")

@@ -47,14 +47,9 @@ def test_the_position_is_on_the_disk_before_a_checkpoint_relies_on_it(path, monk
 
 
 def test_numbers_that_json_does_not_know_become_null(path):
-    """Strict parsers refuse NaN and Infinity, which Python's would write."""
     write(path, {**TRAIN, "loss": math.nan, "lr": math.inf, "trust": {"stem": -math.inf, "head": 0.5}})
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
     expected = {**TRAIN, "loss": None, "lr": None, "trust": {"stem": None, "head": 0.5}}
-    assert json.loads(path.read_text(), parse_constant=refuse) == expected == last(path)
+    assert json.loads(path.read_text()) == expected == last(path)
 
 
 @pytest.mark.parametrize(
