@@ -6,12 +6,9 @@ list gives their classes in the order of their names.
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
 import re
 import tarfile
-import zlib
 from collections import Counter
 from typing import BinaryIO
 
@@ -25,7 +22,7 @@ from tools import matlab
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
 
 _CLASSES = 1000
-_MAX_BYTES = 128 << 20  # of the devkit unpacked: a dozen times ImageNet's
+_MAX_BYTES = 16 << 20  # of meta.mat: many times ImageNet's
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -42,24 +39,20 @@ class ArchiveSource(EncodedSource):
         self.labels = np.array(labels, np.int64)
         encoded = [os.fsencode(name) for name, _, _ in images]
         self._names = Names([b"".join(encoded)], [np.array([len(name) for name in encoded])])
-        self._offsets = np.array([offset for _, offset, _ in images], np.int64)
-        self._lengths = np.array([length for _, _, length in images], np.int64)
+        self._places = np.array([place for _, *place in images], np.int64)
 
     def name(self, index: int) -> str:
         return printable(f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}")
 
     def encoded(self, index: int) -> bytes:
-        place = Range(self._file, int(self._offsets[index]), int(self._lengths[index]))
-        (answer,) = self._folder.ranges([place])
+        (answer,) = self._folder.ranges([Range(self._file, *self._places[index].tolist())])
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
         return answer
 
 
 def training(path: str) -> ArchiveSource:
-    """The training images of a tar of tars.
-
-    Classes are in the order of their WordNet numbers, images in that of class and name.
+    """The training images of a tar of tars, ordered by the WordNet number of their class and by name.
 
     Raises:
         DataError: the archive is damaged, or not of this kind.
@@ -68,18 +61,17 @@ def training(path: str) -> ArchiveSource:
     found = []
     with open(path, "rb") as stream, open_archive(stream, path) as archive:
         for member in members(archive, path):
-            name, extension = split(member.name)
-            if extension != "tar" or not _WNID.fullmatch(name):
+            wnid, extension = split(member.name)
+            if extension != "tar" or not _WNID.fullmatch(wnid):
                 raise DataError(
                     f"{path}: {member.name!r} is no archive of a class, such as n01440764.tar; give the right file"
                 )
-            images, start = _images(archive.extractfile(member), f"{path}/{member.name}"), member.offset_data
-            found.append((name, [(f"{name}/{image}", start + offset, length) for image, offset, length in images]))
+            images = _images(archive.extractfile(member), f"{path}/{member.name}")
+            found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
     found.sort()
-    _refuse_twice(path, [name for name, _ in found])
-    classes = tuple(name for name, _ in found)
-    labels = [label for label, (_, images) in enumerate(found) for _ in images]
-    return ArchiveSource(path, classes, [image for _, images in found for image in images], labels)
+    _refuse_twice(path, [name for name, _, _ in found])
+    wnids = [name.partition("/")[0] for name, _, _ in found]
+    return _source(path, found, wnids, set(wnids))
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
@@ -93,7 +85,11 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         DataError: a file is damaged or does not fit the others.
         OSError: a file cannot be read.
     """
-    lines = _lines(ground_truth)
+    try:
+        with open(ground_truth, encoding="ascii") as file:
+            lines = [line.strip() for line in file if line.strip()]
+    except UnicodeDecodeError:
+        raise DataError(f"{ground_truth}: no text; it must hold a line for each image") from None
     with open(path, "rb") as stream:
         images = _images(stream, path)
     if len(images) != len(lines):
@@ -101,72 +97,50 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
             f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give the list of these images"
         )
     if all(_WNID.fullmatch(line) for line in lines):
-        wnids, known = lines, set(lines)
-    else:
-        meaning = _meaning(lines, ground_truth, devkit)
-        wnids, known = [meaning[int(line)] for line in lines], set(meaning.values())
-    classes = tuple(sorted(known))
-    label = {wnid: number for number, wnid in enumerate(classes)}
-    return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
-
-
-def _meaning(lines: list[str], ground_truth: str, devkit: str | None) -> dict[int, str]:
-    """WordNet number of each class's number in the devkit, which has all lines. Raises DataError."""
-    meaning: dict[int, str] = {}
+        return _source(path, images, lines, set(lines))
     for number, line in enumerate(lines, start=1):
         if not re.fullmatch(r"[0-9]{1,9}", line):
             raise DataError(
                 f"{ground_truth}:{number}: {line!r} is neither a WordNet number such as n01440764 nor a number of the "
                 "devkit; each line must be the same kind"
             )
-        if devkit is None:
-            raise DataError(
-                f"{ground_truth}: numbers of the devkit, which gives their classes; "
-                "add --devkit ILSVRC2012_devkit_t12.tar.gz"
-            )
-        meaning = meaning or _devkit(devkit)
+    if devkit is None:
+        raise DataError(
+            f"{ground_truth}: numbers of the devkit, which gives their classes; "
+            "add --devkit ILSVRC2012_devkit_t12.tar.gz"
+        )
+    meaning = _devkit(devkit)
+    for number, line in enumerate(lines, start=1):
         if int(line) not in meaning:
             raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
-    return meaning
+    return _source(path, images, [meaning[int(line)] for line in lines], set(meaning.values()))
+
+
+def _source(path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str]) -> ArchiveSource:
+    """Args: wnids: of each image. known: of all classes."""
+    classes = tuple(sorted(known))
+    label = {wnid: number for number, wnid in enumerate(classes)}
+    return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
 
 
 def _devkit(path: str) -> dict[int, str]:
-    """WordNet number of each class's number; without the groups of classes, which have no images."""
-    content = _meta(path)
+    """WordNet number of each class's number; without the groups of classes, which have larger numbers."""
     try:
-        rows = matlab.structs(content, "synsets")
-        leaves = [row for row in rows if row.get("num_children", int(row["ILSVRC2012_ID"] > _CLASSES)) == 0]
-        meaning = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in leaves}
+        with tarfile.open(path) as archive:
+            files = (member for member in archive if member.name.split("/")[-2:] == ["data", "meta.mat"])
+            member = next(files, None)
+            if member is None or not member.isreg() or member.size > _MAX_BYTES:
+                raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
+            content = archive.extractfile(member).read()
+        numbered = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in matlab.structs(content, "synsets")}
     except Exception as error:  # damaged files raise nearly everything
-        raise DataError(f"{path}: data/meta.mat cannot be read ({first_line(error)}); copy it again") from None
+        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise DataError(f"{path}: damaged or no archive ({first_line(error)}); copy it again") from None
+    meaning = {number: wnid for number, wnid in numbered.items() if number <= _CLASSES}
     if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
         raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
     return meaning
-
-
-def _meta(path: str) -> bytes:
-    try:
-        with open(path, "rb") as stream:
-            packed = stream.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as stream:
-            content = stream.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise DataError(f"{path}: more than {_MAX_BYTES >> 20} MB; give ILSVRC2012_devkit_t12.tar.gz")
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for member in archive:
-                if member.name.split("/")[-2:] == ["data", "meta.mat"] and member.isreg():
-                    return archive.extractfile(member).read()
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
-    raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="ascii") as file:
-            return [line.strip() for line in file if line.strip()]
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: no text; it must hold a line for each image") from None
 
 
 def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:

@@ -1,6 +1,6 @@
 """MATLAB's files of version 5, as far as ImageNet's devkit needs them: arrays of structs of numbers and texts.
 
-Memory is bounded by the file's size; scipy's reader makes arrays of any size that a file declares.
+Damaged files end scipy's reader (1.17) by SIGSEGV, or make it hang or fill the memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Iterator
 import numpy as np
 
 _MOST_BYTES = 16 << 20  # of all variables unpacked; ImageNet's have a few
-_HEADER = 128
 _MATRIX, _COMPRESSED = 14, 15  # kinds of an element
 _STRUCT, _CHAR, _NUMBERS = 2, 4, range(6, 16)  # classes of a matrix
 _DTYPES = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
@@ -27,7 +26,7 @@ def structs(content: bytes, name: str) -> list[dict[str, Any]]:
     if content[126:128] != b"IM":
         raise ValueError("no file of MATLAB 5, or of a big-endian machine")
     left = _MOST_BYTES
-    for kind, data in _elements(content[_HEADER:]):
+    for kind, data in _elements(content[128:]):
         if kind == _COMPRESSED:
             data = zlib.decompressobj().decompress(data, left + 1)
             left -= len(data)
@@ -35,8 +34,8 @@ def structs(content: bytes, name: str) -> list[dict[str, Any]]:
                 raise ValueError(f"more than {_MOST_BYTES >> 20} MB when unpacked")
             ((kind, data),) = _elements(data)
         found, value = _matrix(data) if kind == _MATRIX else ("", None)
-        if found == name and isinstance(value, list) and all(isinstance(row, dict) for row in value):
-            return value
+        if found == name:
+            return [dict(row) for row in value]
     raise ValueError(f"no {name} in it")
 
 

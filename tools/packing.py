@@ -25,28 +25,41 @@ from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
 from recipe.randomness import bits32, key
-from tools.shard_tar import Writer
+from tools.shard_tar import write_shard
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
 
 class Options(NamedTuple):
-    """How shards are made."""
+    """How shards are made. short_side: in pixels; None leaves images as they are."""
 
     images_per_shard: int = 1000
-    short_side: int | None = None  # pixels; None leaves images as they are
+    short_side: int | None = None
     quality: int = 92
     seed: int = 0
     skip_bad: bool = False
 
 
 class Packed(NamedTuple):
-    """The shards, and how they came to be."""
+    """kept: shards of an earlier call. skipped: unreadable images. reasons: of those that this call found."""
 
     manifest: Manifest
-    kept: int  # shards of an earlier call
-    skipped: int  # unreadable images that were left out
-    reasons: list[str]  # of those that this call found, a message each
+    kept: int
+    skipped: int
+    reasons: list[str]
+
+
+class _Task(NamedTuple):
+    """Everything that a process needs to make any shard."""
+
+    source: EncodedSource
+    folder: Path
+    options: Options
+    plan: str
+
+
+_Shards = Dict[str, List[int]]  # numbers of the images, in their order, by the shard's name
+_Made = Tuple[Index, List[str]]
 
 
 def pack(
@@ -69,8 +82,8 @@ def pack(
         f"{number:0{max(6, len(str(count - 1)))}d}.tar": order[number * size : (number + 1) * size].tolist()
         for number in range(count)
     }
-    task = _Task(source, Path(folder), options, _digest(source, options))
     os.makedirs(folder, exist_ok=True)
+    task = _Task(source, Path(folder), options, _digest(source, options))
     indexes = _finished(task, shards)
     kept = len(indexes)
     missing = {name: images for name, images in shards.items() if name not in indexes}
@@ -89,19 +102,6 @@ def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manife
     """The manifest of shards. Args: indexes: by the shard's name, in the order of the shards."""
     shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
     return Manifest(classes, tuple(shards))
-
-
-class _Task(NamedTuple):
-    """Everything that a process needs to make any shard."""
-
-    source: EncodedSource
-    folder: Path
-    options: Options
-    plan: str
-
-
-_Shards = Dict[str, List[int]]  # numbers of the images, in their order, by the shard's name
-_Made = Tuple[Index, List[str]]
 
 
 def _digest(source: EncodedSource, options: Options) -> str:
@@ -123,11 +123,9 @@ def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
     for name in sorted(os.listdir(task.folder)):
         if name.startswith(".") or not name.endswith(".tar"):
             continue
+        file = shard_index.index_name(name)
         try:
-            index = shard_index.decode_index(
-                local.read(shard_index.index_name(name), shard_index.MOST_OF_INDEX),
-                local.path(shard_index.index_name(name)),
-            )
+            index = shard_index.decode_index(local.read(file, shard_index.MOST_OF_INDEX), local.path(file))
         except MissingFile:
             if name in shards:  # a process was killed between the two
                 continue
@@ -172,29 +170,29 @@ def _begin(task: _Task) -> None:
 
 
 def _work(name: str, images: list[int]) -> _Made:
-    assert _task is not None
     return _pack_shard(_task, name, images)
 
 
 def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
-    reasons = []
-    path = task.folder / name
-    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
-        writer = Writer(file)
+    source, path, reasons = task.source, task.folder / name, []
+
+    def packed() -> Iterator[Tuple[str, bytes, int]]:
         for image in images:
-            called = task.source.name(image)
+            called = source.name(image)
             try:
-                encoded, extension = _ready(task.source.encoded(image), called, task.options)
+                encoded, extension = _ready(source.encoded(image), called, task.options)
             except UnreadableImage as error:
                 if not task.options.skip_bad:
                     raise
                 reasons.append(str(error))
                 continue
             stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
-            writer.add(f"{image:08d}-{stem}", extension, encoded, int(task.source.labels[image]))
+            yield f"{image:08d}-{stem}.{extension}", encoded, int(source.labels[image])
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
-        index = writer.close(task.plan)
+
+    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
+        index = write_shard(file, packed(), task.plan)
     write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
     return index, reasons
 

@@ -18,7 +18,6 @@ from training.timeline import ideal
 
 _WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
-_UNEXPLAINED = 0.15
 _LOSS = Auto().accept_loss  # points of top-1 that a proposed exchange may lose
 
 Remedy = Tuple[str, List[str]]  # text and overrides
@@ -28,10 +27,9 @@ class Figures(NamedTuple):
     """Figures that the rules depend on.
 
     recipe: without `auto` in exchange and engine. parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda.
-    cores: of a rank. threads: in which a rank computes on a CPU. reading: share of an image's time that is reading its
-    bytes, None where images are no files. bandwidth: bytes a second between replicas. methods: exchanges by
-    themselves, the most faithful first. slowest: the rank farthest behind the others of its stage. mfu: share of the
-    devices' peak.
+    cores: of a rank. reading: share of an image's time that is reading its bytes, None where images are no files.
+    bandwidth: bytes a second between replicas. methods: exchanges by themselves, the most faithful first. slowest: the
+    rank farthest behind the others of its stage. mfu: share of the devices' peak.
     """
 
     recipe: Recipe
@@ -39,7 +37,6 @@ class Figures(NamedTuple):
     parts: Dict[str, float]
     device: str
     cores: int
-    threads: int
     reading: Optional[float]
     bandwidth: Optional[float]
     methods: Sequence[Candidate]
@@ -67,46 +64,42 @@ class Advice(NamedTuple):
 def advise(figures: Figures) -> Advice:
     """The first thing to fix."""
     limit = max(_RULES, key=figures.share)  # the first of equal ones
-    rule = _RULES[limit]
-    if figures.share(limit) < _WORTH:
-        limit, rule = "compute", _compute
-    text, overrides = rule(figures, percent(figures.share(limit)))
-    unexplained = figures.share("rest")
-    if abs(unexplained) >= _UNEXPLAINED:
-        fault = (
-            f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
-        )
-        workers = "workers that read take cores from computing, or " if figures.recipe.data.workers else ""
-        text += f" But {fault}: {workers}the machine is busy with something else; measure again when it is quiet."
-    return Advice(limit, text, overrides)
+    if figures.share(limit) >= _WORTH:
+        return Advice(limit, *_RULES[limit](figures, percent(figures.share(limit))))
+    peak = f"{percent(figures.mfu)} of what large matrix products reach here (MFU)"
+    fault = f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {peak}."
+    if figures.batch.accumulation % 2:
+        return Advice("compute", f"{fault} More replicas make it faster.", [])
+    larger = f"batch.micro={2 * figures.batch.micro}"
+    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
+    return Advice("compute", f"{fault} {larger} {use}", [larger])
 
 
 def _input(figures: Figures, share: str) -> Remedy:
     needed = workers_needed(figures.recipe.data.workers, figures.share("input"))
     fault, more = f"Waiting for images takes {share} of a step", f"data.workers={needed}"
-    if figures.reading is not None and figures.reading >= 0.5:
+    files = figures.reading is not None
+    if files and figures.reading >= 0.5:
         text = (
             f"{fault}, and {percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
             "shards (python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
             f"{more} would keep up."
         )
         return text, [more]
-    if needed > figures.cores:
-        smaller = "draw less for each image (data.augment, data.glyph_size)"
-        if figures.reading is not None:
-            smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
-        dali = ["data.reader=dali"] if figures.device == "cuda" and figures.reading is not None else []
-        gpu = ", or let the GPU decode: data.reader=dali" if dali else ""
-        cores = f"{needed} workers would keep up, but a rank has {count(figures.cores, 'core')}"
-        return f"{fault}: {cores}; {smaller}{gpu}, or give it more cores.", dali
-    busy = figures.device == "cpu" and figures.threads + needed > figures.cores
-    but = ", though the cores that they need compute as well: measure it" if busy else ""
-    return f"{fault}: {more} would keep up{but}.", [more]
+    if needed <= figures.cores:
+        return f"{fault}: {more} would keep up.", [more]
+    dali = ["data.reader=dali"] if files and figures.device == "cuda" else []
+    smaller = "draw less for each image (data.augment, data.glyph_size)"
+    if files:
+        smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
+    if dali:
+        smaller += ", or let the GPU decode: data.reader=dali"
+    cores = f"{needed} workers would keep up, but a rank has {count(figures.cores, 'core')}"
+    return f"{fault}: {cores}; {smaller}, or give it more cores.", dali
 
 
 def _straggling(figures: Figures, share: str) -> Remedy:
-    fault = f"Waiting for the slowest replica takes {share} of a step"
-    slowest = figures.slowest
+    fault, slowest = f"Waiting for the slowest replica takes {share} of a step", figures.slowest
     if slowest is not None and slowest.lag >= _LAG:
         rank = f"rank {slowest.rank} on host {slowest.host} computes {percent(slowest.lag)} slower than the others"
         remedy = "Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it."
@@ -129,11 +122,8 @@ def _exchange(figures: Figures, share: str) -> Remedy:
         if taken.seconds < own.seconds:
             overrides = taken.method.overrides(section)
             loss = f" It {taken.evidence} of top-1 in our experiments ({PAGE})." if taken.evidence.loss else ""
-            text = (
-                f"{fault}: {' '.join(overrides)} takes {duration(taken.seconds)} by itself in place of "
-                f"{duration(own.seconds)}.{loss} Without that, {larger}."
-            )
-            return text, overrides
+            times = f"takes {duration(taken.seconds)} by itself in place of {duration(own.seconds)}"
+            return f"{fault}: {' '.join(overrides)} {times}.{loss} Without that, {larger}.", overrides
     late = ""
     if figures.device == "cpu" and not section.delay:
         late = "; exchange.delay=1 lets it run beside the next step, with what is sent one step late (docs/exchange.md)"
@@ -163,25 +153,12 @@ def _imbalance(figures: Figures, share: str) -> Remedy:
 
 
 def _update(figures: Figures, share: str) -> Remedy:
-    compile_ = figures.device == "cpu" and not figures.recipe.engine.compile
-    first = "engine.compile=true makes one program of it where there is a compiler; " if compile_ else ""
-    text = (
-        f"The optimizer's update takes {share} of a step: {first}it is made once a step, so {figures.larger} makes it "
-        "once in twice as many images."
-    )
-    return text, ["engine.compile=true" if compile_ else figures.larger]
-
-
-def _compute(figures: Figures, share: str) -> Remedy:
-    fault = (
-        f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {percent(figures.mfu)} of what "
-        "large matrix products reach here (MFU)."
-    )
-    if figures.batch.accumulation % 2:
-        return f"{fault} More replicas make it faster.", []
-    larger = f"batch.micro={2 * figures.batch.micro}"
-    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
-    return f"{fault} {larger} {use}", [larger]
+    fault = f"The optimizer's update takes {share} of a step"
+    larger = f"it is made once a step, so {figures.larger} makes it once in twice as many images."
+    if figures.device == "cpu" and not figures.recipe.engine.compile:
+        compiled = "engine.compile=true makes one program of it where there is a compiler"
+        return f"{fault}: {compiled}; {larger}", ["engine.compile=true"]
+    return f"{fault}: {larger}", [figures.larger]
 
 
 # Of equal parts the first is named: its remedy costs least.

@@ -56,11 +56,10 @@ def described(
         hosts: by rank.
         method: of the recipe's exchange, where there are several replicas.
     """
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-    source = f"measured by tools.doctor on {date}, {name}, {count(len(hosts), 'rank')}"
-    local = hosts.count(hosts[0])
-    if device.type == "cuda":
+    facts, on_gpu, local = about(device), device.type == "cuda", hosts.count(hosts[0])
+    name = facts["device" if on_gpu else "cpu"]
+    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(len(hosts), 'rank')}"
+    if on_gpu:
         memory = _figure(torch.cuda.get_device_properties(device).total_memory, "of the device")
         local = max(local, torch.cuda.device_count())
     else:
@@ -70,14 +69,19 @@ def described(
     micro_batch = measured["compute"] / times.shape.accumulation  # of one device, of its part of the model
     passes = sum(stage.multiply_adds for stage in work.stages)
     between = _between(links, hosts)
-    disk, origin = reading.disk, "files that were in no cache of the host"
-    if reading.remote:
-        disk, origin = reading.cached, "over the network"
+    cached, over_network = reading.cached_bytes_per_second, reading.over_network
+    disk, origin = reading.disk_bytes_per_second, "files that were in no cache of the host"
+    if over_network:
+        disk, origin = cached, "over the network"
+    images = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
+    if reading.bytes is not None:
+        images += f", files of {reading.bytes / 1e3:.0f} kB {origin if over_network else 'out of the page cache'}"
     overlap = 0.0
     if method is not None and method.measured is not None and not recipe.exchange.delay:
         # Share of the slowest stage's backward pass beside which the exchange runs: what it takes less than by itself.
         backward = (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
         overlap = min(1.0, max(0.0, (method.measured.median - measured["exchange"]) / backward))
+    latency, bandwidth = (_figure(each.median, source, between) for each in (links.latency, links.bandwidth))
     return Machine(
         name=f"{len(hosts)} x {name}",
         device=device.type,
@@ -87,18 +91,12 @@ def described(
         calibrated_on=_calibration(recipe, batch),
         update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
         straggling=_figure(splitting.straggling(times, batch.accumulation), source),
-        links=[
-            Reach(
-                devices=None,
-                latency=_figure(links.latency.median, source, between),
-                bandwidth=_figure(links.bandwidth.median, source, between),
-            )
-        ],
+        links=[Reach(devices=None, latency=latency, bandwidth=bandwidth)],
         overlap=overlap,
         cores=cores() / local,
-        decode=_figure(reading.rate.median, source, f"one core, {_images(recipe, reading)}"),
+        decode=_figure(reading.per_core.median, source, images),
         disk=disk and _figure(disk.median, source, origin),
-        to_device=_figure(to_device.median, source, "" if device.type == "cuda" else "a copy in memory"),
+        to_device=_figure(to_device.median, source, "" if on_gpu else "a copy in memory"),
     )
 
 
@@ -117,26 +115,16 @@ def _cpu() -> str:
 
 
 def _calibration(recipe: Recipe, batch: Batch) -> str:
-    model = recipe.model
+    model, precision = recipe.model, recipe.precision
     stages = f", {batch.stages} stages" if batch.stages > 1 else ""
     again = ", recomputed" if recipe.parallel.recompute else ""
-    return (
-        f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {recipe.precision.compute} compute, "
-        f"{recipe.precision.weights} weights{stages}{again}"
-    )
+    types = f"{precision.compute} compute, {precision.weights} weights"
+    return f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {types}{stages}{again}"
 
 
 def _between(links: Links, hosts: Sequence[str]) -> str:
-    if links.loopback:
-        return "between two processes of one host by gloo; links between hosts were not measured"
-    if len(set(hosts)) == 1:
-        return "among ranks of one host; links between hosts were not measured"
-    return f"among {len(set(hosts))} hosts"
-
-
-def _images(recipe: Recipe, reading: Reading) -> str:
-    size = f"at {recipe.model.image_size} px"
-    if reading.image_bytes is None:
-        return f"{recipe.data.source} {size}"
-    where = "over the network" if reading.remote else "out of the page cache"
-    return f"files of {reading.image_bytes / 1e3:.0f} kB {where}, {size}"
+    number = len(set(hosts))
+    if number > 1:
+        return f"among {number} hosts"
+    where = "between two processes of one host by gloo" if links.loopback else "among ranks of one host"
+    return f"{where}; links between hosts were not measured"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -32,17 +32,6 @@ _TURN = 0.05  # seconds: a turn has as many steps as that takes, since a few mil
 _WINDOW = 0.2  # the same for steps as trained, which come in bursts of as many micro batches as there are workers
 _MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange and update to be small beside them
 _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
-
-
-class Measured(NamedTuple):
-    """Times of steps, and the engine of the recipe, on which more can be measured.
-
-    complete: whether enough images were used that those loaded ahead of the first step do not count.
-    """
-
-    times: Times
-    engine: TorchEngine
-    complete: bool
 
 
 class _Bench:
@@ -112,7 +101,7 @@ def measure(
     source: Optional[Source],
     seconds: float,
     say: Callable[[str], None],
-) -> Measured:
+) -> Tuple[Times, TorchEngine, bool]:
     """Measure on all ranks, each of which calls this; all get the same times.
 
     Args:
@@ -120,6 +109,10 @@ def measure(
         source: None where images do not enter.
         seconds: longer with large steps, each of which is repeated `_FEWEST` times.
         say: prints how long, then.
+
+    Returns:
+        The times; the engine of the recipe, on which more can be measured; whether enough images were used that those
+        loaded ahead of the first step do not count.
     """
     recipe, method = _settled(recipe), exchange.of(recipe.exchange)
     fewest = min(batch.accumulation, batch.stages)
@@ -153,10 +146,9 @@ def measure(
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
     spans = alone.engine.recorder.collect()  # from the second step on
     passes = processes.from_main(lambda: splitting.passes(spans, processes.topology.stages))
-    virtual = recipe.parallel.virtual_stages or 1
-    shape = Shape(accumulation, processes.topology.stages, virtual)
+    shape = Shape(accumulation, processes.topology.stages, recipe.parallel.virtual_stages or 1)
     times = Times(shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
-    return Measured(times, whole.engine, complete)
+    return times, whole.engine, complete
 
 
 def _settled(recipe: Recipe) -> Recipe:

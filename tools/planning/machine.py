@@ -24,7 +24,7 @@ class Figure(Section):
 
 
 def _positive(figure: Figure) -> Figure:
-    """Refuse what cannot be divided by; a millionth a second of anything is as good as nothing."""
+    """Refuse a figure to divide by that is zero, or less than a millionth a second."""
     if figure.value < 1e-6:
         raise ValueError("must be positive")
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from models import shapes
@@ -54,10 +55,9 @@ def by_stage(
         again: the blocks that are recomputed, if not the recipe's.
     """
     again = work.recomputed if again is None else again
-    held = in_flight(recipe, device, batch, len(work.stages))
     each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
     found = []
-    for stage, count in zip(work.stages, held):
+    for stage, count in zip(work.stages, in_flight(recipe, device, batch, len(work.stages))):
         *_, (parameters, kept, once) = elements(stage.names, work.shapes, again, device)
         found.append(StageBytes(state * parameters, each * (count * kept + once)))
     return found
@@ -82,20 +82,17 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
 
     The question of GPipe's table 1 (Huang et al., 1811.06965). Widths are tried in steps of 0.05.
     """
-    limit = available(recipe, machine, batch)
-
-    def need(step: int) -> Tuple[int, int]:
-        model = recipe.model.model_copy(update={"width": step * _GRID})
-        return _smallest(recipe, machine.device, batch, model, stages)
-
+    limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
     low, high = 0, round(_WIDEST / _GRID) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if need(middle)[0] <= limit else (low, middle)
-    if low == 0:
-        return Widest(stages, None, 0, 0)
-    size, parameters = need(low)
-    return Widest(stages, low * _GRID, parameters, size)
+        model = recipe.model.model_copy(update={"width": middle * _GRID})
+        size, parameters = _smallest(recipe, machine.device, batch, model, stages)
+        if size <= limit:
+            low, found = middle, Widest(stages, middle * _GRID, parameters, size)
+        else:
+            high = middle
+    return found
 
 
 def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> Tuple[int, int]:
@@ -105,22 +102,19 @@ def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: i
     again = workload.recomputed(recipe, names)
     held = in_flight(recipe, device, batch, stages)
     each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
-    parts = {}
-    for start in range(len(names)):
-        for end, part in enumerate(elements(names[start:], found, again, device), start + 1):
-            parts[start, end] = part
-    # Dynamic programming over the blocks: the least possible maximum of the first stages up to each block.
-    best = {0: 0}
-    for stage, count in enumerate(held):
-        reached: Dict[int, int] = {}
-        last = len(names) - (stages - stage - 1)
-        for start, before in best.items():
-            for end in range(start + 1 if stage < stages - 1 else len(names), last + 1):
-                parameters, kept, once = parts[start, end]
-                size = max(before, state * parameters + each * (count * kept + once))
-                reached[end] = min(size, reached.get(end, size))
-        best = reached
-    return best[len(names)], parts[0, len(names)][0]
+    parts = [list(elements(names[start:], found, again, device)) for start in range(len(names))]
+
+    @functools.lru_cache(maxsize=None)
+    def fullest(stage: int, start: int) -> int:
+        """The least possible bytes of the fullest of the stages from `stage` on, whose first block is `start`."""
+        later = stages - stage - 1
+        sizes = [state * parameters + each * (held[stage] * kept + once) for parameters, kept, once in parts[start]]
+        if later == 0:
+            return sizes[-1]
+        ends = range(start + 1, len(names) - later + 1)
+        return min(max(size, fullest(stage + 1, end)) for size, end in zip(sizes, ends))
+
+    return fullest(0, 0), parts[0][-1][0]
 
 
 def elements(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Dict, NamedTuple
+from typing import Dict, NamedTuple, Optional
 
 from parallel.costs import Link
 from parallel.exchange import Gradient, Method, variants
@@ -21,7 +21,8 @@ class Row(NamedTuple):
     """A step on `replicas`. parts: its seconds by cause, which add up to `seconds`.
 
     global_batch: the recipe's, or where `grown` the least that so many replicas can share. efficiency: rate over that
-    of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth.
+    of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth. hours: of
+    training, where that is known.
     """
 
     replicas: int
@@ -34,6 +35,7 @@ class Row(NamedTuple):
     efficiency: float
     parts: Dict[str, float]
     limit: str
+    hours: Optional[float] = None
 
 
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
@@ -55,16 +57,16 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     least = _least_accumulation(recipe, machine.device)
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     batch = accumulation * micro * replicas
-    single = _seconds(recipe, machine, 1, max(1, batch // micro), workload)
     parts = _seconds(recipe, machine, replicas, accumulation, workload)
-    seconds = sum(parts.values())
+    seconds, single = (
+        sum(each.values()) for each in (parts, _seconds(recipe, machine, 1, max(1, batch // micro), workload))
+    )
     limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     if parts["compute"] >= (1 - _FEW) * seconds:
         limit = "compute"
-    rate, alone = batch / seconds, batch / sum(single.values())
     return Row(
-        replicas, replicas * len(workload.stages), batch, batch > recipe.batch.global_, accumulation, seconds, rate,
-        rate / (replicas * alone), parts, limit,
+        replicas, replicas * len(workload.stages), batch, batch > recipe.batch.global_, accumulation, seconds,
+        batch / seconds, single / (replicas * seconds), parts, limit,
     )  # fmt: skip
 
 
@@ -90,15 +92,17 @@ def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     return {method.name: exchange(machine, method, replicas, workload) for method in variants(recipe.exchange)}
 
 
-def rate_from(machine: Machine, recipe: Recipe, replicas: int, workload: Workload, images_per_second: float) -> float:
-    """Multiply-adds a second of a device with which `predict` gives a measured rate."""
+def calibrated(
+    machine: Machine, recipe: Recipe, workload: Workload, replicas: int, images_per_second: float
+) -> Machine:
+    """The machine with the rate of a device with which `predict` gives a measured one."""
     low, high = 1e6, 1e18
     for _ in range(200):
         middle = (low * high) ** 0.5
         guess = machine.model_copy(update={"rate": machine.rate.model_copy(update={"value": middle})})
         slow = predict(recipe, guess, replicas, workload).images_per_second < images_per_second
         low, high = (middle, high) if slow else (low, middle)
-    return low
+    return guess
 
 
 def slowest_of(count: int) -> float:
