@@ -101,7 +101,7 @@ def _prepare(output: Path) -> None:
 
 def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     # Imported late: a wrong command line is refused before torch is loaded.
-    from tools.diagnosis import picture, rendering
+    from tools.diagnosis import rendering
     from tools.diagnosis.examination import examine
     from tools.planning.machine import dump
 
@@ -111,7 +111,7 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     print("\n".join(rendering.lines(found, options.config)))
     files = [options.output / "step.png"]
     with writing(options.output):
-        picture.draw(found, options.config, files[0])
+        rendering.draw(found, options.config, files[0])
         if found.machine is not None:
             files.append(options.output / "machine.yaml")
             files[1].write_text(dump(found.machine), encoding="utf-8")

@@ -25,7 +25,7 @@ from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
 from recipe.randomness import bits32, key
-from tools.shard_tar import write_shard
+from tools.shard_tar import scan, write_shard
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
@@ -191,8 +191,9 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
 
-    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
-        index = write_shard(file, packed(), task.plan)
+    with replacing(path, durable=True) as temporary:
+        write_shard(temporary, packed())
+        index = scan(LocalFolder(str(task.folder)), temporary.name, temporary.stat().st_size)._replace(plan=task.plan)
     write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
     return index, reasons
 

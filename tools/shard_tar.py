@@ -7,6 +7,7 @@ import io
 import re
 import tarfile
 import zlib
+from pathlib import Path
 from typing import BinaryIO, Callable, Iterable, Iterator, Tuple
 
 import numpy as np
@@ -18,8 +19,6 @@ from recipe.errors import DataError
 EXTENSIONS = ("jpg", "jpeg", "png")
 _CHUNK = 1 << 23
 _LABEL_BYTES = 32
-_Row = Tuple[str, int, int, int, int]  # name, offset, bytes, label and CRC-32 of an image
-_END = bytes(1024)  # two blocks of zeros: where an archive ends
 
 
 class StrictInfo(tarfile.TarInfo):
@@ -67,31 +66,17 @@ def open_archive(stream: BinaryIO, place: str, mode: str = "r:") -> tarfile.TarF
         raise DataError(f"{place}: no tar archive ({error}); copy it again") from None
 
 
-def write_shard(stream: BinaryIO, images: Iterable[Tuple[str, bytes, int]], plan: str) -> Index:
+def write_shard(path: Path, images: Iterable[Tuple[str, bytes, int]]) -> None:
     """Write a shard: for each image the members KEY.EXTENSION and KEY.cls. The same images give the same bytes.
 
-    Args:
-        images: name (KEY.EXTENSION, at most 80 ASCII characters), bytes and label of each.
-        plan: digest of what the shard is made from.
+    Args: images: name (KEY.EXTENSION, at most 80 ASCII characters), bytes and label of each.
     """
-    sha256, size, rows = hashlib.sha256(), 0, []
-
-    def write(content: bytes) -> None:
-        nonlocal size
-        stream.write(content)
-        sha256.update(content)
-        size += len(content)
-
-    for name, encoded, label in images:
-        rows.append((name, size + tarfile.BLOCKSIZE, len(encoded), label, zlib.crc32(encoded)))
-        for member, content in ((name, encoded), (f"{name.rpartition('.')[0]}.cls", str(label).encode())):
-            info = tarfile.TarInfo(member)  # of the year 1970 and nobody's
-            info.size = len(content)
-            write(info.tobuf(tarfile.USTAR_FORMAT))
-            write(content)
-            write(bytes(-len(content) % tarfile.BLOCKSIZE))
-    write(_END)
-    return _index(rows, size, sha256.hexdigest(), plan)
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, encoded, label in images:
+            for member, content in ((name, encoded), (f"{name.rpartition('.')[0]}.cls", str(label).encode())):
+                info = tarfile.TarInfo(member)  # of the year 1970 and nobody's
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
 
 
 def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], None] = lambda *_: None) -> Index:
@@ -132,8 +117,12 @@ def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], Non
         raise DataError(f"{place}: no images; remove this shard")
     while stream.read():  # the rest, for the checksum
         pass
-    rows = [(name, offset, length, labels[key], crc32) for key, (name, offset, length, crc32) in images.items()]
-    return _index(rows, size, stream.sha256.hexdigest(), "")
+    names, offsets, lengths, checksums = zip(*images.values())
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    name_lengths = np.array([len(name) for name in encoded], np.int32)
+    places = (np.array(offsets, np.int64), np.array(lengths, np.int64))
+    contents = (np.array([labels[key] for key in images], np.int32), np.array(checksums, np.uint32))
+    return Index(*places, *contents, name_lengths, b"".join(encoded), size, stream.sha256.hexdigest(), "")
 
 
 def split(name: str) -> tuple[str, str]:
@@ -144,16 +133,6 @@ def split(name: str) -> tuple[str, str]:
     folder, slash, last = name.rpartition("/")
     key, _, extension = last.partition(".")
     return folder + slash + key, extension.lower()
-
-
-def _index(rows: list[_Row], size: int, sha256: str, plan: str) -> Index:
-    names, offsets, lengths, labels, checksums = zip(*rows)
-    encoded = [name.encode(errors="surrogateescape") for name in names]
-    return Index(
-        np.array(offsets, np.int64), np.array(lengths, np.int64), np.array(labels, np.int32),
-        np.array(checksums, np.uint32), np.array([len(name) for name in encoded], np.int32), b"".join(encoded),
-        size, sha256, plan,
-    )  # fmt: skip
 
 
 class _Stream(io.RawIOBase):

@@ -10,7 +10,7 @@ import pytest
 
 from data.shards import ShardsSource
 from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_tar
-from tools import imagenet, matlab
+from tools import imagenet
 
 WNIDS = ("n01440764", "n01443537", "n15075141")
 
@@ -129,7 +129,7 @@ def test_structs_are_read_as_scipy_wrote_them():
         {"ID": 70_000, "WNID": "n00001740", "words": "ünïcode", "children": 4, "height": -1e300, "images": [1, 2, 3]},
     ]
     for compressed in (True, False):
-        assert matlab.structs(matlab_file(rows, do_compression=compressed), "synsets") == rows
+        assert imagenet._structs(matlab_file(rows, do_compression=compressed), "synsets") == rows
 
 
 def nested(depth):
@@ -152,4 +152,4 @@ def test_files_of_matlab_that_are_damaged_or_swell_are_refused():
         (swelling, "more than 16 MB when unpacked"),
     ):
         with pytest.raises(ValueError, match=reason):
-            matlab.structs(content, "synsets")
+            imagenet._structs(content, "synsets")

@@ -43,16 +43,10 @@ class Links(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An exchange by itself. measured: seconds, with the processors' work; None where it would take too long, or needs
-    other keys than the recipe has."""
+    """An exchange by itself, as predicted. measured: seconds; None where it would take long, or needs other keys."""
 
-    candidate: Candidate  # seconds on the network as predicted
+    candidate: Candidate
     measured: Optional[Spread]
-
-    @property
-    def label(self) -> str:
-        """With how much is sent."""
-        return self.candidate.method.section.label
 
     @property
     def timed(self) -> Candidate:
@@ -94,11 +88,9 @@ def methods(
     predicted = choice.predict(exchange.candidates(recipe.exchange), recipe, batch, gradient, link)
     found = []
     for candidate in predicted:
-        measured = None
-        if candidate.network < seconds and candidate.method.section in own:
-            tried = recipe.model_copy(update={"exchange": candidate.method.section})
-            measured = _seconds(engine, tried, processes, seconds / len(own))
-        found.append(Method(candidate, measured))
+        tried = recipe.model_copy(update={"exchange": candidate.method.section})
+        short = candidate.network < seconds and tried.exchange in own
+        found.append(Method(candidate, _seconds(engine, tried, processes, seconds / len(own)) if short else None))
     return found
 
 

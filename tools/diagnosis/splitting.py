@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 if TYPE_CHECKING:
     from engines.timeline import Span
@@ -37,8 +37,7 @@ class Shape(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Forward and backward passes, by step. own: rank -> seconds of computing. lengths: replica -> seconds from the
-    start of its first pass to the end of its last one."""
+    """By step. own: rank -> seconds of its passes. lengths: replica -> seconds from its first pass to its last."""
 
     own: Dict[int, List[float]]
     lengths: Dict[int, List[float]]
@@ -63,21 +62,19 @@ class Times(NamedTuple):
 
 def passes(spans: Sequence[Span], stages: int) -> Passes:
     """Passes of traced steps, from the spans of all ranks, each of which has some in every step."""
-    steps = sorted({span.step for span in spans})
-    computed = [span for span in spans if span.kind in _PASSES]
-    own: Dict[int, Dict[int, float]] = {}
-    edges: Dict[int, Dict[int, List[float]]] = {}
-    for span in computed:
-        by_step = own.setdefault(span.rank, dict.fromkeys(steps, 0.0))
-        by_step[span.step] += span.end - span.start
-        edge = edges.setdefault(span.rank // stages, {}).setdefault(span.step, [math.inf, -math.inf])
-        edge[0], edge[1] = min(edge[0], span.start), max(edge[1], span.end)
-    own_by_step = {rank: list(by_step.values()) for rank, by_step in sorted(own.items())}
-    lengths = {
-        replica: [end - start for start, end in (found[step] for step in steps)]
-        for replica, found in sorted(edges.items())
-    }
-    return Passes(own_by_step, lengths)
+    own: Dict[Tuple[int, int], List[Span]] = {}
+    replicas: Dict[Tuple[int, int], List[Span]] = {}
+    for span in spans:
+        if span.kind in _PASSES:
+            own.setdefault((span.rank, span.step), []).append(span)
+            replicas.setdefault((span.rank // stages, span.step), []).append(span)
+    found = Passes({}, {})
+    for (rank, _), computed in sorted(own.items()):
+        found.own.setdefault(rank, []).append(math.fsum(span.end - span.start for span in computed))
+    for (replica, _), computed in sorted(replicas.items()):
+        length = max(span.end for span in computed) - min(span.start for span in computed)
+        found.lengths.setdefault(replica, []).append(length)
+    return found
 
 
 def parts(times: Times) -> Dict[str, float]:
@@ -142,8 +139,8 @@ def straggling(times: Times, accumulation: int) -> float:
 
 
 class Rank(NamedTuple):
-    """One rank's own forward and backward passes: seconds of a measured step, and by how much longer they take than
-    those of the other replicas' ranks of the same stage (None without any)."""
+    """A rank's passes: seconds of a measured step. lag: by which share they take longer than those of the other ranks
+    of the same stage; None without any."""
 
     rank: int
     replica: int

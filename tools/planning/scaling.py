@@ -18,11 +18,10 @@ _FEW = 0.1  # below this share of a step, what is not computing is no limit
 
 
 class Row(NamedTuple):
-    """A step on `replicas`. parts: its seconds by cause, which add up to `seconds`.
+    """A step on `replicas`. parts: its seconds by cause. hours: of training, where that is known.
 
     global_batch: the recipe's, or where `grown` the least that so many replicas can share. efficiency: rate over that
-    of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth. hours: of
-    training, where that is known.
+    of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth.
     """
 
     replicas: int
@@ -88,7 +87,7 @@ def exchange(machine: Machine, method: Method, replicas: int, workload: Workload
 
 
 def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:
-    """Seconds of every exchange, of the largest stage's gradient."""
+    """Seconds of every exchange."""
     return {method.name: exchange(machine, method, replicas, workload) for method in variants(recipe.exchange)}
 
 

@@ -18,8 +18,7 @@ _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 
 
 class StageWork(NamedTuple):
-    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed. layers: as of
-    BlockShape."""
+    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed."""
 
     names: List[str]
     multiply_adds: int
@@ -43,7 +42,6 @@ class Workload(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
         return sum(shape.parameters for shape in self.shapes.values())
 
     @property
@@ -67,12 +65,11 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     Raises:
         ConfigError: cut points that the model does not have, or more stages than blocks.
     """
-    size = image_size or max(training_image_sizes(recipe))
+    size, parallel = image_size or max(training_image_sizes(recipe)), recipe.parallel
     found = shapes.blocks(recipe.model, size)
-    parallel, able = recipe.parallel, sum(shape.parameters > 0 for shape in found.values())
+    able, again = sum(shape.parameters > 0 for shape in found.values()), recomputed(recipe, list(found))
     if parallel.parts > able:
         raise ConfigError(f"parallel.stages: {parallel.parts} parts are more than the {able} blocks with parameters")
-    again = recomputed(recipe, list(found))
     cuts, origin = _cuts(recipe, size)
     try:
         divided = balance.split_names(list(found), cuts)
@@ -119,9 +116,8 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
     copied = _compute_type(recipe, device) != recipe.precision.weights
-    in_place = device == "cpu" and not copied and compute == 4
     scratch = 0
-    if recipe.optimizer.scratch and not in_place:
+    if recipe.optimizer.scratch and (device != "cpu" or copied or compute != 4):  # else it steps in place
         scratch = 4 * (len(slots) + (not (copied and compute == 4)))  # a float32 working copy serves for the weights
     averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
     return total + compute * copied + scratch + averages
