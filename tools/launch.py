@@ -42,7 +42,7 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 class Plan(NamedTuple):
     """Ranks to start: each runs `program` (with its arguments), `local` of them on this host, `world` on all `hosts`.
 
-    shape: replicas and stages in words. command: does the same without this launcher. note: what the launcher decided.
+    command: does the same without this launcher. note: what the launcher decided.
     """
 
     recipe: Recipe

@@ -31,7 +31,7 @@ _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 1
 
 
 class Options(NamedTuple):
-    """How shards are made. short_side: in pixels; None leaves images as they are."""
+    """How shards are made. short_side: pixels; None leaves images as they are."""
 
     images_per_shard: int = 1000
     short_side: int | None = None

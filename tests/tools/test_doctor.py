@@ -106,15 +106,6 @@ def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, wo
     assert data["advice"]["limit"] == "input"
 
 
-def test_reading_that_keeps_up_is_not_waited_for(examined, monkeypatch):
-    """The other way round: steps that take long."""
-    forward = Stage.forward
-    monkeypatch.setattr(Stage, "forward", lambda stage, x: time.sleep(LAG) or forward(stage, x))
-    _, data, _, _ = examined(*FEW)
-    assert data["parts"]["compute"] > 2 * LAG  # of two micro batches
-    assert data["parts"]["input"] < data["parts"]["compute"] and data["advice"]["limit"] != "input"
-
-
 def examined_in_ranks(*arguments, slow=None, output="."):
     """How each of two ranks ended."""
     return ranks.run(2, _examine, arguments, slow, str(output))
@@ -217,14 +208,6 @@ def test_wrong_input_is_refused_in_one_line(examined, tmp_path, arguments, messa
     code, _, _, errors = examined(*arguments)
     assert code == 2 and len(errors) == 1 and message in errors[0]
     assert [path.name for path in (tmp_path / "a run").iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_full_disk_is_one_line(examined, small_disk):
-    disk = small_disk("64k")
-    (disk / "filled").write_bytes(b"x" * 56 * 1024)
-    code, _, lines, errors = examined("--output", str(disk))
-    assert code == 1 and len(errors) == 1 and "No space left on device" in errors[0]
-    assert any(line.startswith("first") for line in lines)  # findings are printed all the same
 
 
 def test_a_signal_ends_it_with_its_own_code(examined, monkeypatch, tmp_path):

@@ -301,17 +301,6 @@ def test_verify_finds_damage(tmp_path, capsys):
         assert error.startswith(f"{folder}{start}")
 
 
-def test_verify_names_twenty_and_counts_all(tmp_path, capsys):
-    """Images that no decoder takes, in shards that are otherwise sound."""
-    files = [file for n in range(22) for file in ((f"{n}.jpg", jpeg(n)[:-200]), (f"{n}.cls", b"0"))]
-    write_tar(tmp_path / "x.tar", files)
-    run(capsys, "index", tmp_path)
-    assert run(capsys, "verify", tmp_path)[0] == 0
-    code, data, errors = run(capsys, "verify", tmp_path, "--decode")
-    assert (code, data["faults"], len(data["named"]), len(errors)) == (2, 22, 20, 21)
-    assert errors[0].startswith(f"{tmp_path}/x.tar/0.jpg: ")
-
-
 def test_wrong_folders_are_one_line_and_2(classes, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     url, inside = "http://host/shards", classes / "cat/shards"

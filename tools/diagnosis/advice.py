@@ -24,12 +24,10 @@ Remedy = Tuple[str, List[str]]  # text and overrides
 
 
 class Figures(NamedTuple):
-    """Figures that the rules depend on.
+    """Figures that the rules depend on. recipe: without `auto`. cores: of a rank. bandwidth: bytes a second.
 
-    recipe: without `auto` in exchange and engine. parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda.
-    cores: of a rank. reading: share of an image's time that is reading its bytes, None where images are no files.
-    bandwidth: bytes a second between replicas. methods: exchanges by themselves, the most faithful first. slowest: the
-    rank farthest behind the others of its stage. mfu: share of the devices' peak.
+    reading: share of an image's time that is reading its bytes, None where images are no files. methods: exchanges by
+    themselves, the most faithful first. slowest: the rank farthest behind the others of its stage.
     """
 
     recipe: Recipe
@@ -45,11 +43,9 @@ class Figures(NamedTuple):
 
     @property
     def larger(self) -> str:
-        """Override that doubles the batch."""
         return f"batch.global={2 * self.batch.global_}"
 
     def share(self, part: str) -> float:
-        """Share of a step."""
         return self.parts[part] / math.fsum(self.parts.values())
 
 

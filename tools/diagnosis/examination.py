@@ -36,11 +36,9 @@ _PEAKS = 3
 
 
 class Findings(NamedTuple):
-    """Everything that was measured, and what follows.
+    """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`.
 
-    hosts: by rank. parts: seconds of a step, by `splitting.PARTS`. complete: see `steps.measure`. straggling: standard
-    deviation of a replica's step, in units of its mean. peak: floating-point operations a second, of all devices.
-    machine, doubling: None where no link could be measured. seconds: duration of the examination.
+    peak: floating-point operations a second, of all devices. machine, doubling: None where no link could be measured.
     """
 
     batch: Batch
@@ -66,12 +64,10 @@ class Findings(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds."""
         return sum(self.parts.values())
 
     @property
     def images_per_second(self) -> float:
-        """Rate of all replicas."""
         return self.batch.global_ / self.step
 
 

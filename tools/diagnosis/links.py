@@ -27,10 +27,7 @@ _LARGEST = 262144  # bytes; the largest message of parallel.probe
 
 
 class Links(NamedTuple):
-    """Between replicas, or, of one process, between two processes of its host (`loopback`).
-
-    latency: seconds of a message however short. bandwidth: bytes a second.
-    """
+    """Between replicas, or, of one process, between two processes of its host: seconds, bytes a second."""
 
     latency: Spread
     bandwidth: Spread
@@ -38,7 +35,6 @@ class Links(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The link of predictions."""
         return Link(self.latency.median, 1 / self.bandwidth.median)
 
 
@@ -75,10 +71,7 @@ def methods(
 ) -> List[Method]:
     """Time every exchange of the gradient of the largest stage. Every rank calls this; the gradient is lost.
 
-    Exchanges with keys of their own, whose accuracy is known, are only predicted.
-
-    Args:
-        seconds: for all of them; one that is predicted to take longer by itself is only predicted.
+    Those with other keys than the recipe's, or predicted to take longer than `seconds`, are only predicted.
     """
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0

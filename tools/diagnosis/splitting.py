@@ -44,11 +44,9 @@ class Passes(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of steps of `shape`.
+    """Seconds of steps of `shape`: as trained, those of them spent waiting for images, and with images in memory.
 
-    as_trained: with images from the loader. waited: those of them in which a device waited for images. from_memory:
-    with images in memory; without_exchange: the same with exchange.method none, in turns, or empty where nothing is
-    exchanged anyway. update: the optimizer's update alone. passes: of steps without exchange.
+    without_exchange: as from_memory, in turns; empty where nothing is exchanged. passes: of steps without exchange.
     """
 
     shape: Shape
@@ -78,12 +76,7 @@ def passes(spans: Sequence[Span], stages: int) -> Passes:
 
 
 def parts(times: Times) -> Dict[str, float]:
-    """Seconds of each part of the measured step. With `rest` they add up to the median of `as_trained`.
-
-    compute: forward and backward passes, the mean over replicas and stages. imbalance: what the slowest stage takes
-    longer than that. bubble: what that stage waits from its replica's first pass to the last. straggling: how much
-    longer the slowest replica takes than the mean. exchange: what a step takes longer than without one.
-    """
+    """Seconds of each part of the measured step (docs/doctor.md). They add up to the median of `as_trained`."""
     stages = times.shape.stages
     lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
     length = statistics.median(map(statistics.mean, lengths))
@@ -107,11 +100,9 @@ def parts(times: Times) -> Dict[str, float]:
 def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[str, float]:
     """The parts of a step of `accumulation` micro batches, where fewer were measured.
 
-    Computing and waiting for images grow with the micro batches; update and exchange come once a step. So does filling
-    and emptying a pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage; other
-    waits come with every micro batch. Lasting differences between replicas grow with the micro batches, chance with
-    their square root. Of the rest, what steps take longer as trained than from memory grows: workers take time from
-    each micro batch.
+    Computing and waiting for images grow with the micro batches; update, exchange and filling a pipeline of K ranks
+    with V parts of the model each, (K - 1) / V turns of the slowest stage, come once a step. Lasting differences
+    between replicas grow with the micro batches, chance with their square root; of the rest what workers take grows.
     """
     before, stages, virtual = times.shape
     factor = accumulation / before
@@ -129,8 +120,10 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
 
 
 def straggling(times: Times, accumulation: int) -> float:
-    """Standard deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, in
-    units of their mean. Differences between steps average out over the micro batches, those between replicas do not."""
+    """Deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, relative.
+
+    Differences between steps average out over the micro batches, those between replicas do not.
+    """
     lengths = list(times.passes.lengths.values())
     means = [statistics.mean(values) for values in lengths]
     between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))

@@ -107,8 +107,7 @@ def measure(
     Args:
         recipe: without `auto` in exchange and engine.
         source: None where images do not enter.
-        seconds: longer with large steps, each of which is repeated `_FEWEST` times.
-        say: prints how long, then.
+        seconds: longer with large steps; `say` then prints how long.
 
     Returns:
         The times; the engine of the recipe, on which more can be measured; whether enough images were used that those
@@ -188,7 +187,7 @@ def _as_trained(
 ) -> Tuple[List[float], List[float], bool]:
     """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough of them.
 
-    Workers hand over their first micro batches together, so these do not count, and windows are as long or longer.
+    Workers deliver their first micro batches together, so these do not count, and windows are as long or longer.
     """
     processes = bench.processes
     burst = max(1, math.ceil(workers / bench.batch.accumulation))

@@ -15,10 +15,7 @@ from tools.planning.machine import Machine
 
 
 class Interval(NamedTuple):
-    """Updates between two lines of a log.
-
-    epoch: at their end. batch: images of an update. noise: the noise scale in images. error: its standard error.
-    """
+    """Updates between two lines of a log. epoch: at their end. noise: the noise scale in images; error: its error."""
 
     epoch: float
     updates: float
@@ -61,7 +58,7 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
 
 
 def critical(run: Sequence[Interval]) -> float:
-    """The critical batch of a whole run: the fewest images that it could have taken over the fewest updates."""
+    """Critical batch of a whole run: the fewest images that it could have taken over the fewest updates."""
     fewest_updates = sum(each.updates / (1 + each.noise / each.batch) for each in run)
     fewest_images = sum(each.updates * each.batch / (1 + each.batch / each.noise) for each in run)
     return fewest_images / fewest_updates

@@ -48,12 +48,7 @@ def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
 def by_stage(
     recipe: Recipe, device: str, batch: Batch, work: workload.Workload, again: Optional[FrozenSet[str]] = None
 ) -> List[StageBytes]:
-    """Bytes of each device of a replica. Program code and what libraries need for themselves are not in it.
-
-    Args:
-        device: kind of the devices: cpu, cuda or ipu.
-        again: the blocks that are recomputed, if not the recipe's.
-    """
+    """Bytes of each device of a replica. Args: device: cpu, cuda or ipu. again: what is recomputed, if not the recipe's."""
     again = work.recomputed if again is None else again
     each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
     found = []
@@ -78,10 +73,7 @@ def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[in
 
 
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
-    """The largest model by width whose stages fit, each cut where the fullest device has least; depth stays.
-
-    The question of GPipe's table 1 (Huang et al., 1811.06965). Widths are tried in steps of 0.05.
-    """
+    """The largest model by width whose stages fit, cut where memory is most even, as in GPipe's table 1 (1811.06965)."""
     limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
     low, high = 0, round(_WIDEST / _GRID) + 1
     while high - low > 1:
@@ -122,8 +114,7 @@ def elements(
 ) -> Iterator[Tuple[int, int, int]]:
     """After each of consecutive blocks: parameters, and elements an image kept of each micro batch in flight and once.
 
-    Of recomputed blocks only inputs are kept in flight: on IPUs that of the stage, which is computed again as a
-    whole; elsewhere that of each block, one of which is computed again at a time. Images do not count as an input.
+    Of recomputed blocks only inputs are kept in flight. IPUs recompute a stage as a whole, others a block at a time.
     """
     inputs = dict(zip(found, [0, *(shape.output for shape in found.values())]))
     whole, recomputes = device == "ipu", False

@@ -22,7 +22,7 @@ _HALF = 2  # bytes of a gradient in TensorFlow's 16.16 recipes
 class Series(NamedTuple):
     """One program on machines of growing size. rates: (replicas, images a second); the first calibrates.
 
-    used: sizes that a constant of the machine was taken from, and which so prove nothing.
+    used: sizes from which a constant of the machine was taken; they are not compared.
     """
 
     name: str

@@ -38,20 +38,7 @@ class Row(NamedTuple):
 
 
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
-    """A step of `recipe` on `replicas` of `machine`.
-
-    Seconds of A micro batches on K stages, of which the slowest takes t for one and the mean t':
-
-        compute      A t'
-        imbalance    A (t - t')
-        bubble       (K - 1) t, with V parts a device (K - 1) / V t; 2 (K - 1) t on IPUs, where a stage alternates
-                     forward and backward passes
-        exchange     of the largest stage's gradient, less what the last micro batch's backward pass hides, or on CPUs
-                     with exchange.delay what it runs beside
-        update       its parameters
-        straggling   s E[max of P normals] of the time so far
-        input        what reading, or copying to the device, takes longer than all of that
-    """
+    """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
     micro = recipe.batch.micro
     least = _least_accumulation(recipe, machine.device)
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
@@ -110,7 +97,7 @@ def slowest_of(count: int) -> float:
 
 
 def backward_share(workload: Workload) -> float:
-    """Share of a micro batch's time in the backward pass: two thirds, or a half where blocks are computed again."""
+    """Share of a micro batch's time in the backward pass."""
     return 0.5 if workload.recomputed else 2 / 3
 
 

@@ -41,11 +41,9 @@ class Input(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A plan.
+    """A plan. available: bytes of a device. step: on the replicas that the recipe, or the launcher, names.
 
-    available: bytes of a device. widest: empty for a family of models that has no width. widest_1f1b: likewise, under
-    that schedule; empty where the recipe's is no other, and on IPUs. step: on the replicas that the recipe, or the
-    launcher, names.
+    widest: empty for models without a width. widest_1f1b: empty where gpipe is not the schedule.
     """
 
     recipe: Recipe

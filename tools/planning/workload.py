@@ -29,8 +29,7 @@ class StageWork(NamedTuple):
 class Workload(NamedTuple):
     """A recipe's model on the devices of one replica.
 
-    shapes: of the blocks, at `image_size`. cut: its origin in words. recomputed: blocks computed a second time in the
-    backward pass. gradient_bytes: of one value, as exchanged.
+    cut: its origin in words. recomputed: blocks. gradient_bytes: of one value, as exchanged.
     """
 
     image_size: int
@@ -105,11 +104,7 @@ def compute_bytes(recipe: Recipe, device: str) -> int:
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
-    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy and averages.
-
-    There is a working copy where weights persist in another type than they are computed in (`optim/half_weights.py`);
-    most optimizers step in float32 scratch (`optim/optimizer_update.py`).
-    """
+    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy, float32 scratch and averages."""
     weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
     slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
     total = weights + sum(slots) + _GRADIENT

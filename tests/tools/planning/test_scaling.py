@@ -159,9 +159,3 @@ def test_late_gradients_are_exchanged_beside_the_next_step_on_cpus_alone():
     assert parts["exchange"] == pytest.approx(whole - parts["compute"])
     assert scaling.predict(late, small, 2, work).parts["exchange"] == 0
     assert scaling.predict(late, A100, 2, work).parts["exchange"] > 0
-
-
-def test_a_rate_that_was_measured_is_given_back(pod):
-    recipe, work = pod
-    place = scaling.calibrated(BOW, recipe, work, 8, 5000.0)
-    assert scaling.predict(recipe, place, 8, work).images_per_second == pytest.approx(5000.0)

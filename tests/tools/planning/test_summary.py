@@ -4,7 +4,6 @@ import functools
 
 import pytest
 
-from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
 from tools.planning import machine, summary
@@ -54,12 +53,6 @@ def test_epochs_of_small_images_take_less_time():
     assert planned(GPU, "run.epochs=100", sizes).step.hours == pytest.approx(208 * 100 * small / 3600)
 
 
-def test_memory_is_given_with_and_without_recomputation():
-    (stage,) = planned(GPU, "parallel.recompute=[blocks.1.0, blocks.1.1, blocks.1.2]").stages
-    assert stage.activation_bytes_recomputed < stage.activation_bytes < stage.activation_bytes_kept
-    assert planned(GPU).fits and not planned(GPU, "batch.micro=6144").fits
-
-
 def test_beside_gpipe_the_widths_of_1f1b_are_given():
     """Of one stage they are the same."""
     plan = planned(GPU)
@@ -67,8 +60,3 @@ def test_beside_gpipe_the_widths_of_1f1b_are_given():
     assert plan.widest_1f1b[0] == plan.widest[0]
     assert plan.widest_1f1b[1].width > (plan.widest[1].width or 0)
     assert planned(GPU, "parallel.schedule=1f1b").widest_1f1b == []
-
-
-def test_an_impossible_recipe_is_refused():
-    with pytest.raises(ConfigError, match=r"batch.global 64 is not a multiple of 32 micro x 3 replicas"):
-        planned(QUICKSTART, "parallel.replicas=3")

@@ -48,14 +48,6 @@ def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
     assert work.imbalance < work_of(POD).imbalance
 
 
-@pytest.mark.parametrize(
-    ("overrides", "measured"), [((), True), (("parallel.replicas=4",), False), (("parallel.split=counted",), False)]
-)
-def test_the_plan_notes_whether_the_run_measures_its_blocks(overrides, measured):
-    work = work_of(QUICKSTART, "parallel.stages=2", "batch.global=256", "batch.micro=16", *overrides)
-    assert work.cut.endswith("; the run measures its blocks instead") == measured
-
-
 def test_interleaved_devices_have_every_other_part():
     work = work_of(QUICKSTART, "parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256")
     first, second = work.stages
@@ -104,9 +96,3 @@ def test_averages_are_float32_and_none_of_an_ipus():
     plain, averaged = (load(QUICKSTART, [f"average.epoch_decay={decay}"]) for decay in ("null", "0.97"))
     assert workload.state_bytes(averaged, "cuda") - workload.state_bytes(plain, "cuda") == 4
     assert workload.state_bytes(load(POD), "ipu") == 2 + 2 + 4  # weights, momentum, float32 accumulator
-
-
-def test_work_is_that_of_the_largest_images_unless_a_size_is_asked_for():
-    recipe = load(POD, ["data.image_sizes=[[0, 128], [10, 256]]"])
-    assert workload.of(recipe).image_size == 256
-    assert workload.of(recipe, 128).multiply_adds < workload.of(recipe).multiply_adds / 3.5
