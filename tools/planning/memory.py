@@ -48,7 +48,7 @@ def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
 def by_stage(
     recipe: Recipe, device: str, batch: Batch, work: workload.Workload, again: Optional[FrozenSet[str]] = None
 ) -> List[StageBytes]:
-    """Bytes of each device of a replica. Args: device: cpu, cuda or ipu. again: what is recomputed, if not the recipe's."""
+    """Bytes of each device of a replica. Args: device: its kind. again: blocks recomputed, if not the recipe's."""
     again = work.recomputed if again is None else again
     each, state = workload.compute_bytes(recipe, device) * batch.micro, workload.state_bytes(recipe, device)
     found = []
@@ -73,7 +73,7 @@ def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[in
 
 
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
-    """The largest model by width whose stages fit, cut where memory is most even, as in GPipe's table 1 (1811.06965)."""
+    """The widest model whose stages fit, cut where memory is most even: GPipe, 1811.06965, table 1."""
     limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
     low, high = 0, round(_WIDEST / _GRID) + 1
     while high - low > 1:
