@@ -21,7 +21,7 @@ from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
-from tools.diagnosis.advice import Advice, Figures
+from tools.diagnosis.advice import Advice
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Rank, Spread, Times, spread
@@ -56,11 +56,11 @@ class Findings(NamedTuple):
     straggling: float
     peak: Spread
     mfu: float
-    machine: Optional[Machine]
-    doubling: Optional[Row]
-    advice: Advice
     notes: List[str]
     seconds: float
+    advice: Optional[Advice] = None
+    machine: Optional[Machine] = None
+    doubling: Optional[Row] = None
 
     @property
     def step(self) -> float:
@@ -116,32 +116,17 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
     rows = splitting.ranks(times.passes, place.stages, hosts)
     mfu = flops_per_image(recipe, recipe.model.image_size) * batch.global_ / sum(parts.values()) / peak.median
-    advised = advice.advise(
-        Figures(
-            recipe,
-            batch,
-            parts,
-            device=device.type,
-            cores=max(1, machines.cores() // hosts.count(hosts[0])),
-            reading=reading.share_of_bytes,
-            bandwidth=found_links.bandwidth.median if found_links else None,
-            methods=[each.timed for each in methods],
-            slowest=splitting.slowest(rows),
-            mfu=mfu,
-        )
-    )
-    machine = doubling = None
-    if found_links is not None:
-        own = next((each for each in methods if each.candidate.name == recipe.exchange.variant), None)
-        planned = _planned(recipe, place.stages)
-        work = workload.of(planned)
-        machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
-        doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
-    straggling = splitting.straggling(times, batch.accumulation)
-    return Findings(
+    found = Findings(
         batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, complete, parts,
-        rows, straggling, peak, mfu, machine, doubling, advised, notes, time.perf_counter() - started,
+        rows, splitting.straggling(times, batch.accumulation), peak, mfu, notes, time.perf_counter() - started,
     )  # fmt: skip
+    found = found._replace(advice=advice.advise(recipe, found))
+    if found_links is None:
+        return found
+    planned = _planned(recipe, place.stages)
+    work = workload.of(planned)
+    machine = machines.described(planned, device, work, found)
+    return found._replace(machine=machine, doubling=scaling.predict(planned, machine, 2 * place.replicas, work))
 
 
 def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:

@@ -6,19 +6,20 @@ import contextlib
 import datetime
 import os
 import platform
-from typing import Optional, Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from tools.diagnosis import splitting
-from tools.diagnosis.images import Reading
-from tools.diagnosis.links import Links, Method
-from tools.diagnosis.splitting import Spread, Times
+from tools.diagnosis.links import Links
 from tools.planning import scaling
 from tools.planning.machine import Figure, Machine, Reach
 from tools.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from tools.diagnosis.examination import Findings
 
 
 def about(device: torch.device) -> dict:
@@ -26,39 +27,19 @@ def about(device: torch.device) -> dict:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def described(
-    recipe: Recipe,
-    batch: Batch,
-    device: torch.device,
-    hosts: Sequence[str],
-    times: Times,
-    work: Workload,
-    reading: Reading,
-    to_device: Spread,
-    links: Links,
-    method: Optional[Method],
-) -> Machine:
-    """The machine as plans have it.
-
-    Args:
-        hosts: by rank.
-        method: of the recipe's exchange, where there are several replicas.
-    """
-    facts, on_gpu, local = about(device), device.type == "cuda", hosts.count(hosts[0])
+def described(recipe: Recipe, device: torch.device, work: Workload, found: Findings) -> Machine:
+    """The machine as plans have it. Args: recipe: as measured. found: with links."""
+    facts, reading, times, links = found.about, found.reading, found.times, found.links
+    on_gpu, local, batch = device.type == "cuda", found.hosts.count(found.hosts[0]), found.batch
     name = facts["device" if on_gpu else "cpu"]
-    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(len(hosts), 'rank')}"
+    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(len(found.hosts), 'rank')}"
     if on_gpu:
         memory = _figure(torch.cuda.get_device_properties(device).total_memory, "of the device")
         local = max(local, torch.cuda.device_count())
@@ -68,35 +49,36 @@ def described(
     measured = splitting.parts(times)
     micro_batch = measured["compute"] / times.shape.accumulation  # of one device, of its part of the model
     passes = sum(stage.multiply_adds for stage in work.stages)
-    between = _between(links, hosts)
-    cached, over_network = reading.cached_bytes_per_second, reading.over_network
     disk, origin = reading.disk_bytes_per_second, "files that were in no cache of the host"
-    if over_network:
-        disk, origin = cached, "over the network"
+    if reading.over_network:
+        disk, origin = reading.cached_bytes_per_second, "over the network"
     images = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
     if reading.bytes is not None:
-        images += f", files of {reading.bytes / 1e3:.0f} kB {origin if over_network else 'out of the page cache'}"
+        where = origin if reading.over_network else "out of the page cache"
+        images += f", files of {reading.bytes / 1e3:.0f} kB {where}"
+    own = next((each.measured for each in found.methods if each.candidate.name == recipe.exchange.variant), None)
     overlap = 0.0
-    if method is not None and method.measured is not None and not recipe.exchange.delay:
+    if own is not None and not recipe.exchange.delay:
         # Share of the slowest stage's backward pass beside which the exchange runs: what it takes less than by itself.
         backward = (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
-        overlap = min(1.0, max(0.0, (method.measured.median - measured["exchange"]) / backward))
+        overlap = min(1.0, max(0.0, (own.median - measured["exchange"]) / backward))
+    between = _between(links, found.hosts)
     latency, bandwidth = (_figure(each.median, source, between) for each in (links.latency, links.bandwidth))
     return Machine(
-        name=f"{len(hosts)} x {name}",
+        name=f"{len(found.hosts)} x {name}",
         device=device.type,
         devices_per_host=local,
         memory=memory,
         rate=_figure(batch.micro * passes / (times.shape.stages * micro_batch), source),
         calibrated_on=_calibration(recipe, batch),
         update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
-        straggling=_figure(splitting.straggling(times, batch.accumulation), source),
+        straggling=_figure(found.straggling, source),
         links=[Reach(devices=None, latency=latency, bandwidth=bandwidth)],
         overlap=overlap,
-        cores=cores() / local,
+        cores=facts["cores"] / local,
         decode=_figure(reading.per_core.median, source, images),
         disk=disk and _figure(disk.median, source, origin),
-        to_device=_figure(to_device.median, source, "" if on_gpu else "a copy in memory"),
+        to_device=_figure(found.to_device.median, source, "" if on_gpu else "a copy in memory"),
     )
 
 

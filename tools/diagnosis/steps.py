@@ -51,24 +51,20 @@ class _Bench:
         with contextlib.closing(batches):
             return list(batches)
 
-    def step(self, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of one step, with the images in memory or those of a loader."""
-        images = iter(self._memory) if batches is None else batches
-        start = time.perf_counter()
-        self.engine.train_step(images, self._step, self._rate(self._step))
-        synchronize(self.engine.device)
-        self._step += 1
-        return time.perf_counter() - start
-
     def steps(self, count: int, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of a step, of so many that all ranks begin together."""
+        """Seconds of a step, of so many that all ranks begin together; with images in memory, or those of a loader."""
         self.processes.wait_for_all()
-        return math.fsum(self.step(batches) for _ in range(count)) / count
+        start = time.perf_counter()
+        for _ in range(count):
+            images = iter(self._memory) if batches is None else batches
+            self.engine.train_step(images, self._step, self._rate(self._step))
+            synchronize(self.engine.device)
+            self._step += 1
+        return (time.perf_counter() - start) / count
 
     def until_steady(self) -> float:
         """Do the steps that find nothing ready or make no update. Seconds of one after them, the slowest rank's."""
-        for _ in range(1 + self._recipe.exchange.delay):
-            self.step()
+        self.steps(1 + self._recipe.exchange.delay)
         of_step = max(self.processes.gather(self.steps(1)))
         of_update = max(self.processes.gather(self.updates()))
         self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
@@ -77,7 +73,7 @@ class _Bench:
     def turn(self) -> float:
         """Seconds of a step with the images in memory. Of several short ones the first only fills caches."""
         if self._count > 1:
-            self.step()
+            self.steps(1)
         return self.steps(self._count)
 
     def updates(self) -> float:
@@ -169,7 +165,6 @@ def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
 
 
 def _silent(recipe: Recipe) -> Recipe:
-    """Without exchange."""
     return recipe.model_copy(update={"exchange": Exchange(method="none")})
 
 

@@ -1,5 +1,7 @@
 """Which part is named first, and what is to be tried: every rule, on made-up figures."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engines.choice import Candidate
@@ -9,37 +11,44 @@ from recipe import loading
 from recipe.batch import divide
 from recipe.exchange import Exchange
 from tests.conftest import QUICKSTART, ROOT
-from tools.diagnosis.advice import Figures, advise
-from tools.diagnosis.splitting import PARTS, Rank
+from tools.diagnosis.advice import advise
+from tools.diagnosis.links import Method
+from tools.diagnosis.splitting import PARTS, Rank, spread
 
-GPU = {"device": "cuda", "reading": 0.1}
+GPU = {"device": "an H100", "reading": 0.1}
 LITTLE, MUCH = Evidence(0.3, 0.2), Evidence(3.0, 0.2)
 
 
-def candidate(name, seconds, evidence=LITTLE):
-    return Candidate(exchange.named(name), seconds, 0.0, evidence=evidence)
+def method(name, seconds, evidence=LITTLE, **keys):
+    chosen = exchange.of(Exchange(method=name, **keys))
+    return Method(Candidate(chosen, seconds, 0.0, evidence=evidence), None)
 
 
-DENSE = candidate("dense", 0.4, Evidence(0.0, 0.0))
-METHODS = (DENSE, candidate("half", 0.21), candidate("topk", 0.02), candidate("gtopk butterfly", 0.012))
-UNSURE = (DENSE, candidate("half", 0.21, None), candidate("topk", 0.02, MUCH))
-LOCAL = Candidate(exchange.of(Exchange(method="local", bits=4)), 0.01, 0.0, evidence=LITTLE)
+DENSE, HALF, TOPK = method("dense", 0.4, Evidence(0.0, 0.0)), method("half", 0.21), method("topk", 0.02)
+METHODS = (DENSE, HALF, TOPK, method("gtopk", 0.012, pattern="butterfly"))
+UNSURE = (DENSE, method("half", 0.21, None), method("topk", 0.02, MUCH))
+LOCAL = method("local", 0.01, bits=4)
 BUTTERFLY = ["exchange.method=gtopk", "exchange.pattern=butterfly"]
 TWICE = ["batch.global=128"]  # 2 x 8 micro x 4 accumulation x 2 replicas
 
 
-def figures(*overrides, lag=0.01, **changes):
+def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=METHODS, links=True, **parts):
     """Two replicas of a step of one second, of which all but what is given is computing; 4 micro batches of 8."""
     size = ["batch.micro=8", "batch.global=64", "parallel.replicas=2", "data.workers=4"]
     recipe = loading.load(QUICKSTART, [*size, *overrides])
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts.update({name: changes.pop(name) for name in PARTS if name in changes})
-    parts["compute"] = 1.0 - sum(parts.values())
-    given = {
-        "device": "cpu", "cores": 8, "reading": 0.1, "bandwidth": 125e6, "methods": METHODS,
-        "slowest": Rank(1, 1, 0, "b", 1.0, 0.0, lag), "mfu": 0.37,
-    }  # fmt: skip
-    return Figures(recipe, divide(recipe), parts, **{**given, **changes})
+    found = SimpleNamespace(
+        batch=divide(recipe),
+        parts={**dict.fromkeys(PARTS, 0.0), **parts},
+        step=1.0,
+        mfu=0.37,
+        methods=methods,
+        about={"device": device, "cores": cores},
+        hosts=["b"],
+        reading=SimpleNamespace(share_of_bytes=reading),
+        links=links and SimpleNamespace(bandwidth=spread([125e6])),
+        ranks=[Rank(1, 1, 0, "b", 1.0, 0.0, lag)],
+    )
+    return advise(recipe, found)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,7 @@ def figures(*overrides, lag=0.01, **changes):
             ["It loses 0.3 ± 0.2 points of top-1"],
             ["exchange.method=local", "exchange.bits=4"],
         ),
-        ({"exchange": 0.2, "methods": [], "bandwidth": None}, [], "exchange", [], TWICE),
+        ({"exchange": 0.2, "methods": [], "links": None}, [], "exchange", [], TWICE),
         # 2 stages: (K - 1) / (M + K - 1) is 1 / 5 of 4 micro batches, 1 / 9 of 8.
         ({"bubble": 0.25}, ["parallel.stages=2"], "bubble", ["leave 20 % at best", "that 11 %"], ["batch.micro=4"]),
         ({"bubble": 0.25}, ["batch.micro=3", "batch.global=24"], "bubble", [], ["batch.global=48"]),
@@ -74,13 +83,13 @@ def figures(*overrides, lag=0.01, **changes):
         ({"bubble": 0.25}, ["batch.micro=2", "data.mixup=0"], "bubble", [], ["batch.micro=1"]),
         ({"imbalance": 0.2}, ["parallel.stages=4", "parallel.split=counted"], "imbalance", [], ["parallel.split=auto"]),
         ({"imbalance": 0.2}, ["parallel.stages=4"], "imbalance", [], ["parallel.stages=2"]),
-        ({"update": 0.3, "slowest": None}, [], "update", ["compile", "batch.global=128"], ["engine.compile=true"]),
+        ({"update": 0.3, "lag": None}, [], "update", ["compile", "batch.global=128"], ["engine.compile=true"]),
         ({"exchange": 0.049, "update": 0.02}, [], "compute", ["at 37 % of what large matrix"], ["batch.micro=16"]),
         ({}, ["batch.global=48"], "compute", [], []),
     ],
 )
 def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(changes, recipe, limit, words, overrides):
-    found = advise(figures(*recipe, **changes))
+    found = advised(*recipe, **changes)
     assert (found.limit, found.overrides) == (limit, overrides)
     assert [word for word in words if word not in found.text] == []
     config = ROOT / "configs" / "gpu.yaml" if "data.reader=dali" in overrides else QUICKSTART
@@ -91,17 +100,17 @@ def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(changes, reci
     ("changes", "recipe", "word"),
     [
         ({"exchange": 0.2}, [*BUTTERFLY, "exchange.delay=1"], "delay"),
-        ({"exchange": 0.2, "device": "cuda"}, BUTTERFLY, "delay"),
+        ({"exchange": 0.2, "device": "an H100"}, BUTTERFLY, "delay"),
         ({"update": 0.3}, ["engine.compile=true"], "compile"),
-        ({"update": 0.3, "device": "cuda"}, [], "compile"),
+        ({"update": 0.3, "device": "an H100"}, [], "compile"),
     ],
 )
 def test_remedies_that_are_in_use_or_do_not_help_are_not_offered(changes, recipe, word):
-    assert word not in advise(figures(*recipe, **changes)).text
+    assert word not in advised(*recipe, **changes).text
 
 
 def test_of_equal_parts_the_one_whose_remedy_costs_least_is_named():
     tied = {name: 0.1 for name in PARTS if name not in ("compute", "rest")}
-    assert advise(figures(**tied)).limit == "input"
+    assert advised(**tied).limit == "input"
     del tied["input"]
-    assert advise(figures(**tied)).limit == "straggling"
+    assert advised(**tied).limit == "straggling"

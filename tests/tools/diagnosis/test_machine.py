@@ -1,6 +1,6 @@
 """The machine that is written down makes the plan predict what was measured."""
 
-import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,12 +34,19 @@ def planned_exchange(exposed, *overrides, measured=True, by_itself=BY_ITSELF):
     times = Times(Shape(batch.accumulation, stages), [step], [0.0], [step], [whole + 0.01], [0.01], passes)
     # A ring of two: each sends half of the gradient twice.
     bandwidth = work.gradient_bytes * max(stage.parameters for stage in work.stages) / by_itself
-    links = Links(spread([0.0]), spread([bandwidth]), False)
     candidate = choice.Candidate(exchange.named("dense"), by_itself, 0.0)
-    method = Method(candidate, spread([by_itself]) if measured else None)
-    reading, to_device = Reading(spread([1e9]), 10, 0), spread([1e12])
-    hosts = [platform.node()] * 2 * stages
-    found = machine.described(recipe, batch, torch.device("cpu"), hosts, times, work, reading, to_device, links, method)
+    examined = SimpleNamespace(
+        batch=batch,
+        times=times,
+        about={"device": "cpu", "cpu": "one", "cores": 2, "date": "today"},
+        hosts=["host"] * 2 * stages,
+        reading=Reading(spread([1e9]), 10, 0),
+        to_device=spread([1e12]),
+        links=Links(spread([0.0]), spread([bandwidth]), False),
+        methods=[Method(candidate, spread([by_itself]) if measured else None)],
+        straggling=0.0,
+    )
+    found = machine.described(recipe, torch.device("cpu"), work, examined)
     return found, scaling.predict(recipe, found, 2, work).parts["exchange"]
 
 
