@@ -69,9 +69,7 @@ def training(path: str) -> ArchiveSource:
         for member in members(archive, path):
             wnid, extension = split(member.name)
             if extension != "tar" or not _WNID.fullmatch(wnid):
-                raise DataError(
-                    f"{path}: {member.name!r} is no archive of a class, such as n01440764.tar; give the right file"
-                )
+                raise DataError(f"{path}: {member.name!r} is no class's n01234567.tar; give the right file")
             images = _images(archive.extractfile(member), f"{path}/{member.name}")
             found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
     found.sort()
@@ -99,22 +97,15 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     with open(path, "rb") as stream:
         images = _images(stream, path)
     if len(images) != len(lines):
-        raise DataError(
-            f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give the list of these images"
-        )
+        raise DataError(f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give its list")
     if all(_WNID.fullmatch(line) for line in lines):
         return _source(path, images, lines, set(lines))
     for number, line in enumerate(lines, start=1):
         if not re.fullmatch(r"[0-9]{1,9}", line):
-            raise DataError(
-                f"{ground_truth}:{number}: {line!r} is neither a WordNet number such as n01440764 nor a number of the "
-                "devkit; each line must be the same kind"
-            )
+            kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of the devkit"
+            raise DataError(f"{ground_truth}:{number}: {line!r} is neither; {kinds}")
     if devkit is None:
-        raise DataError(
-            f"{ground_truth}: numbers of the devkit, which gives their classes; "
-            "add --devkit ILSVRC2012_devkit_t12.tar.gz"
-        )
+        raise DataError(f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz")
     meaning = _devkit(devkit)
     for number, line in enumerate(lines, start=1):
         if int(line) not in meaning:

@@ -42,7 +42,7 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 class Plan(NamedTuple):
     """Ranks to start: each runs `program` (with its arguments), `local` of them on this host, `world` on all `hosts`.
 
-    command: does the same without this launcher. note: what the launcher decided.
+    command: does the same without this launcher. text: one line about all that.
     """
 
     recipe: Recipe
@@ -52,16 +52,7 @@ class Plan(NamedTuple):
     shape: str
     program: List[str]
     command: List[str]
-    note: str
-
-    def describe(self) -> str:
-        """One line: what is started, and the command that does the same."""
-        ranks = f"{count(self.world, 'IPU')} = {self.shape}"
-        if self.recipe.run.device != "ipu":
-            number, this = self.hosts.number, self.hosts.this
-            where = "this host" if number == 1 else f"{number} hosts, {self.local} here on host {this}"
-            ranks = f"{count(self.world, 'process', 'processes')} = {self.shape} on {where}"
-        return f"{ranks}{self.note}: {' '.join(shlex.quote(masked(part)) for part in self.command)}"
+    text: str
 
 
 @one_line()
@@ -71,14 +62,14 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     plan = _plan(options, program)
     description = naming(options.config, batch.describe, plan.recipe)
     if options.dry_run:
-        print(f"{description}\nlaunch     {plan.describe()}")
+        print(f"{description}\nlaunch     {plan.text}")
         return DONE
     if plan.recipe.run.device == "ipu":
         poprun = shutil.which("poprun")
         if poprun is None:
             remedy = "source the enable.sh of the Poplar SDK, or --dry-run"
             raise UserError(f"run.device=ipu needs poprun on the PATH; {remedy}")
-        print(plan.describe(), flush=True)
+        print(plan.text, flush=True)
         os.execv(poprun, [poprun, *plan.command[1:]])
     if plan.hosts.this == 0:
         check_owner(plan.recipe)
@@ -130,10 +121,8 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
     world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
     local, arguments = world // found.number, [str(program), "--config", options.config, *overrides]
     if world % found.number:
-        raise UserError(
-            f"{world} processes = {shape} do not divide over {found.number} hosts; "
-            f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
-        )
+        remedy = f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
+        raise UserError(f"{world} processes = {shape} do not divide over {found.number} hosts; {remedy}")
     if on_ipus:
         instances = options.instances or 1
         if replicas % instances:
@@ -150,7 +139,11 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
             rendezvous = [f"--nnodes={found.number}", f"--node-rank={found.this}"]
             rendezvous += [f"--master-addr={found.master}", f"--master-port={found.port}"]
         command = ["torchrun", *rendezvous, f"--nproc-per-node={local}", *arguments]
-    return Plan(recipe, found, world, local, shape, arguments, command, note)
+    where = "this host" if found.number == 1 else f"{found.number} hosts, {local} here on host {found.this}"
+    ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
+    place = "" if on_ipus else f" on {where}"
+    text = f"{ranks} = {shape}{place}{note}: {' '.join(shlex.quote(masked(part)) for part in command)}"
+    return Plan(recipe, found, world, local, shape, arguments, command, text)
 
 
 def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
@@ -201,10 +194,8 @@ def _check_gpus(plan: Plan) -> None:
     if plan.world > 1 and device != "cpu":
         gpus = _gpus(plan.recipe)
     if plan.world > 1 and plan.local > gpus and (gpus or device == "cuda"):
-        raise UserError(
-            f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')}) need a "
-            f"GPU each, but there {'is' if gpus == 1 else 'are'} {gpus}; lower --replicas or --stages"
-        )
+        ranks = f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')})"
+        raise UserError(f"{ranks} need a GPU each, but there are {gpus}; lower --replicas or --stages")
 
 
 def _start(plan: Plan, max_restarts: int) -> int:
@@ -213,7 +204,7 @@ def _start(plan: Plan, max_restarts: int) -> int:
 
     signals = Signals()  # before torch is loaded, which takes seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(plan.describe(), flush=True)
+    print(plan.text, flush=True)
     from parallel import agent
 
     silence = plan.recipe.parallel.silence

@@ -40,15 +40,6 @@ class Options(NamedTuple):
     skip_bad: bool = False
 
 
-class Packed(NamedTuple):
-    """kept: shards of an earlier call. skipped: unreadable images. reasons: of those that this call found."""
-
-    manifest: Manifest
-    kept: int
-    skipped: int
-    reasons: list[str]
-
-
 class _Task(NamedTuple):
     """Everything that a process needs to make any shard."""
 
@@ -64,11 +55,14 @@ _Made = Tuple[Index, List[str]]
 
 def pack(
     source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
-) -> Packed:
+) -> tuple[Manifest, int, int, list[str]]:
     """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
 
     Images are spread over the shards at random, a function of the seed. The same images and options give the same
     bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
+
+    Returns:
+        The manifest, the number of shards that were kept, that of images left out, and the reasons found by this call.
 
     Raises:
         DataError: `folder` holds other shards; a shard would have no images.
@@ -78,10 +72,8 @@ def pack(
     order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
     size = options.images_per_shard
     count = -(-len(source) // size)
-    shards = {
-        f"{number:0{max(6, len(str(count - 1)))}d}.tar": order[number * size : (number + 1) * size].tolist()
-        for number in range(count)
-    }
+    names = (f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count))
+    shards = {name: order[first : first + size].tolist() for name, first in zip(names, range(0, count * size, size))}
     os.makedirs(folder, exist_ok=True)
     task = _Task(source, Path(folder), options, _digest(source, options))
     indexes = _finished(task, shards)
@@ -95,7 +87,7 @@ def pack(
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
     write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
     skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return Packed(manifest, kept, skipped, [reason for name in sorted(reasons) for reason in reasons[name]])
+    return manifest, kept, skipped, [reason for name in sorted(reasons) for reason in reasons[name]]
 
 
 def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
@@ -131,10 +123,8 @@ def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
                 continue
             raise DataError(f"{local.path(name)}: not packed by this command; name an empty folder") from None
         if name not in shards or index.plan != task.plan:
-            raise DataError(
-                f"{local.path(name)}: packed from other images or with other options; name an empty folder, repeat "
-                "those options, or remove these shards"
-            )
+            remedy = "name an empty folder, repeat those options, or remove these shards"
+            raise DataError(f"{local.path(name)}: packed from other images or with other options; {remedy}")
         whole = task.options.skip_bad or len(index.labels) == len(shards[name])
         if whole and local.size(name) == index.bytes:
             found[name] = index

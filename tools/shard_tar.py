@@ -50,9 +50,7 @@ def members(archive: tarfile.TarFile, place: str) -> Iterator[tarfile.TarInfo]:
             if member.isdir():
                 continue
             if not member.isreg() or member.issparse():
-                raise DataError(
-                    f"{place}: {member.name!r} is no plain file; make the archive without links and devices"
-                )
+                raise DataError(f"{place}: {member.name!r} is no plain file; leave out links and devices")
             yield member
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None

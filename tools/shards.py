@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code, text, data = options.run(options)
     except BrokenProcessPool:
-        return fail(
-            "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
-        )
+        return fail("a worker was killed, perhaps for want of memory; rerun the command with fewer --workers", FAILED)
     print(text)
     if options.json:
         print(json.dumps(data))
@@ -74,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--devkit", metavar="TAR", help="ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers")
     packing.add_argument("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
     packing.add_argument("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
-    packing.add_argument(
-        "--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG: 1 to 95 (92)"
-    )
+    packing.add_argument("--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG (92)")
     packing.add_argument("--workers", type=whole, default=os.cpu_count() or 1, metavar="N", help="processes")
     packing.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the images (0)")
     packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
@@ -84,9 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
     indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
     indexing.add_argument("folder", metavar="FOLDER")
-    indexing.add_argument(
-        "--classes", metavar="FILE", help="names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
-    )
+    names = "names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
+    indexing.add_argument("--classes", metavar="FILE", help=names)
     indexing.set_defaults(run=_index)
 
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
@@ -108,22 +103,20 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
     for note in source.notes:
         print(note, flush=True)
-    packed = pack(source, folder, how, options.workers, _advance)
-    text, data = _summary(folder, packed.manifest)
-    data.update(kept=packed.kept, skipped=packed.skipped, named=packed.reasons[:_NAMED])
+    manifest, kept, skipped, reasons = pack(source, folder, how, options.workers, _advance)
+    text, data = _summary(folder, manifest)
+    data.update(kept=kept, skipped=skipped, named=reasons[:_NAMED])
     for reason in data["named"]:
         print(f"left out: {reason}", file=sys.stderr)
-    return DONE, f"{text}; {packed.kept} shards were there before, {packed.skipped} unreadable images left out", data
+    return DONE, f"{text}; {kept} shards were there before, {skipped} unreadable images left out", data
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
     """The images to pack, and the folder for the shards. Raises DataError, OSError."""
     train, validation, truth = options.imagenet_train, options.imagenet_validation, options.ground_truth
     if (train and validation) or len(options.places) != (1 if train or validation else 2):
-        raise DataError(
-            "pack FOLDER DEST, pack --imagenet-train TAR DEST, or "
-            "pack --imagenet-validation TAR --ground-truth FILE DEST"
-        )
+        archives = "pack --imagenet-train TAR DEST, or pack --imagenet-validation TAR --ground-truth FILE DEST"
+        raise DataError(f"pack FOLDER DEST, {archives}")
     if bool(validation) != bool(truth) or (options.devkit and not validation):
         raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
     *images, folder = options.places
@@ -174,10 +167,8 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
             if largest < len(before):
                 return before
         if largest >= _MAX_NUMBERED:
-            raise DataError(
-                f"{folder.place}: label {largest}, but without --classes FILE there are at most {_MAX_NUMBERED:,} "
-                "classes; name them all, or mend the label"
-            )
+            most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
+            raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
         return tuple(map(str, range(largest + 1)))
     try:
         classes = tuple(line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip())

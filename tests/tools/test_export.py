@@ -277,7 +277,7 @@ def test_a_missing_package_is_one_line(run, command, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["model.norm=batch", "model.norm=layer", "model.proxy_norm=true"])
+@pytest.mark.parametrize("norm", ["model.norm=layer", "model.proxy_norm=true"])
 @pytest.mark.parametrize("format", ["onnx", "torch"])
 def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, norm, format):
     """The command itself compares; random weights, whose logits are about 1."""

@@ -91,7 +91,7 @@ VALIDATION, TRAIN = "--imagenet-validation val.tar --ground-truth", "--imagenet-
     [
         (f"{VALIDATION} short --devkit kit.tar.gz", "short: 2 lines, but val.tar has 5 images"),
         (f"{VALIDATION} mixed --devkit kit.tar.gz", "mixed:2: 'n01440764' is neither"),
-        (f"{VALIDATION} good", "good: numbers of the devkit, which gives their classes; add --devkit"),
+        (f"{VALIDATION} good", "good: numbers of the devkit; add --devkit"),
         (f"{VALIDATION} group --devkit kit.tar.gz", "group:5: kit.tar.gz has no class 1001"),
         (f"{VALIDATION} good --devkit cut.tar.gz", "cut.tar.gz: damaged or no archive"),
         (f"{VALIDATION} good --devkit none.tar.gz", "none.tar.gz: no data/meta.mat in it"),

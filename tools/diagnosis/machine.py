@@ -15,7 +15,7 @@ from recipe.division import Batch, count
 from tools.diagnosis import splitting
 from tools.diagnosis.links import Links
 from tools.planning import scaling
-from tools.planning.machine import Figure, Machine, Reach
+from tools.planning.machine import Machine, Reach
 from tools.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def described(recipe: Recipe, device: torch.device, work: Workload, found: Findi
     )
 
 
-def _figure(value: float, *source: str) -> Figure:
-    """With as many digits as a measurement can have."""
-    return Figure(value=float(f"{value:.5g}"), source=", ".join(filter(None, source)))
+def _figure(value: float, *source: str) -> dict:
+    """A `Figure` with as many digits as a measurement can have."""
+    return {"value": float(f"{value:.5g}"), "source": ", ".join(filter(None, source))}
 
 
 def _cpu() -> str:

@@ -43,16 +43,13 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
     """
     scales = [event["noise_scale"] for event in train if isinstance(event.get("noise_scale"), dict)]
     if not scales:
-        raise UserError(
-            "no line of its log has a noise scale; train with log.noise_scale=true, which says what is in the way"
-        )
+        raise UserError("no noise scale in its log; train with log.noise_scale=true, which says what is in the way")
     found, before, scale = [], 0, scales[0]
     for event in train:
         scale = event["noise_scale"] if isinstance(event.get("noise_scale"), dict) else scale
         batch = event.get("batch", size)  # of a batch that grows, that of the line
-        found.append(
-            Interval(event["epoch"], (event["step"] - before) * size / batch, batch, scale["images"], scale["error"])
-        )
+        updates = (event["step"] - before) * size / batch
+        found.append(Interval(event["epoch"], updates, batch, scale["images"], scale["error"]))
         before = event["step"]
     return found
 

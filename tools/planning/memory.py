@@ -25,10 +25,6 @@ class StageBytes(NamedTuple):
     state: int
     activations: int
 
-    @property
-    def total(self) -> int:
-        return self.state + self.activations
-
 
 class Widest(NamedTuple):
     """The largest width multiplier that fits on `stages` devices; None: not even the narrowest model does."""

@@ -44,9 +44,8 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     batch = accumulation * micro * replicas
     parts = _seconds(recipe, machine, replicas, accumulation, workload)
-    seconds, single = (
-        sum(each.values()) for each in (parts, _seconds(recipe, machine, 1, max(1, batch // micro), workload))
-    )
+    single = sum(_seconds(recipe, machine, 1, max(1, batch // micro), workload).values())
+    seconds = sum(parts.values())
     limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     if parts["compute"] >= (1 - _FEW) * seconds:
         limit = "compute"

@@ -30,20 +30,11 @@ class Stage(NamedTuple):
     activation_bytes_recomputed: int
 
 
-class Input(NamedTuple):
-    """Input of all replicas: bytes a second from files (None: not from files) and to devices, and cores to decode."""
-
-    images_per_second: float
-    file_bytes_per_second: Optional[float]
-    device_bytes_per_second: float
-    cores: Optional[float]
-    cores_there: float
-
-
 class Summary(NamedTuple):
     """A plan. available: bytes of a device. step: on the replicas that the recipe, or the launcher, names.
 
-    widest: empty for models without a width. widest_1f1b: empty where gpipe is not the schedule.
+    widest: empty for models without a width. widest_1f1b: empty where gpipe is not the schedule. input: of all
+    replicas; bytes of files, and cores to decode them, are None where images are no files.
     """
 
     recipe: Recipe
@@ -55,7 +46,7 @@ class Summary(NamedTuple):
     widest: List[Widest]
     widest_1f1b: List[Widest]
     exchange: Dict[str, float]
-    input: Input
+    input: Dict[str, Optional[float]]
     step: Row
     scaling: List[Row]
 
@@ -86,13 +77,13 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
             other = recipe.model_copy(update={"parallel": parallel})
             widest_1f1b = [memory.widest(other, machine, batch, count) for count in STAGES]
     rate, files = step.images_per_second, recipe.data.files
-    images = Input(
-        rate,
-        file_bytes_per_second=rate * FILE_BYTES if files else None,
-        device_bytes_per_second=rate * 3 * work.image_size**2,
-        cores=rate / machine.decode.value if files else None,
-        cores_there=machine.cores * step.devices,
-    )
+    images = {
+        "images_per_second": rate,
+        "file_bytes_per_second": rate * FILE_BYTES if files else None,
+        "device_bytes_per_second": rate * 3 * work.image_size**2,
+        "cores": rate / machine.decode.value if files else None,
+        "cores_there": machine.cores * step.devices,
+    }
     methods = scaling.methods(recipe, machine, batch.replicas, work)
     available = memory.available(recipe, machine, batch)
     return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)

@@ -33,11 +33,11 @@ def lines(plan: Summary, note: str = "") -> Iterator[str]:
     yield from _step(plan)
     if plan.step.replicas > 1:
         yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items())
-    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
-    if need.cores is not None:
+    line = f"input      {need['device_bytes_per_second'] / 1e6:,.0f} MB/s to the devices"
+    if need["cores"] is not None:
         line += (
-            f", {need.file_bytes_per_second / 1e6:,.0f} MB/s of files as large as ImageNet's, "
-            f"{need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
+            f", {need['file_bytes_per_second'] / 1e6:,.0f} MB/s of files as large as ImageNet's, "
+            f"{need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
         )
     yield line
     yield from _scaling(plan)
@@ -48,19 +48,16 @@ def as_data(plan: Summary) -> dict:
     options = {"options": [], "optimizer": {}}
     if plan.recipe.run.device == "ipu":
         options = ipu_plan.as_data(plan.recipe, plan.batch)
-    lists = {
-        name: [each._asdict() for each in getattr(plan, name)]
-        for name in ("stages", "widest", "widest_1f1b", "scaling")
-    }
+    names = ("stages", "widest", "widest_1f1b", "scaling")
     return {
         "batch": {key.rstrip("_"): value for key, value in dataclasses.asdict(plan.batch).items()},
         **options,
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
         "model": {key: getattr(plan.workload, key) for key in ("parameters", "multiply_adds", "cut", "imbalance")},
         "memory": {"available": plan.available, "fits": plan.fits},
-        **lists,
+        **{name: [each._asdict() for each in getattr(plan, name)] for name in names},
         "exchange": plan.exchange,
-        "input": plan.input._asdict(),
+        "input": plan.input,
         "step": plan.step._asdict(),
     }
 

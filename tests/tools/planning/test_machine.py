@@ -24,7 +24,7 @@ def test_every_machine_that_comes_along_loads_and_survives_writing(name, tmp_pat
         ("source: 1,472 tiles", "sauce: 1,472 tiles", "memory.source: Field required"),
         ("value: 918528000", "value: much", "memory.value: Input should be a valid number"),
         ("device: ipu", "device: tpu", "device: Input should be 'cpu', 'cuda' or 'ipu'"),
-        ("bandwidth: {value: 16.0e+9", "bandwidth: {value: 0", "links.0.bandwidth: Value error, must be positive"),
+        ("bandwidth: {value: 16.0e+9", "bandwidth: {value: 0", "links.0.bandwidth.value: Input should be greater than"),
         ("- devices: 64\n  latency", "- latency", "links: Value error, must join more devices from one to the next"),
     ],
 )
