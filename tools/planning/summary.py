@@ -8,11 +8,10 @@ from recipe.batch import lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
-from tools.planning import memory, scaling, workload
+from tools.planning import scaling, workload
 from tools.planning.machine import Machine
-from tools.planning.memory import Widest
 from tools.planning.scaling import Row
-from tools.planning.workload import Workload
+from tools.planning.workload import Widest, Workload
 
 STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
@@ -63,7 +62,7 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     step, *rows = (_row(recipe, machine, replicas, by_size) for replicas in (batch.replicas, *scaling.REPLICAS))
     stages = []
     variants = [
-        memory.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
+        workload.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
         for wanted in (None, False, True)
     ]
     for stage, own, *others in zip(work.stages, *variants):
@@ -71,11 +70,11 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         stages.append(Stage(stage.names, stage.parameters, stage.multiply_adds, own.state, *activations))
     widest, widest_1f1b = [], []
     if "width" in type(recipe.model).model_fields:
-        widest = [memory.widest(recipe, machine, batch, count) for count in STAGES]
+        widest = [workload.widest(recipe, machine, batch, count) for count in STAGES]
         if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
             parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
             other = recipe.model_copy(update={"parallel": parallel})
-            widest_1f1b = [memory.widest(other, machine, batch, count) for count in STAGES]
+            widest_1f1b = [workload.widest(other, machine, batch, count) for count in STAGES]
     rate, files = step.images_per_second, recipe.data.files
     images = {
         "images_per_second": rate,
@@ -85,7 +84,7 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         "cores_there": machine.cores * step.devices,
     }
     methods = scaling.methods(recipe, machine, batch.replicas, work)
-    available = memory.available(recipe, machine, batch)
+    available = workload.available(recipe, machine, batch)
     return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)
 
 

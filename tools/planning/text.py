@@ -8,8 +8,8 @@ from typing import Container, Iterator, Sequence
 from recipe import ipu_plan
 from recipe.division import count
 from tools.formats import duration, number, scaled
-from tools.planning.memory import Widest
 from tools.planning.summary import Summary
+from tools.planning.workload import Widest
 
 _INDENT = " " * 11
 

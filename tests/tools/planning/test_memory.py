@@ -11,23 +11,23 @@ from models.shapes import BlockShape
 from recipe.batch import divide
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
-from tools.planning import machine, memory, workload
+from tools.planning import machine, workload
 
 POD = ROOT / "configs" / "pod256.yaml"
 BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
 
 
 def kept(names, found, again, held, device):
-    *_, (_, in_flight, once) = memory.elements(names, found, again, device)
+    *_, (_, in_flight, once) = workload.elements(names, found, again, device)
     return held * in_flight + once
 
 
 def planned(recipe, device):
-    return memory.by_stage(recipe, device, divide(recipe), workload.of(recipe))
+    return workload.by_stage(recipe, device, divide(recipe), workload.of(recipe))
 
 
 def with_memory(value):
-    return A100.model_copy(update={"memory": A100.memory.model_copy(update={"value": value})})
+    return A100.model_copy(update={"memory": A100.workload.model_copy(update={"value": value})})
 
 
 def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
@@ -53,7 +53,7 @@ def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
 )
 def test_micro_batches_in_flight(device, overrides, held):
     recipe = load(QUICKSTART, ["parallel.stages=4", "batch.micro=8", *overrides])
-    assert memory.in_flight(recipe, device, divide(recipe), 4) == held
+    assert workload.in_flight(recipe, device, divide(recipe), 4) == held
 
 
 # Blocks of (saved, output) elements an image.
@@ -83,11 +83,11 @@ def test_the_published_recipe_fits_by_recomputation_and_tiles_that_only_move_dat
     """Three micro batches in flight are too many for the first IPU. 32 of 1,472 tiles move data where I/O overlaps,
     which a pipeline's does not (recipe/ipu.py)."""
     recipe, sharded = (load(POD, ["parallel.replicas=128", *more]) for more in ([], ["parallel.schedule=sharded"]))
-    room = memory.available(recipe, BOW, divide(recipe))
-    plain = memory.by_stage(recipe, "ipu", divide(recipe), workload.of(recipe), frozenset())
+    room = workload.available(recipe, BOW, divide(recipe))
+    plain = workload.by_stage(recipe, "ipu", divide(recipe), workload.of(recipe), frozenset())
     assert max(map(sum, plain)) > room > max(map(sum, planned(recipe, "ipu")))
     assert room == 1472 * 624_000
-    assert memory.available(sharded, BOW, divide(sharded)) == pytest.approx(1440 * 624_000)
+    assert workload.available(sharded, BOW, divide(sharded)) == pytest.approx(1440 * 624_000)
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.recompute=true", "parallel.schedule=1f1b"]])
@@ -100,7 +100,7 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
     def least(width):
         found = shapes.blocks(recipe.model.model_copy(update={"width": width}), recipe.model.image_size)
         names = list(found)
-        again, held = workload.recomputed(recipe, names), memory.in_flight(recipe, "cuda", batch, stages)
+        again, held = workload.recomputed(recipe, names), workload.in_flight(recipe, "cuda", batch, stages)
 
         def size(part, count):
             state = workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part)
@@ -110,6 +110,6 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
         cut = [[names[start:end] for start, end in zip(each, each[1:])] for each in edges]
         return min(max(map(size, parts, held)) for parts in cut)
 
-    widest = memory.widest(recipe, with_memory(30e6), batch, stages)
+    widest = workload.widest(recipe, with_memory(30e6), batch, stages)
     assert widest.bytes == least(widest.width) <= 30e6 < least(widest.width + 0.05)
-    assert memory.widest(recipe, with_memory(1000.0), batch, stages) == (stages, None, 0, 0)
+    assert workload.widest(recipe, with_memory(1000.0), batch, stages) == (stages, None, 0, 0)
