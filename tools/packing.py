@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
@@ -80,14 +80,14 @@ def pack(
     kept = len(indexes)
     missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, count)
-    reasons: dict[str, list[str]] = {}
-    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
-        indexes[name], reasons[name] = index, left_out
+    reasons = []
+    for name, (indexes[name], left_out) in _all_packed(task, missing, min(workers, len(missing))):
+        reasons += left_out
         advance(len(indexes), count)
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
     write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
     skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return manifest, kept, skipped, [reason for name in sorted(reasons) for reason in reasons[name]]
+    return manifest, kept, skipped, reasons
 
 
 def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
@@ -137,19 +137,12 @@ _task: _Task | None = None  # in a worker
 def _all_packed(task: _Task, shards: _Shards, workers: int) -> Iterator[tuple[str, _Made]]:
     """Each shard's name, index and reasons why images were left out, as they are finished."""
     if workers <= 1:
-        for name, images in shards.items():
-            yield name, _pack_shard(task, name, images)
+        yield from ((name, _pack_shard(task, name, images)) for name, images in shards.items())
         return
     # Not forked: the process that asks may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
-        try:
-            running = {pool.submit(_work, name, images): name for name, images in shards.items()}
-            for future in as_completed(running):
-                yield running[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from zip(shards, pool.map(_work, shards, shards.values()))
 
 
 def _begin(task: _Task) -> None:

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports: see run
 import argparse
 import contextlib
 import json
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Callable, Sequence
@@ -244,16 +244,12 @@ def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
 
 def _by_threads(work: Callable, tasks: Sequence) -> list:
     """The result of each task, in their order. Checksums and decoders let other threads run."""
+    found = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            running = [pool.submit(work, task) for task in tasks]
-            for done, future in enumerate(as_completed(running), start=1):
-                future.result()  # fails at once
-                _advance(done, len(tasks))
-            return [future.result() for future in running]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for result in pool.map(work, tasks):
+            found.append(result)
+            _advance(len(found), len(tasks))
+    return found
 
 
 def _advance(done: int, total: int) -> None:
