@@ -81,7 +81,8 @@ def pack(
     missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, count)
     reasons = []
-    for name, (indexes[name], left_out) in _all_packed(task, missing, min(workers, len(missing))):
+    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
+        indexes[name] = index
         reasons += left_out
         advance(len(indexes), count)
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
