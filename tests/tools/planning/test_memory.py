@@ -27,7 +27,7 @@ def planned(recipe, device):
 
 
 def with_memory(value):
-    return A100.model_copy(update={"memory": A100.workload.model_copy(update={"value": value})})
+    return A100.model_copy(update={"memory": A100.memory.model_copy(update={"value": value})})
 
 
 def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
