@@ -91,7 +91,7 @@ def test_the_published_recipe_fits_by_recomputation_and_tiles_that_only_move_dat
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.recompute=true", "parallel.schedule=1f1b"]])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [1, 3, 13])  # 13: a block each
 def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
     """Against all cuts of the widest model and of the one a step wider, tried one by one."""
     recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=16", *overrides])
