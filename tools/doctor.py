@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import argparse
-import contextlib
 import functools
 import json
 import signal
@@ -32,6 +31,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, UserError
 from recipe.files import writing
+from tools.arguments import within
 from training.command import Parser, fail, naming, one_line
 
 
@@ -61,25 +61,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure where a training step's time goes on these machines, and name what to fix first.",
         epilog="Several processes: torchrun --nproc-per-node N -m tools.doctor ... (docs/doctor.md).",
     )
-    parser.add_argument(
-        "--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (default: %(default)s)"
-    )
+    own, output = "configs/quickstart.yaml", Path("doctor")
+    parser.add_argument("--config", default=own, metavar="FILE", help="recipe (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
-    parser.add_argument(
-        "--output", type=Path, default=Path("doctor"), metavar="FOLDER", help="for machine.yaml and step.png (doctor)"
-    )
-    parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="N", help="of measuring, about; more with large steps (60)"
-    )
+    parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help="for machine.yaml and step.png")
+    duration = within(1e-3, 86400, float)
+    parser.add_argument("--seconds", type=duration, default=60.0, metavar="N", help="of measuring, about (60)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and 86400")
 
 
 def _is_main() -> bool:
@@ -112,17 +101,17 @@ def _prepare(output: Path) -> None:
 
 def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     # Imported late: a wrong command line is refused before torch is loaded.
-    from tools.diagnosis import picture, rendering
+    from tools.diagnosis import rendering
     from tools.diagnosis.examination import examine
     from tools.planning.machine import dump
 
     found = examine(recipe, options.seconds, lambda line: print(line, flush=True))
     if found is None:
         return
-    rendering.render(found, options.config)
+    print("\n".join(rendering.lines(found, options.config)))
     files = [options.output / "step.png"]
     with writing(options.output):
-        picture.draw(found, options.config, files[0])
+        rendering.draw(found, options.config, files[0])
         if found.machine is not None:
             files.append(options.output / "machine.yaml")
             files[1].write_text(dump(found.machine), encoding="utf-8")

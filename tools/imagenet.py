@@ -6,14 +6,13 @@ list gives their classes in the order of their names.
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
 import re
+import struct
 import tarfile
 import zlib
 from collections import Counter
-from typing import BinaryIO
+from typing import Any, BinaryIO, Iterator
 
 import numpy as np
 
@@ -21,12 +20,16 @@ from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
 from recipe.errors import DataError, first_line, printable
-from tools import matlab
 from tools.shard_tar import EXTENSIONS, members, open_archive, split
 
 _CLASSES = 1000
-_MAX_BYTES = 128 << 20  # of the devkit unpacked: a dozen times ImageNet's
+_MAX_BYTES = 16 << 20  # of meta.mat, packed and unpacked: many times ImageNet's
 _WNID = re.compile(r"n\d{8}")
+# Of files of MATLAB 5: kinds of elements, classes of matrices, types of numbers and of texts.
+_MATRIX, _COMPRESSED = 14, 15  # kinds of an element
+_STRUCT, _CHAR, _NUMBERS = 2, 4, range(6, 16)  # classes of a matrix
+_DTYPES = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
+_TEXTS = {1: "ascii", 2: "ascii", 4: "utf-16-le", 16: "utf-8", 17: "utf-16-le"}
 
 
 class ArchiveSource(EncodedSource):
@@ -42,24 +45,20 @@ class ArchiveSource(EncodedSource):
         self.labels = np.array(labels, np.int64)
         encoded = [os.fsencode(name) for name, _, _ in images]
         self._names = Names([b"".join(encoded)], [np.array([len(name) for name in encoded])])
-        self._offsets = np.array([offset for _, offset, _ in images], np.int64)
-        self._lengths = np.array([length for _, _, length in images], np.int64)
+        self._places = np.array([place for _, *place in images], np.int64)
 
     def name(self, index: int) -> str:
         return printable(f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}")
 
     def encoded(self, index: int) -> bytes:
-        place = Range(self._file, int(self._offsets[index]), int(self._lengths[index]))
-        (answer,) = self._folder.ranges([place])
+        (answer,) = self._folder.ranges([Range(self._file, *self._places[index].tolist())])
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
         return answer
 
 
 def training(path: str) -> ArchiveSource:
-    """The training images of a tar of tars.
-
-    Classes are in the order of their WordNet numbers, images in that of class and name.
+    """The training images of a tar of tars, ordered by the WordNet number of their class and by name.
 
     Raises:
         DataError: the archive is damaged, or not of this kind.
@@ -68,18 +67,15 @@ def training(path: str) -> ArchiveSource:
     found = []
     with open(path, "rb") as stream, open_archive(stream, path) as archive:
         for member in members(archive, path):
-            name, extension = split(member.name)
-            if extension != "tar" or not _WNID.fullmatch(name):
-                raise DataError(
-                    f"{path}: {member.name!r} is no archive of a class, such as n01440764.tar; give the right file"
-                )
-            images, start = _images(archive.extractfile(member), f"{path}/{member.name}"), member.offset_data
-            found.append((name, [(f"{name}/{image}", start + offset, length) for image, offset, length in images]))
+            wnid, extension = split(member.name)
+            if extension != "tar" or not _WNID.fullmatch(wnid):
+                raise DataError(f"{path}: {member.name!r} is no class's n01234567.tar; give the right file")
+            images = _images(archive.extractfile(member), f"{path}/{member.name}")
+            found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
     found.sort()
-    _refuse_twice(path, [name for name, _ in found])
-    classes = tuple(name for name, _ in found)
-    labels = [label for label, (_, images) in enumerate(found) for _ in images]
-    return ArchiveSource(path, classes, [image for _, images in found for image in images], labels)
+    _refuse_twice(path, [name for name, _, _ in found])
+    wnids = [name.partition("/")[0] for name, _, _ in found]
+    return _source(path, found, wnids, set(wnids))
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
@@ -93,80 +89,113 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         DataError: a file is damaged or does not fit the others.
         OSError: a file cannot be read.
     """
-    lines = _lines(ground_truth)
+    try:
+        with open(ground_truth, encoding="ascii") as file:
+            lines = [line.strip() for line in file if line.strip()]
+    except UnicodeDecodeError:
+        raise DataError(f"{ground_truth}: no text; it must hold a line for each image") from None
     with open(path, "rb") as stream:
         images = _images(stream, path)
     if len(images) != len(lines):
-        raise DataError(
-            f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give the list of these images"
-        )
+        raise DataError(f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give its list")
     if all(_WNID.fullmatch(line) for line in lines):
-        wnids, known = lines, set(lines)
-    else:
-        meaning = _meaning(lines, ground_truth, devkit)
-        wnids, known = [meaning[int(line)] for line in lines], set(meaning.values())
+        return _source(path, images, lines, set(lines))
+    for number, line in enumerate(lines, start=1):
+        if not re.fullmatch(r"[0-9]{1,9}", line):
+            kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of the devkit"
+            raise DataError(f"{ground_truth}:{number}: {line!r} is neither; {kinds}")
+    if devkit is None:
+        raise DataError(f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz")
+    meaning = _devkit(devkit)
+    for number, line in enumerate(lines, start=1):
+        if int(line) not in meaning:
+            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
+    return _source(path, images, [meaning[int(line)] for line in lines], set(meaning.values()))
+
+
+def _source(path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str]) -> ArchiveSource:
+    """Args: wnids: of each image. known: of all classes."""
     classes = tuple(sorted(known))
     label = {wnid: number for number, wnid in enumerate(classes)}
     return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
 
 
-def _meaning(lines: list[str], ground_truth: str, devkit: str | None) -> dict[int, str]:
-    """WordNet number of each class's number in the devkit, which has all lines. Raises DataError."""
-    meaning: dict[int, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not re.fullmatch(r"[0-9]{1,9}", line):
-            raise DataError(
-                f"{ground_truth}:{number}: {line!r} is neither a WordNet number such as n01440764 nor a number of the "
-                "devkit; each line must be the same kind"
-            )
-        if devkit is None:
-            raise DataError(
-                f"{ground_truth}: numbers of the devkit, which gives their classes; "
-                "add --devkit ILSVRC2012_devkit_t12.tar.gz"
-            )
-        meaning = meaning or _devkit(devkit)
-        if int(line) not in meaning:
-            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
-    return meaning
-
-
 def _devkit(path: str) -> dict[int, str]:
-    """WordNet number of each class's number; without the groups of classes, which have no images."""
-    content = _meta(path)
+    """WordNet number of each class's number; without the groups of classes, which have larger numbers."""
     try:
-        rows = matlab.structs(content, "synsets")
-        leaves = [row for row in rows if row.get("num_children", int(row["ILSVRC2012_ID"] > _CLASSES)) == 0]
-        meaning = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in leaves}
-    except Exception as error:  # damaged files raise nearly everything
-        raise DataError(f"{path}: data/meta.mat cannot be read ({first_line(error)}); copy it again") from None
+        with tarfile.open(path) as archive:
+            files = (member for member in archive if member.name.split("/")[-2:] == ["data", "meta.mat"])
+            member = next(files, None)
+            if member is None or not member.isreg() or member.size > _MAX_BYTES:
+                raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
+            content = archive.extractfile(member).read()
+        numbered = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in _structs(content, "synsets")}
+    except Exception as error:
+        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise DataError(f"{path}: damaged or no archive ({first_line(error)}); copy it again") from None
+    meaning = {number: wnid for number, wnid in numbered.items() if number <= _CLASSES}
     if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
         raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
     return meaning
 
 
-def _meta(path: str) -> bytes:
-    try:
-        with open(path, "rb") as stream:
-            packed = stream.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else open(path, "rb") as stream:
-            content = stream.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise DataError(f"{path}: more than {_MAX_BYTES >> 20} MB; give ILSVRC2012_devkit_t12.tar.gz")
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for member in archive:
-                if member.name.split("/")[-2:] == ["data", "meta.mat"] and member.isreg():
-                    return archive.extractfile(member).read()
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path}: damaged or no archive ({error}); copy it again") from None
-    raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
+def _structs(content: bytes, name: str) -> list[dict[str, Any]]:
+    """The array of structs of that name in a file of MATLAB 5: texts, numbers and lists of numbers; None for others.
+
+    Damaged files raise nearly everything; they end scipy's reader (1.17) by SIGSEGV, or make it hang.
+    """
+    if content[126:128] != b"IM":
+        raise ValueError("no file of MATLAB 5, or of a big-endian machine")
+    left = _MAX_BYTES
+    for kind, data in _elements(content[128:]):
+        if kind == _COMPRESSED:
+            data = zlib.decompressobj().decompress(data, left + 1)
+            left -= len(data)
+            if left < 0:
+                raise ValueError(f"more than {_MAX_BYTES >> 20} MB when unpacked")
+            ((kind, data),) = _elements(data)
+        found, value = _matrix(data) if kind == _MATRIX else ("", None)
+        if found == name:
+            return [dict(row) for row in value]
+    raise ValueError(f"no {name} in it")
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="ascii") as file:
-            return [line.strip() for line in file if line.strip()]
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: no text; it must hold a line for each image") from None
+def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Kind and data of each element. Raises ValueError where one ends beyond the content."""
+    at = 0
+    while at < len(content):
+        kind, size = struct.unpack_from("<II", content, at)
+        at += 8
+        if kind >> 16:  # a small one: its data lie within the tag
+            kind, size, at = kind & 0xFFFF, kind >> 16, at - 4
+            end = at + 4
+        else:
+            end = at + size + (0 if kind == _COMPRESSED else -size % 8)
+        if at + size > len(content):
+            raise ValueError("it ends too early")
+        yield kind, content[at : at + size]
+        at = end
+
+
+def _matrix(content: bytes) -> tuple[str, Any]:
+    """Name and value of a matrix."""
+    if not content:
+        return "", None  # an empty one has not even flags
+    (_, flags), _, (_, name), *rest = _elements(content)
+    kind, value = flags[0], None
+    if kind == _STRUCT:
+        (_, length), (_, names), *rest = rest
+        step = int.from_bytes(length, "little") or 1
+        fields = [names[at : at + step].split(b"\0")[0].decode("ascii") for at in range(0, len(names), step)]
+        values = [_matrix(data)[1] for _, data in rest]
+        value = [dict(zip(fields, values[at : at + len(fields)])) for at in range(0, len(values), len(fields) or 1)]
+    elif kind == _CHAR and rest:
+        value = rest[0][1].decode(_TEXTS[rest[0][0]])
+    elif kind in _NUMBERS and rest:
+        numbers = np.frombuffer(rest[0][1], _DTYPES[rest[0][0]]).tolist()
+        value = numbers[0] if len(numbers) == 1 else numbers
+    return name.decode("ascii"), value
 
 
 def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:

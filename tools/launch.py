@@ -32,6 +32,7 @@ from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.division import count
 from recipe.errors import DONE, ConfigError, UserError
+from tools.arguments import whole, within
 from training.command import Parser, naming, one_line
 from training.run_folder import check_owner
 
@@ -41,7 +42,7 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 class Plan(NamedTuple):
     """Ranks to start: each runs `program` (with its arguments), `local` of them on this host, `world` on all `hosts`.
 
-    shape: replicas and stages in words. command: does the same without this launcher. note: what the launcher decided.
+    command: does the same without this launcher. text: one line about all that.
     """
 
     recipe: Recipe
@@ -51,17 +52,7 @@ class Plan(NamedTuple):
     shape: str
     program: List[str]
     command: List[str]
-    note: str
-
-    def describe(self) -> str:
-        """One line: what is started, and the command that does the same."""
-        if self.recipe.run.device == "ipu":
-            ranks = f"{count(self.world, 'IPU')} = {self.shape}"
-        else:
-            number, this = self.hosts.number, self.hosts.this
-            where = "this host" if number == 1 else f"{number} hosts, {self.local} here on host {this}"
-            ranks = f"{count(self.world, 'process', 'processes')} = {self.shape} on {where}"
-        return f"{ranks}{self.note}: {' '.join(shlex.quote(masked(part)) for part in self.command)}"
+    text: str
 
 
 @one_line()
@@ -71,15 +62,14 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     plan = _plan(options, program)
     description = naming(options.config, batch.describe, plan.recipe)
     if options.dry_run:
-        print(f"{description}\nlaunch     {plan.describe()}")
+        print(f"{description}\nlaunch     {plan.text}")
         return DONE
     if plan.recipe.run.device == "ipu":
         poprun = shutil.which("poprun")
         if poprun is None:
-            raise UserError(
-                "run.device=ipu needs poprun on the PATH; source the enable.sh of the Poplar SDK, or --dry-run"
-            )
-        print(plan.describe(), flush=True)
+            remedy = "source the enable.sh of the Poplar SDK, or --dry-run"
+            raise UserError(f"run.device=ipu needs poprun on the PATH; {remedy}")
+        print(plan.text, flush=True)
         os.execv(poprun, [poprun, *plan.command[1:]])
     if plan.hosts.this == 0:
         check_owner(plan.recipe)
@@ -96,37 +86,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="docs/cluster.md has examples for several hosts and for SLURM.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (default: %(default)s)"
-    )
-    parser.add_argument("--stages", type=_positive, metavar="K", help="pipeline stages: parallel.stages=K")
-    parser.add_argument("--replicas", type=_positive, metavar="R", help="copies of the model: parallel.replicas=R")
-    parser.add_argument("--nnodes", type=_positive, metavar="N", help="hosts; SLURM's, in a step of several nodes")
+    own, again = "configs/quickstart.yaml", "times to start again after a failure (default: 0)"
+    parser.add_argument("--config", default=own, metavar="FILE", help="recipe (default: %(default)s)")
+    parser.add_argument("--stages", type=whole, metavar="K", help="pipeline stages: parallel.stages=K")
+    parser.add_argument("--replicas", type=whole, metavar="R", help="copies of the model: parallel.replicas=R")
+    parser.add_argument("--nnodes", type=whole, metavar="N", help="hosts; SLURM's, in a step of several nodes")
     parser.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0, the master")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="where host 0 listens (port 29500)")
-    parser.add_argument(
-        "--max-restarts", type=_whole, default=0, metavar="M", help="times to start again after a failure (default: 0)"
-    )
-    parser.add_argument("--instances", type=_positive, metavar="I", help="run.device=ipu: poprun's --num-instances")
-    parser.add_argument(
-        "--poprun", type=shlex.split, default=[], metavar="FLAGS", help="run.device=ipu: other flags of poprun"
-    )
+    parser.add_argument("--max-restarts", type=within(0, 10**9), default=0, metavar="M", help=again)
+    parser.add_argument("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
+    flags = "run.device=ipu: other flags of poprun"
+    parser.add_argument("--poprun", type=shlex.split, default=[], metavar="FLAGS", help=flags)
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = _whole(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return int(text)
 
 
 def _plan(options: argparse.Namespace, program: Path) -> Plan:
@@ -146,39 +119,37 @@ def _plan(options: argparse.Namespace, program: Path) -> Plan:
     recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
     stages = recipe.parallel.stages
     world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
+    local, arguments = world // found.number, [str(program), "--config", options.config, *overrides]
+    if world % found.number:
+        remedy = f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
+        raise UserError(f"{world} processes = {shape} do not divide over {found.number} hosts; {remedy}")
     if on_ipus:
         instances = options.instances or 1
         if replicas % instances:
             raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
         ipu.check_served(replicas // instances, stages, replicas)
-    if world % found.number:
-        raise UserError(
-            f"{world} processes = {shape} do not divide over {found.number} hosts; "
-            f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
-        )
-    local, arguments = world // found.number, [str(program), "--config", options.config, *overrides]
-    if on_ipus:
         command = ["poprun", "--num-replicas", str(replicas), "--ipus-per-replica", str(stages)]
         command += ["--num-instances", str(options.instances)] if options.instances else []
         command += [*options.poprun, sys.executable, *arguments]
     elif world == 1 and not options.max_restarts:
         command = [sys.executable, *arguments]
     else:
-        meeting = ["--standalone"]
+        rendezvous = ["--standalone"]
         if found.number > 1:
-            meeting = [f"--nnodes={found.number}", f"--node-rank={found.this}"]
-            meeting += [f"--master-addr={found.master}", f"--master-port={found.port}"]
-        command = ["torchrun", *meeting, f"--nproc-per-node={local}", *arguments]
-    return Plan(recipe, found, world, local, shape, arguments, command, note)
+            rendezvous = [f"--nnodes={found.number}", f"--node-rank={found.this}"]
+            rendezvous += [f"--master-addr={found.master}", f"--master-port={found.port}"]
+        command = ["torchrun", *rendezvous, f"--nproc-per-node={local}", *arguments]
+    where = "this host" if found.number == 1 else f"{found.number} hosts, {local} here on host {found.this}"
+    ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
+    place = "" if on_ipus else f" on {where}"
+    text = f"{ranks} = {shape}{place}{note}: {' '.join(shlex.quote(masked(part)) for part in command)}"
+    return Plan(recipe, found, world, local, shape, arguments, command, text)
 
 
 def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
     """(recipe, overrides, note): a list of cuts that does not fit --stages gives way to automatic ones."""
-    overrides = list(options.overrides)
-    if options.replicas:
-        overrides.append(f"parallel.replicas={options.replicas}")
-    if options.stages:
-        overrides.append(f"parallel.stages={options.stages}")
+    given = {"parallel.replicas": options.replicas, "parallel.stages": options.stages}
+    overrides = [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value)]
     try:
         return loading.load(options.config, overrides), overrides, ""
     except ConfigError as error:
@@ -189,8 +160,8 @@ def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
             recipe = loading.load(options.config, overrides)
         except ConfigError:
             raise error from None  # what is wrong is something else
-        note = f" (--stages {options.stages} does not fit the recipe's parallel.split: parallel.split=auto instead)"
-        return recipe, overrides, note
+    note = f" (--stages {options.stages} does not fit the recipe's parallel.split: parallel.split=auto instead)"
+    return recipe, overrides, note
 
 
 def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
@@ -219,15 +190,12 @@ def _gpus(recipe: Recipe) -> int:
 
 def _check_gpus(plan: Plan) -> None:
     """NCCL refuses two ranks on one GPU, after a while and at length. Raises UserError."""
-    device = plan.recipe.run.device
-    if plan.world == 1 or device == "cpu":
-        return
-    gpus = _gpus(plan.recipe)
-    if plan.local > gpus and (gpus or device == "cuda"):
-        raise UserError(
-            f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')}) need a "
-            f"GPU each, but there {'is' if gpus == 1 else 'are'} {gpus}; lower --replicas or --stages"
-        )
+    device, gpus = plan.recipe.run.device, 0
+    if plan.world > 1 and device != "cpu":
+        gpus = _gpus(plan.recipe)
+    if plan.world > 1 and plan.local > gpus and (gpus or device == "cuda"):
+        ranks = f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')})"
+        raise UserError(f"{ranks} need a GPU each, but there are {gpus}; lower --replicas or --stages")
 
 
 def _start(plan: Plan, max_restarts: int) -> int:
@@ -236,7 +204,6 @@ def _start(plan: Plan, max_restarts: int) -> int:
 
     signals = agent.Signals()  # before torch is loaded, which takes seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(plan.describe(), flush=True)
-    return agent.run(
-        plan.hosts, plan.local, plan.shape, plan.program, max_restarts, signals, plan.recipe.parallel.silence
-    )
+    print(plan.text, flush=True)
+    silence = plan.recipe.parallel.silence
+    return agent.run(plan.hosts, plan.local, plan.shape, plan.program, max_restarts, signals, silence)

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
@@ -25,70 +25,19 @@ from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
 from recipe.randomness import bits32, key
-from tools.shard_tar import Writer
+from tools.shard_tar import scan, write_shard
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
 
 class Options(NamedTuple):
-    """How shards are made."""
+    """How shards are made. short_side: pixels; None leaves images as they are."""
 
     images_per_shard: int = 1000
-    short_side: int | None = None  # pixels; None leaves images as they are
+    short_side: int | None = None
     quality: int = 92
     seed: int = 0
     skip_bad: bool = False
-
-
-class Packed(NamedTuple):
-    """The shards, and how they came to be."""
-
-    manifest: Manifest
-    kept: int  # shards of an earlier call
-    skipped: int  # unreadable images that were left out
-    reasons: list[str]  # of those that this call found, a message each
-
-
-def pack(
-    source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
-) -> Packed:
-    """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
-
-    Images are spread over the shards at random, a function of the seed. The same images and options give the same
-    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
-
-    Raises:
-        DataError: `folder` holds other shards; a shard would have no images.
-        UnreadableImage: unless options.skip_bad.
-        OSError: while writing.
-    """
-    order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
-    size = options.images_per_shard
-    count = -(-len(source) // size)
-    shards = {
-        f"{number:0{max(6, len(str(count - 1)))}d}.tar": order[number * size : (number + 1) * size].tolist()
-        for number in range(count)
-    }
-    task = _Task(source, Path(folder), options, _digest(source, options))
-    os.makedirs(folder, exist_ok=True)
-    indexes = _finished(task, shards)
-    kept = len(indexes)
-    missing = {name: images for name, images in shards.items() if name not in indexes}
-    advance(kept, count)
-    reasons: dict[str, list[str]] = {}
-    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
-        indexes[name], reasons[name] = index, left_out
-        advance(len(indexes), count)
-    manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
-    write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
-    skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return Packed(manifest, kept, skipped, [reason for name in sorted(reasons) for reason in reasons[name]])
-
-
-def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
-    """The manifest of shards. Args: indexes: by the shard's name, in the order of the shards."""
-    shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
-    return Manifest(classes, tuple(shards))
 
 
 class _Task(NamedTuple):
@@ -102,6 +51,50 @@ class _Task(NamedTuple):
 
 _Shards = Dict[str, List[int]]  # numbers of the images, in their order, by the shard's name
 _Made = Tuple[Index, List[str]]
+
+
+def pack(
+    source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
+) -> tuple[Manifest, int, int, list[str]]:
+    """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
+
+    Images are spread over the shards at random, a function of the seed. The same images and options give the same
+    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
+
+    Returns:
+        The manifest, the number of shards that were kept, that of images left out, and the reasons found by this call.
+
+    Raises:
+        DataError: `folder` holds other shards; a shard would have no images.
+        UnreadableImage: unless options.skip_bad.
+        OSError: while writing.
+    """
+    order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
+    size = options.images_per_shard
+    count = -(-len(source) // size)
+    names = (f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count))
+    shards = {name: order[first : first + size].tolist() for name, first in zip(names, range(0, count * size, size))}
+    os.makedirs(folder, exist_ok=True)
+    task = _Task(source, Path(folder), options, _digest(source, options))
+    indexes = _finished(task, shards)
+    kept = len(indexes)
+    missing = {name: images for name, images in shards.items() if name not in indexes}
+    advance(kept, count)
+    reasons = []
+    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
+        indexes[name] = index
+        reasons += left_out
+        advance(len(indexes), count)
+    manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
+    write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
+    skipped = len(source) - sum(shard.images for shard in manifest.shards)
+    return manifest, kept, skipped, reasons
+
+
+def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
+    """The manifest of shards. Args: indexes: by the shard's name, in the order of the shards."""
+    shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
+    return Manifest(classes, tuple(shards))
 
 
 def _digest(source: EncodedSource, options: Options) -> str:
@@ -123,20 +116,16 @@ def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
     for name in sorted(os.listdir(task.folder)):
         if name.startswith(".") or not name.endswith(".tar"):
             continue
+        file = shard_index.index_name(name)
         try:
-            index = shard_index.decode_index(
-                local.read(shard_index.index_name(name), shard_index.MOST_OF_INDEX),
-                local.path(shard_index.index_name(name)),
-            )
+            index = shard_index.decode_index(local.read(file, shard_index.MOST_OF_INDEX), local.path(file))
         except MissingFile:
             if name in shards:  # a process was killed between the two
                 continue
             raise DataError(f"{local.path(name)}: not packed by this command; name an empty folder") from None
         if name not in shards or index.plan != task.plan:
-            raise DataError(
-                f"{local.path(name)}: packed from other images or with other options; name an empty folder, repeat "
-                "those options, or remove these shards"
-            )
+            remedy = "name an empty folder, repeat those options, or remove these shards"
+            raise DataError(f"{local.path(name)}: packed from other images or with other options; {remedy}")
         whole = task.options.skip_bad or len(index.labels) == len(shards[name])
         if whole and local.size(name) == index.bytes:
             found[name] = index
@@ -149,19 +138,12 @@ _task: _Task | None = None  # in a worker
 def _all_packed(task: _Task, shards: _Shards, workers: int) -> Iterator[tuple[str, _Made]]:
     """Each shard's name, index and reasons why images were left out, as they are finished."""
     if workers <= 1:
-        for name, images in shards.items():
-            yield name, _pack_shard(task, name, images)
+        yield from ((name, _pack_shard(task, name, images)) for name, images in shards.items())
         return
     # Not forked: the process that asks may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
-        try:
-            running = {pool.submit(_work, name, images): name for name, images in shards.items()}
-            for future in as_completed(running):
-                yield running[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from zip(shards, pool.map(_work, shards, shards.values()))
 
 
 def _begin(task: _Task) -> None:
@@ -172,29 +154,30 @@ def _begin(task: _Task) -> None:
 
 
 def _work(name: str, images: list[int]) -> _Made:
-    assert _task is not None
     return _pack_shard(_task, name, images)
 
 
 def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
-    reasons = []
-    path = task.folder / name
-    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
-        writer = Writer(file)
+    source, path, reasons = task.source, task.folder / name, []
+
+    def packed() -> Iterator[Tuple[str, bytes, int]]:
         for image in images:
-            called = task.source.name(image)
+            called = source.name(image)
             try:
-                encoded, extension = _ready(task.source.encoded(image), called, task.options)
+                encoded, extension = _ready(source.encoded(image), called, task.options)
             except UnreadableImage as error:
                 if not task.options.skip_bad:
                     raise
                 reasons.append(str(error))
                 continue
             stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
-            writer.add(f"{image:08d}-{stem}", extension, encoded, int(task.source.labels[image]))
+            yield f"{image:08d}-{stem}.{extension}", encoded, int(source.labels[image])
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
-        index = writer.close(task.plan)
+
+    with replacing(path, durable=True) as temporary:
+        write_shard(temporary, packed())
+        index = scan(LocalFolder(str(task.folder)), temporary.name, temporary.stat().st_size)._replace(plan=task.plan)
     write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
     return index, reasons
 

@@ -41,12 +41,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     parser = Parser(prog="python -m tools.plan", description="Check a recipe and print what it would do and cost.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe")
-    parser.add_argument(
-        "--machine",
-        metavar="NAME|FILE",
-        help=f"one of {', '.join(machine.names())}, or a file that tools.doctor has written (default: by run.device)",
-    )
-    parser.add_argument("--picture", metavar="FILE", help="draw the scaling from 1 to 4,096 replicas")
+    known = f"one of {', '.join(machine.names())}, or a file that tools.doctor has written"
+    parser.add_argument("--machine", metavar="NAME|FILE", help=f"{known} (default: by run.device)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the scaling from 1 to 4,096 replicas")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
@@ -58,8 +55,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if options.picture:
         from tools.planning import picture  # loads matplotlib
 
-        with writing(Path(options.picture)):
-            picture.draw(plan, Path(options.picture))
+        with writing(options.picture):
+            picture.draw(plan, options.picture)
         print(f"picture    {options.picture}")
     if options.json:
         print(json.dumps(text.as_data(plan), allow_nan=False))
@@ -70,9 +67,9 @@ def _planned(recipe: Recipe, named: Optional[Machine]) -> Tuple[Summary, str]:
     """The plan, and a note on a machine that had to be guessed."""
     if named or recipe.run.device != "auto":
         return summary.make(recipe, named or machine.load(_MACHINES[recipe.run.device])), ""
-    others = f"others by --machine {', '.join(machine.names())}, or a file that tools.doctor has written"
     plan = summary.make(recipe, machine.load(_MACHINES["cpu"]))
-    if plan.own_hours is None or plan.own_hours <= _MOST_HOURS:
-        return plan, others
-    why = f"assumed, as two cores would train for {plan.own_hours / 24:,.0f} days"
-    return summary.make(recipe, machine.load(_MACHINES["cuda"])), f"{why}; {others}"
+    note = f"others by --machine {', '.join(machine.names())}, or a file that tools.doctor has written"
+    if plan.step.hours is not None and plan.step.hours > _MOST_HOURS:
+        note = f"assumed, as two cores would train for {plan.step.hours / 24:,.0f} days; {note}"
+        plan = summary.make(recipe, machine.load(_MACHINES["cuda"]))
+    return plan, note

@@ -7,7 +7,8 @@ import io
 import re
 import tarfile
 import zlib
-from typing import BinaryIO, Callable, Iterator, Optional, Tuple
+from pathlib import Path
+from typing import BinaryIO, Callable, Iterable, Iterator, Tuple
 
 import numpy as np
 
@@ -18,8 +19,6 @@ from recipe.errors import DataError
 EXTENSIONS = ("jpg", "jpeg", "png")
 _CHUNK = 1 << 23
 _LABEL_BYTES = 32
-_Row = Tuple[str, int, int, int, int]  # name, offset, bytes, label and CRC-32 of an image
-_END = bytes(1024)  # two blocks of zeros: where an archive ends
 
 
 class StrictInfo(tarfile.TarInfo):
@@ -51,9 +50,7 @@ def members(archive: tarfile.TarFile, place: str) -> Iterator[tarfile.TarInfo]:
             if member.isdir():
                 continue
             if not member.isreg() or member.issparse():
-                raise DataError(
-                    f"{place}: {member.name!r} is no plain file; make the archive without links and devices"
-                )
+                raise DataError(f"{place}: {member.name!r} is no plain file; leave out links and devices")
             yield member
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
@@ -67,44 +64,20 @@ def open_archive(stream: BinaryIO, place: str, mode: str = "r:") -> tarfile.TarF
         raise DataError(f"{place}: no tar archive ({error}); copy it again") from None
 
 
-class Writer:
-    """Writes a shard and collects its index. The same images give the same bytes."""
+def write_shard(path: Path, images: Iterable[Tuple[str, bytes, int]]) -> None:
+    """Write a shard: for each image the members KEY.EXTENSION and KEY.cls. The same images give the same bytes.
 
-    def __init__(self, stream: BinaryIO):
-        self._stream = stream
-        self._sha256 = hashlib.sha256()
-        self._bytes = 0
-        self._rows: list[_Row] = []
-
-    def add(self, key: str, extension: str, encoded: bytes, label: int) -> None:
-        """An image: the members KEY.EXTENSION and KEY.cls. Args: key: of at most 80 ASCII characters."""
-        name = f"{key}.{extension}"
-        offset = self._member(name, encoded)
-        self._rows.append((name, offset, len(encoded), label, zlib.crc32(encoded)))
-        self._member(f"{key}.cls", str(label).encode())
-
-    def close(self, plan: str) -> Index:
-        """Ends the archive. Args: plan: digest of what the shard is made from."""
-        self._write(_END)
-        return _index(self._rows, self._bytes, self._sha256.hexdigest(), plan)
-
-    def _member(self, name: str, content: bytes) -> int:
-        """Returns the offset of the content."""
-        info = tarfile.TarInfo(name)  # of the year 1970 and nobody's
-        info.size = len(content)
-        self._write(info.tobuf(tarfile.USTAR_FORMAT))
-        offset = self._bytes
-        self._write(content)
-        self._write(bytes(-len(content) % tarfile.BLOCKSIZE))
-        return offset
-
-    def _write(self, content: bytes) -> None:
-        self._stream.write(content)
-        self._sha256.update(content)
-        self._bytes += len(content)
+    Args: images: name (KEY.EXTENSION, at most 80 ASCII characters), bytes and label of each.
+    """
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, encoded, label in images:
+            for member, content in ((name, encoded), (f"{name.rpartition('.')[0]}.cls", str(label).encode())):
+                info = tarfile.TarInfo(member)  # of the year 1970 and nobody's
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
 
 
-def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, bytes], None]] = None) -> Index:
+def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], None] = lambda *_: None) -> Index:
     """The index of a shard, from reading all of it.
 
     Args:
@@ -127,25 +100,27 @@ def scan(folder: Folder, shard: str, size: int, look: Optional[Callable[[str, by
         what, seen = ("label", labels) if extension == "cls" else ("image", images)
         if key in seen:
             raise DataError(f"{place}: {key!r} has a second {what}; keys must differ")
-        if what == "label":
-            text = _content(archive, member, place).strip() if member.size <= _LABEL_BYTES else b""
-            if not re.fullmatch(rb"[0-9]{1,9}", text):
-                raise DataError(
-                    f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text"
-                )
-            labels[key] = int(text)
+        content = b"" if what == "label" and member.size > _LABEL_BYTES else _content(archive, member, place)
+        if what == "image":
+            images[key] = (member.name, member.offset_data, member.size, zlib.crc32(content))
+            look(member.name, content)
+        elif re.fullmatch(rb"[0-9]{1,9}", content.strip()):
+            labels[key] = int(content)
         else:
-            encoded = _content(archive, member, place)
-            images[key] = (member.name, member.offset_data, member.size, zlib.crc32(encoded))
-            if look is not None:
-                look(member.name, encoded)
+            raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
     for key in images.keys() ^ labels.keys():
         missing = f"{key}.cls, its label" if key in images else "image (.jpg, .jpeg, .png)"
         raise DataError(f"{place}: {key!r} has no {missing}; add it or leave the other out")
     if not images:
         raise DataError(f"{place}: no images; remove this shard")
-    rows = [(name, offset, length, labels[key], crc32) for key, (name, offset, length, crc32) in images.items()]
-    return _index(rows, size, stream.sha256(), "")
+    while stream.read():  # the rest, for the checksum
+        pass
+    names, offsets, lengths, checksums = zip(*images.values())
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    name_lengths = np.array([len(name) for name in encoded], np.int32)
+    places = (np.array(offsets, np.int64), np.array(lengths, np.int64))
+    contents = (np.array([labels[key] for key in images], np.int32), np.array(checksums, np.uint32))
+    return Index(*places, *contents, name_lengths, b"".join(encoded), size, stream.sha256.hexdigest(), "")
 
 
 def split(name: str) -> tuple[str, str]:
@@ -158,40 +133,24 @@ def split(name: str) -> tuple[str, str]:
     return folder + slash + key, extension.lower()
 
 
-def _index(rows: list[_Row], size: int, sha256: str, plan: str) -> Index:
-    names, offsets, lengths, labels, checksums = zip(*rows)
-    encoded = [name.encode(errors="surrogateescape") for name in names]
-    return Index(
-        np.array(offsets, np.int64), np.array(lengths, np.int64), np.array(labels, np.int32),
-        np.array(checksums, np.uint32), np.array([len(name) for name in encoded], np.int32), b"".join(encoded),
-        size, sha256, plan,
-    )  # fmt: skip
-
-
 class _Stream(io.RawIOBase):
-    """A file of a folder from front to end, with its checksum."""
+    """A file of a folder from front to end. sha256: of what was read."""
 
     def __init__(self, folder: Folder, name: str, size: int):
         self._folder, self._name, self._size = folder, name, size
         self._place = 0
-        self._sha256 = hashlib.sha256()
+        self.sha256 = hashlib.sha256()
 
-    def read(self, size: int = -1) -> bytes:
-        length = min(self._size - self._place, _CHUNK if size < 0 else size)
+    def read(self, size: int = _CHUNK) -> bytes:
+        length = min(self._size - self._place, size)
         if length == 0:
             return b""
         (answer,) = self._folder.ranges([Range(self._name, self._place, length)])
         if isinstance(answer, str):
             raise DataError(f"{self._folder.path(self._name)}: {answer}")
         self._place += length
-        self._sha256.update(answer)
+        self.sha256.update(answer)
         return answer
-
-    def sha256(self) -> str:
-        """Hexadecimal SHA-256 of the whole file; reads the rest of it."""
-        while self.read():
-            pass
-        return self._sha256.hexdigest()
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bytes:

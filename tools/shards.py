@@ -19,10 +19,12 @@ if __name__ == "__main__":  # before the imports: see run
 import argparse
 import contextlib
 import json
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Callable, Sequence
+
+import numpy as np
 
 from data import decode, shard_index
 from data.base import UnreadableImage
@@ -34,6 +36,7 @@ from data.shards import open_folder
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
 from tools import imagenet
+from tools.arguments import whole, within
 from tools.packing import Options, make_manifest, pack
 from tools.shard_tar import scan
 from training.command import Parser, fail, one_line
@@ -50,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code, text, data = options.run(options)
     except BrokenProcessPool:
-        return fail(
-            "a worker was killed, perhaps for want of memory; the same command goes on; try --workers 1", FAILED
-        )
+        return fail("a worker was killed, perhaps for want of memory; rerun the command with fewer --workers", FAILED)
     print(text)
     if options.json:
         print(json.dumps(data))
@@ -69,19 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--imagenet-validation", metavar="TAR", help="ILSVRC2012_img_val.tar, in the place of FOLDER")
     packing.add_argument("--ground-truth", metavar="FILE", help="class of each validation image, a line each")
     packing.add_argument("--devkit", metavar="TAR", help="ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers")
-    packing.add_argument("--images-per-shard", type=_positive, default=1000, metavar="N", help="1000")
-    packing.add_argument("--short-side", type=_positive, metavar="PIXELS", help="make images with a longer one smaller")
-    packing.add_argument("--quality", type=_quality, default=92, metavar="Q", help="of those, as JPEG: 1 to 95 (92)")
-    packing.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes")
+    packing.add_argument("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
+    packing.add_argument("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
+    packing.add_argument("--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG (92)")
+    packing.add_argument("--workers", type=whole, default=os.cpu_count() or 1, metavar="N", help="processes")
     packing.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the images (0)")
     packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
     packing.set_defaults(run=_pack)
 
     indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
     indexing.add_argument("folder", metavar="FOLDER")
-    indexing.add_argument(
-        "--classes", metavar="FILE", help="names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
-    )
+    names = "names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
+    indexing.add_argument("--classes", metavar="FILE", help=names)
     indexing.set_defaults(run=_index)
 
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
@@ -94,49 +94,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
-    source, folder = _source(options)
+    try:
+        source, folder = _source(options)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
     how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
     for note in source.notes:
         print(note, flush=True)
-    packed = pack(source, folder, how, options.workers, _advance)
-    text, data = _summary(folder, packed.manifest)
-    data.update(kept=packed.kept, skipped=packed.skipped, named=packed.reasons[:_NAMED])
+    manifest, kept, skipped, reasons = pack(source, folder, how, options.workers, _advance)
+    text, data = _summary(folder, manifest)
+    data.update(kept=kept, skipped=skipped, named=reasons[:_NAMED])
     for reason in data["named"]:
         print(f"left out: {reason}", file=sys.stderr)
-    text += f"; {packed.kept} shards were there before, {packed.skipped} unreadable images left out"
-    return DONE, text, data
+    return DONE, f"{text}; {kept} shards were there before, {skipped} unreadable images left out", data
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
-    """The images to pack, and the folder for the shards. Raises DataError."""
-    archives = [each for each in (options.imagenet_train, options.imagenet_validation) if each is not None]
-    if len(archives) > 1 or len(options.places) != 2 - len(archives):
-        raise DataError(
-            "pack FOLDER DEST, pack --imagenet-train TAR DEST, or "
-            "pack --imagenet-validation TAR --ground-truth FILE DEST"
-        )
-    if (options.imagenet_validation is None) != (options.ground_truth is None):
-        raise DataError("--imagenet-validation and --ground-truth go together; give both or none")
-    if options.devkit is not None and options.imagenet_validation is None:
-        raise DataError("--devkit goes with --imagenet-validation; leave it out")
-    source = _imagenet(options) if archives else FolderSource(options.places[0])
+    """The images to pack, and the folder for the shards. Raises DataError, OSError."""
+    train, validation, truth = options.imagenet_train, options.imagenet_validation, options.ground_truth
+    if (train and validation) or len(options.places) != (1 if train or validation else 2):
+        archives = "pack --imagenet-train TAR DEST, or pack --imagenet-validation TAR --ground-truth FILE DEST"
+        raise DataError(f"pack FOLDER DEST, {archives}")
+    if bool(validation) != bool(truth) or (options.devkit and not validation):
+        raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
     *images, folder = options.places
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
     if images and (os.path.realpath(folder) + os.sep).startswith(os.path.realpath(images[0]) + os.sep):
         raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {images[0]}")
-    return source, folder
-
-
-def _imagenet(options: argparse.Namespace) -> EncodedSource:
-    try:
-        if options.imagenet_train is not None:
-            return imagenet.training(options.imagenet_train)
-        return imagenet.validation(options.imagenet_validation, options.ground_truth, options.devkit)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
+    if train:
+        return imagenet.training(train), folder
+    if validation:
+        return imagenet.validation(validation, truth, options.devkit), folder
+    return FolderSource(images[0]), folder
 
 
 def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
@@ -156,10 +148,10 @@ def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
 
     indexes = dict(zip(names, _by_threads(make, names)))
     classes = _classes(options.classes, max(int(index.labels.max()) for index in indexes.values()), folder)
-    for name, index in indexes.items():
-        write(Path(folder.path(shard_index.index_name(name))), shard_index.encode_index(index), durable=True)
+    files = {shard_index.index_name(name): shard_index.encode_index(index) for name, index in indexes.items()}
     manifest = make_manifest(classes, indexes)
-    write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
+    for name, content in {**files, MANIFEST: shard_index.encode_manifest(manifest)}.items():
+        write(Path(folder.path(name)), content, durable=True)
     return (DONE, *_summary(options.folder, manifest))
 
 
@@ -175,18 +167,14 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
             if largest < len(before):
                 return before
         if largest >= _MAX_NUMBERED:
-            raise DataError(
-                f"{folder.place}: label {largest}, but without --classes FILE there are at most {_MAX_NUMBERED:,} "
-                "classes; name them all, or mend the label"
-            )
-        return tuple(str(label) for label in range(largest + 1))
+            most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
+            raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
+        return tuple(map(str, range(largest + 1)))
     try:
-        with open(file, encoding="utf-8") as lines:
-            classes = tuple(line.strip() for line in lines if line.strip())
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}; correct --classes") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{file}: no text in UTF-8; it must hold the name of a class in each line") from None
+        classes = tuple(line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        fault = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        raise DataError(f"{file}: {fault}; give --classes a file with the name of a class in each line") from None
     if largest >= len(classes):
         raise DataError(f"{file}: {len(classes)} classes, but the shards have label {largest}; name all classes")
     return classes
@@ -224,16 +212,15 @@ def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[s
 
     try:
         index = shard_index.read_index(folder, shard, classes)
-        found = scan(folder, shard.name, shard.bytes, look if decoded else None)
+        found = scan(folder, shard.name, shard.bytes, look if decoded else lambda *_: None)
     except DataError as error:
         return [*faults, str(error)]
-    places = [(each.names, each.offsets.tolist(), each.lengths.tolist()) for each in (index, found)]
-    if places[0] != places[1]:
+    if any(not np.array_equal(*pair) for pair in zip(index[:2], found[:2])) or index.names != found.names:
         return [*faults, f"{place}: other images, or at other places, than in its index"]
     sound = len(faults)
-    ends = index.name_lengths.cumsum()
-    for number, (end, length) in enumerate(zip(ends.tolist(), index.name_lengths.tolist())):
-        name = os.fsdecode(index.names[end - length : end])
+    ends = index.name_lengths.cumsum().tolist()
+    for number, end in enumerate(ends):
+        name = os.fsdecode(index.names[end - int(index.name_lengths[number]) : end])
         if index.crc32[number] != found.crc32[number]:
             faults.append(f"{place}/{name}: not the bytes that the index has the checksum of")
         if index.labels[number] != found.labels[number]:
@@ -252,39 +239,20 @@ def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "classes": len(manifest.classes),
     }
-    text = "{folder}: {images} images of {classes} classes in {shards} shards, {bytes:,} bytes".format(**data)
-    return text, data
+    return "{folder}: {images} images of {classes} classes in {shards} shards, {bytes:,} bytes".format(**data), data
 
 
 def _by_threads(work: Callable, tasks: Sequence) -> list:
     """The result of each task, in their order. Checksums and decoders let other threads run."""
+    found = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            running = [pool.submit(work, task) for task in tasks]
-            for done, future in enumerate(as_completed(running), start=1):
-                future.result()  # fails at once
-                _advance(done, len(tasks))
-            return [future.result() for future in running]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for result in pool.map(work, tasks):
+            found.append(result)
+            _advance(len(found), len(tasks))
+    return found
 
 
 def _advance(done: int, total: int) -> None:
     """Prints how many shards are done, now and then."""
     if done and (done == total or done % max(1, total // _LINES) == 0):
         print(f"{done} of {total} shards", flush=True)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _quality(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 95:
-        raise argparse.ArgumentTypeError(f"{text} is not in 1 to 95")
-    return value

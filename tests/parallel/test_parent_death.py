@@ -82,7 +82,10 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, starter, num
 
 def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound."""
-    moments = {"training/run_folder.py", "parallel/hosts.py", "benchmarks/networks.py", "benchmarks/faults/kinds.py"}
+    moments = {
+        *("training/run_folder.py", "parallel/hosts.py", "optim/compilation.py"),
+        *("benchmarks/networks.py", "benchmarks/faults/kinds.py"),
+    }
     torch_watches = {"data/workers.py"}
     starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
     found = set()

@@ -46,18 +46,15 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ("--nnodes 2 --node-rank 2 --master a", "--node-rank 2 is none of 0 to 1"),
         (f"{HOSTS} a:b", "--master a:b is not HOST or HOST:PORT"),
         (f"{HOSTS} fd00::1:3", "--master fd00::1:3: write an IPv6 address in"),
-        ("--nnodes 0", "run_pod.sh: argument --nnodes: must be 1 or more; see"),
-        ("--replicas two", "run_pod.sh: argument --replicas: 'two' is no number; see"),
+        ("--nnodes 0", "run_pod.sh: argument --nnodes: '0' is no number from 1 to"),
         ("--replica 2", "run_pod.sh: unrecognized arguments: --replica"),
         ("--config missing.yaml", "missing.yaml: No such file"),
-        ("run.sed=1", "command line: run.sed: unknown key; did you mean run.seed?"),
         ("--stages 2 parallel.split=[a,b]", "command line: parallel: split names 2 cut points but 2 stages need 1"),
-        ("--stages 2 run.sed=1", "command line: run.sed: unknown key"),
+        ("--stages 2 run.sed=1", "command line: run.sed: unknown key; did you mean run.seed?"),
         (f"{POD} --replicas 128 --instances 3", "--instances 3 does not divide 128 replicas; give a divisor"),
         (f"{POD} --replicas 128", "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
         (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for CPUs and GPUs"),
         ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
-        ("--instances 2", "--instances goes with run.device=ipu, but run.device is cpu"),
         ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),
         ("run.device=ipu optimizer.trust=momentum --replicas 2", "run.device=ipu needs poprun on the PATH"),
         (f"run.device=ipu {HOSTS} a", "poprun itself starts all hosts"),
@@ -74,17 +71,31 @@ def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start,
     assert (code, len(lines)) == (WRONG_INPUT, 1) and lines[0].startswith(start), lines
 
 
-def test_replicas_follow_the_gpus(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "arguments", "expected"),
+    [
+        ("quickstart", "batch.global=768 --stages 2", "8 processes = 4 replicas x 2 stages on this host: torchrun "),
+        (
+            "quickstart",
+            "batch.global=768 --stages 2 --nnodes 3 --node-rank 1 --master a",
+            "24 processes = 12 replicas x 2 stages on 3 hosts, 8 here on host 1: torchrun --nnodes=3 --node-rank=1 ",
+        ),
+        (
+            "pod16",
+            "--stages 4 --replicas 4",
+            "(--stages 4 does not fit the recipe's parallel.split: parallel.split=auto instead): poprun",
+        ),
+        ("pod128", "--instances 32", "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 "),
+    ],
+)
+def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, arguments, expected, capsys, monkeypatch):
     monkeypatch.setattr(launch, "_gpus", lambda recipe: 8)
-    one = ("--config", str(QUICKSTART), "batch.global=768", "--dry-run", "--stages", "2")
-    assert launch.main(one) == DONE
-    assert "8 processes = 4 replicas x 2 stages on this host: " in capsys.readouterr().out
-    assert launch.main([*one, "--nnodes", "3", "--node-rank", "1", "--master", "a"]) == DONE
-    said = capsys.readouterr().out
-    assert (
-        "24 processes = 12 replicas x 2 stages on 3 hosts, 8 here on host 1: torchrun --nnodes=3 --node-rank=1 " in said
-    )
-    assert "parallel.replicas" not in said
+    recipe = str(ROOT / "configs" / f"{config}.yaml")
+    assert launch.main(["--config", recipe, "--dry-run", *arguments.split()]) == DONE
+    out = capsys.readouterr().out
+    assert expected in out
+    assert ("parallel.replicas=" in out) == ("--replicas" in arguments)
+    assert out.endswith("parallel.split=auto\n") == ("split=auto" in expected)
 
 
 @pytest.mark.parametrize(("device", "available", "expected"), [("cuda", 3, 3), ("auto", 0, 0), ("cpu", 3, 0)])
@@ -93,22 +104,6 @@ def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: available)
     assert launch._gpus(tiny(f"run.device={device}")) == expected
-
-
-def test_cuts_that_do_not_fit_are_made_automatic(capsys):
-    recipe = ROOT / "configs" / "pod16.yaml"
-    assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "4", "--replicas", "4"]) == DONE
-    said = capsys.readouterr().out
-    assert "(--stages 4 does not fit the recipe's parallel.split: parallel.split=auto instead): poprun" in said
-    assert said.endswith("parallel.replicas=4 parallel.stages=4 parallel.split=auto\n")
-    assert launch.main(["--config", str(recipe), "--dry-run", "--stages", "2", "--replicas", "8"]) == DONE
-    assert "split=auto" not in capsys.readouterr().out
-
-
-def test_a_pods_recipe_says_how_many_replicas_there_are(capsys):
-    recipe = ROOT / "configs" / "pod128.yaml"
-    assert launch.main(["--config", str(recipe), "--dry-run", "--instances", "32"]) == DONE
-    assert "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 " in capsys.readouterr().out
 
 
 def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
@@ -164,11 +159,6 @@ def test_hosts_under_slurm(tool, variables, expected):
     else:
         assert hosts.find(None, None, None, variables) == expected
     assert hosts.find(2, 0, "mine:7", variables) == hosts.Hosts(2, 0, "mine", 7)
-
-
-def test_the_interface_towards_this_host_is_the_loopback():
-    assert hosts.interface_towards("127.0.0.1") == "lo"
-    assert hosts.interface_towards("no address") is None
 
 
 def test_run_pod_imports_ours_whatever_lies_in_the_current_folder(tmp_path):

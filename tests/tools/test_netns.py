@@ -91,14 +91,6 @@ def test_ranks_on_two_hosts_add_up(start, tmp_path):
         assert (code, out[1:], errors) == (0, [f"rank {host} by cable: 11"], [])
 
 
-def test_a_host_without_a_way_to_the_master(start, tmp_path):
-    """198.51.100.0/24 is for documentation (RFC 5737): there is no route to it."""
-    options = ("batch.global=256", "--replicas", "2", "--nnodes", "2", "--node-rank", "1", "--master", "198.51.100.1")
-    code, _, errors = start(1, tmp_path / "none.py", *options, seconds={"REACH_SECONDS": 2.0}).end(timeout=60)
-    assert (code, len(errors)) == (2, 1)
-    assert errors[0].startswith("cannot reach the master 198.51.100.1:29500 within 2 s (Network is unreachable); ")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, tmp_path, restarts):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from PIL import Image
 
 import train
 from recipe import ipu, ipu_plan
@@ -19,7 +18,7 @@ from tools import plan
 from tools.formats import number
 from tools.planning import machine
 
-POD256 = ROOT / "configs" / "pod256.yaml"
+POD256, GPU = (ROOT / "configs" / name for name in ("pod256.yaml", "gpu.yaml"))
 TRUST = "optimizer.trust=momentum"
 FULL_POD = (TRUST, "parallel.replicas=128")
 
@@ -74,25 +73,13 @@ def test_every_recipe_can_be_planned_for_every_machine(config, name, capsys):
     assert bool(data["options"]) == bool(data["optimizer"]) == (load(config).run.device == "ipu")
 
 
-def test_a_plan_needs_no_torch():
-    code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "--config", str(POD256), *FULL_POD]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words", "others"),
     [
         ([QUICKSTART], ["others by --machine bow_pod, ", "no time where the batch is too large"], ["poptorch"]),
-        ([QUICKSTART, "--machine", "dgx_a100"], [], ["others by"]),
-        (
-            [ROOT / "configs" / "gpu.yaml"],
-            ["A100", "assumed, as two cores would train for 1", "others by --machine"],
-            ["images/s, 17,"],
-        ),
-        ([ROOT / "configs" / "gpu.yaml", "run.device=cpu"], ["two cores"], ["assumed", "others by"]),
-        ([ROOT / "configs" / "gpu.yaml", "data.train_images=null"], ["no time: the number of images is known"], []),
-        ([POD256, *FULL_POD], [], ["DOES NOT FIT"]),
+        ([GPU], ["A100", "assumed, as two cores would train for 1", "others by --machine"], ["images/s, 17,"]),
+        ([GPU, "run.device=cpu"], ["two cores"], ["assumed", "others by"]),
+        ([GPU, "data.train_images=null"], ["no time: the number of images is known"], []),
         ([POD256, *FULL_POD, "model.width=5"], ["DOES NOT FIT"], []),
     ],
 )
@@ -101,22 +88,18 @@ def test_notes_are_printed_where_they_apply(arguments, words, others, capsys):
     assert [word for word in words if word not in text] == [] == [word for word in others if word in text]
 
 
-def test_a_picture_is_drawn(capsys, tmp_path):
+def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
     path = tmp_path / "scaling.png"
-    text = printed(capsys, "--config", str(POD256), "--picture", str(path), *FULL_POD)
-    assert f"picture    {path}\n" in text
-    with Image.open(path) as picture:
-        assert picture.size == (990, 770)
+    code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "--config", str(POD256), "--picture", str(path), *FULL_POD]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert f"picture    {path}\n" in done.stdout and path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (
-            ["--machine", "cray"],
-            2,
-            "cray: unknown machine; name a file written by python -m tools.doctor, or one of",
-        ),
+        (["--machine", "cray"], 2, "cray: unknown machine; name a file written by python -m tools.doctor, or one of"),
         (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
         (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory; fix this"),
         (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),
@@ -132,11 +115,6 @@ def test_faults_are_one_line(arguments, code, line, capsys):
 
 def test_the_plan_lists_every_option_and_where_it_comes_from(pod256):
     text, data = pod256
-    recipe = load(POD256, FULL_POD)
-    batch = divide(recipe)
-    for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
-        for setting in make(recipe, batch, 128, under_poprun=False):
-            assert f"{model:<10} {setting}  <- {setting.source}\n" in text
     assert "training   Options.Training.gradientAccumulation(16)  <- batch.global, batch.micro" in text
     assert "optimizer  poptorch.optim.LAMB(betas=(0.885, 1.0))  <- optimizer.momentum" in text
     assert "note       pipelined stages: 3 micro batches are prefetched, but I/O does not overlap" in text
@@ -144,7 +122,6 @@ def test_the_plan_lists_every_option_and_where_it_comes_from(pod256):
     assert {tuple(option) for option in data["options"]} == {("model", "call", "arguments", "from")}
     found = {(option["model"], option["call"]): option["arguments"] for option in data["options"]}
     assert found["training", "Options.setExecutionStrategy"] == ["poptorch.PipelinedExecution()"]
-    assert found["training", "Options.Precision.setPartialsType"] == ["torch.half"]
     assert found["evaluation", "Options.deviceIterations"] == [8]
     assert data["optimizer"]["name"] == "poptorch.optim.LAMB"
     assert data["optimizer"]["options"]["betas"] == [0.885, 1.0]

@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, List, NamedTuple, Tuple
 
-from engines.choice import Candidate, pick
+from engines.choice import pick
 from parallel.evidence import PAGE
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
-from recipe.division import Batch, count
+from recipe.division import count
 from recipe.exchange import Auto
-from tools.diagnosis.splitting import Rank
+from tools.diagnosis import splitting
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
 from training.timeline import ideal
 
+if TYPE_CHECKING:
+    from tools.diagnosis.examination import Findings
+
 _WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
-_UNEXPLAINED = 0.15
 _LOSS = Auto().accept_loss  # points of top-1 that a proposed exchange may lose
 
 Remedy = Tuple[str, List[str]]  # text and overrides
-
-
-class Figures(NamedTuple):
-    """Figures that the rules depend on.
-
-    recipe: without `auto` in exchange and engine. parts: seconds of a step by `splitting.PARTS`. device: cpu or cuda.
-    cores: of a rank. threads: in which a rank computes on a CPU. reading: share of an image's time that is reading its
-    bytes, None where images are no files. bandwidth: bytes a second between replicas. methods: exchanges by
-    themselves, the most faithful first. slowest: the rank farthest behind the others of its stage. mfu: share of the
-    devices' peak.
-    """
-
-    recipe: Recipe
-    batch: Batch
-    parts: Dict[str, float]
-    device: str
-    cores: int
-    threads: int
-    reading: Optional[float]
-    bandwidth: Optional[float]
-    methods: Sequence[Candidate]
-    slowest: Optional[Rank]
-    mfu: float
-
-    @property
-    def larger(self) -> str:
-        """Override that doubles the batch."""
-        return f"batch.global={2 * self.batch.global_}"
-
-    def share(self, part: str) -> float:
-        """Share of a step."""
-        return self.parts[part] / math.fsum(self.parts.values())
 
 
 class Advice(NamedTuple):
@@ -64,124 +33,110 @@ class Advice(NamedTuple):
     overrides: List[str]
 
 
-def advise(figures: Figures) -> Advice:
-    """The first thing to fix."""
-    limit = max(_RULES, key=figures.share)  # the first of equal ones
-    rule = _RULES[limit]
-    if figures.share(limit) < _WORTH:
-        limit, rule = "compute", _compute
-    text, overrides = rule(figures, percent(figures.share(limit)))
-    unexplained = figures.share("rest")
-    if abs(unexplained) >= _UNEXPLAINED:
-        fault = (
-            f"{percent(unexplained)} of the step is in none of its parts" if unexplained > 0 else "its parts overlap"
-        )
-        workers = "workers that read take cores from computing, or " if figures.recipe.data.workers else ""
-        text += f" But {fault}: {workers}the machine is busy with something else; measure again when it is quiet."
-    return Advice(limit, text, overrides)
+def advise(recipe: Recipe, found: Findings) -> Advice:
+    """The first thing to fix. Args: recipe: without `auto` in exchange and engine."""
+    limit = max(_RULES, key=found.parts.__getitem__)  # the first of equal ones
+    share = found.parts[limit] / found.step
+    if share >= _WORTH:
+        return Advice(limit, *_RULES[limit](recipe, found, share))
+    peak = f"{percent(found.mfu)} of what large matrix products reach here (MFU)"
+    fault = f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {peak}."
+    if found.batch.accumulation % 2:
+        return Advice("compute", f"{fault} More replicas make it faster.", [])
+    larger = f"batch.micro={2 * found.batch.micro}"
+    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
+    return Advice("compute", f"{fault} {larger} {use}", [larger])
 
 
-def _input(figures: Figures, share: str) -> Remedy:
-    needed = workers_needed(figures.recipe.data.workers, figures.share("input"))
-    fault, more = f"Waiting for images takes {share} of a step", f"data.workers={needed}"
-    if figures.reading is not None and figures.reading >= 0.5:
+def _twice(found: Findings) -> str:
+    return f"batch.global={2 * found.batch.global_}"
+
+
+def _input(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    needed, reading = workers_needed(recipe.data.workers, share), found.reading.share_of_bytes
+    fault, more = f"Waiting for images takes {percent(share)} of a step", f"data.workers={needed}"
+    if reading is not None and reading >= 0.5:
         text = (
-            f"{fault}, and {percent(figures.reading)} of an image's time is reading its bytes: pack the images into "
-            "shards (python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
+            f"{fault}, and {percent(reading)} of an image's time is reading its bytes: pack the images into shards "
+            "(python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
             f"{more} would keep up."
         )
         return text, [more]
-    if needed > figures.cores:
-        smaller = "draw less for each image (data.augment, data.glyph_size)"
-        if figures.reading is not None:
-            smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
-        dali = ["data.reader=dali"] if figures.device == "cuda" and figures.reading is not None else []
-        gpu = ", or let the GPU decode: data.reader=dali" if dali else ""
-        cores = f"{needed} workers would keep up, but a rank has {count(figures.cores, 'core')}"
-        return f"{fault}: {cores}; {smaller}{gpu}, or give it more cores.", dali
-    busy = figures.device == "cpu" and figures.threads + needed > figures.cores
-    but = ", though the cores that they need compute as well: measure it" if busy else ""
-    return f"{fault}: {more} would keep up{but}.", [more]
+    cores = max(1, found.about["cores"] // found.hosts.count(found.hosts[0]))  # of a rank
+    if needed <= cores:
+        return f"{fault}: {more} would keep up.", [more]
+    dali = ["data.reader=dali"] if reading is not None and found.about["device"] != "cpu" else []
+    smaller = "draw less for each image (data.augment, data.glyph_size)"
+    if reading is not None:
+        smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
+    if dali:
+        smaller += ", or let the GPU decode: data.reader=dali"
+    few = f"{needed} workers would keep up, but a rank has {count(cores, 'core')}"
+    return f"{fault}: {few}; {smaller}, or give it more cores.", dali
 
 
-def _straggling(figures: Figures, share: str) -> Remedy:
-    fault = f"Waiting for the slowest replica takes {share} of a step"
-    slowest = figures.slowest
+def _straggling(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    fault = f"Waiting for the slowest replica takes {percent(share)} of a step"
+    slowest = splitting.slowest(found.ranks)
     if slowest is not None and slowest.lag >= _LAG:
         rank = f"rank {slowest.rank} on host {slowest.host} computes {percent(slowest.lag)} slower than the others"
         remedy = "Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it."
         return f"{fault}: {rank}. {remedy}", []
     text = (
         f"{fault}, now of one and now of another: something else runs on the machines. More micro batches a step "
-        f"average it out: {figures.larger}, with the learning rate that goes with it."
+        f"average it out: {_twice(found)}, with the learning rate that goes with it."
     )
-    return text, [figures.larger]
+    return text, [_twice(found)]
 
 
-def _exchange(figures: Figures, share: str) -> Remedy:
-    link = f" over links of {scaled(8 * figures.bandwidth, 'bit/s')}" if figures.bandwidth else ""
-    fault = f"The exchange takes {share} of a step{link}"
-    larger = f"{figures.larger} makes it once in twice as many images"
-    section = figures.recipe.exchange
-    own = next((each for each in figures.methods if each.name == section.variant), None)
+def _exchange(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    link = f" over links of {scaled(8 * found.links.bandwidth.median, 'bit/s')}" if found.links else ""
+    fault = f"The exchange takes {percent(share)} of a step{link}"
+    larger = f"{_twice(found)} makes it once in twice as many images"
+    section, methods = recipe.exchange, [each.timed for each in found.methods]
+    own = next((each for each in methods if each.name == section.variant), None)
     if own is not None:  # as exchange.method=auto by default
-        taken = pick([each for each in figures.methods if each is own or each.accepted(_LOSS)])[0]
+        taken = pick([each for each in methods if each is own or each.accepted(_LOSS)])[0]
         if taken.seconds < own.seconds:
             overrides = taken.method.overrides(section)
             loss = f" It {taken.evidence} of top-1 in our experiments ({PAGE})." if taken.evidence.loss else ""
-            text = (
-                f"{fault}: {' '.join(overrides)} takes {duration(taken.seconds)} by itself in place of "
-                f"{duration(own.seconds)}.{loss} Without that, {larger}."
-            )
-            return text, overrides
+            times = f"takes {duration(taken.seconds)} by itself in place of {duration(own.seconds)}"
+            return f"{fault}: {' '.join(overrides)} {times}.{loss} Without that, {larger}.", overrides
     late = ""
-    if figures.device == "cpu" and not section.delay:
+    if found.about["device"] == "cpu" and not section.delay:
         late = "; exchange.delay=1 lets it run beside the next step, with what is sent one step late (docs/exchange.md)"
-    return f"{fault}, and no other method is worth a change: {larger}{late}.", [figures.larger]
+    return f"{fault}, and no other method is worth a change: {larger}{late}.", [_twice(found)]
 
 
-def _bubble(figures: Figures, share: str) -> Remedy:
-    batch, data, virtual = figures.batch, figures.recipe.data, figures.recipe.parallel.virtual_stages or 1
+def _bubble(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    batch, data, virtual = found.batch, recipe.data, recipe.parallel.virtual_stages or 1
     now, doubled = (percent(1 - ideal(times * batch.accumulation, batch.stages, virtual)) for times in (1, 2))
     halved, least = batch.micro // 2, 2 if data.mixup or data.cutmix is not None else 1  # images of a pair are mixed
-    override = figures.larger if batch.micro % 2 or halved < least else f"batch.micro={halved}"
+    override = _twice(found) if batch.micro % 2 or halved < least else f"batch.micro={halved}"
     micro_batches = count(batch.accumulation, "micro batch", "micro batches")
     text = (
-        f"A pipeline's stages stand still for {share} of a step: {micro_batches} on {batch.stages} stages leave "
-        f"{now} at best; {override} makes twice as many, and that {doubled}."
+        f"A pipeline's stages stand still for {percent(share)} of a step: {micro_batches} on {batch.stages} stages "
+        f"leave {now} at best; {override} makes twice as many, and that {doubled}."
     )
     return text, [override]
 
 
-def _imbalance(figures: Figures, share: str) -> Remedy:
-    fault = f"The slowest stage takes {share} of a step longer than the mean of all"
-    if figures.recipe.parallel.split is not None and not bound_to_cut(figures.recipe, figures.batch.replicas):
+def _imbalance(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    fault = f"The slowest stage takes {percent(share)} of a step longer than the mean of all"
+    if recipe.parallel.split is not None and not bound_to_cut(recipe, found.batch.replicas):
         return f"{fault}: parallel.split=auto cuts the model by what its blocks cost here.", ["parallel.split=auto"]
-    fewer = f"parallel.stages={max(1, figures.batch.stages // 2)}"
+    fewer = f"parallel.stages={max(1, found.batch.stages // 2)}"
     remedy = f"fewer stages and more replicas waste less: {fewer}."
     return f"{fault}, and the cut is as even as the recipe lets it be: {remedy}", [fewer]
 
 
-def _update(figures: Figures, share: str) -> Remedy:
-    compile_ = figures.device == "cpu" and not figures.recipe.engine.compile
-    first = "engine.compile=true makes one program of it where there is a compiler; " if compile_ else ""
-    text = (
-        f"The optimizer's update takes {share} of a step: {first}it is made once a step, so {figures.larger} makes it "
-        "once in twice as many images."
-    )
-    return text, ["engine.compile=true" if compile_ else figures.larger]
-
-
-def _compute(figures: Figures, share: str) -> Remedy:
-    fault = (
-        f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {percent(figures.mfu)} of what "
-        "large matrix products reach here (MFU)."
-    )
-    if figures.batch.accumulation % 2:
-        return f"{fault} More replicas make it faster.", []
-    larger = f"batch.micro={2 * figures.batch.micro}"
-    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
-    return f"{fault} {larger} {use}", [larger]
+def _update(recipe: Recipe, found: Findings, share: float) -> Remedy:
+    fault = f"The optimizer's update takes {percent(share)} of a step"
+    larger = f"it is made once a step, so {_twice(found)} makes it once in twice as many images."
+    if found.about["device"] == "cpu" and not recipe.engine.compile:
+        compiled = "engine.compile=true makes one program of it where there is a compiler"
+        return f"{fault}: {compiled}; {larger}", ["engine.compile=true"]
+    return f"{fault}: {larger}", [_twice(found)]
 
 
 # Of equal parts the first is named: its remedy costs least.

@@ -6,8 +6,6 @@ import platform
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
-
 from data.base import Source
 from data.sources import open_source
 from engines import choice, tuning
@@ -23,7 +21,7 @@ from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
-from tools.diagnosis.advice import Advice, Figures
+from tools.diagnosis.advice import Advice
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Rank, Spread, Times, spread
@@ -38,11 +36,9 @@ _PEAKS = 3
 
 
 class Findings(NamedTuple):
-    """Everything that was measured, and what follows.
+    """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`.
 
-    hosts: by rank. parts: seconds of a step, by `splitting.PARTS`. complete: see `steps.Measured`. straggling: standard
-    deviation of a replica's step, in units of its mean. peak: floating-point operations a second, of all devices.
-    machine, doubling: None where no link could be measured. seconds: duration of the examination.
+    peak: floating-point operations a second, of all devices. machine, doubling: None where no link could be measured.
     """
 
     batch: Batch
@@ -60,20 +56,18 @@ class Findings(NamedTuple):
     straggling: float
     peak: Spread
     mfu: float
-    machine: Optional[Machine]
-    doubling: Optional[Row]
-    advice: Advice
     notes: List[str]
     seconds: float
+    advice: Optional[Advice] = None
+    machine: Optional[Machine] = None
+    doubling: Optional[Row] = None
 
     @property
     def step(self) -> float:
-        """Seconds."""
         return sum(self.parts.values())
 
     @property
     def images_per_second(self) -> float:
-        """Rate of all replicas."""
         return self.batch.global_ / self.step
 
 
@@ -109,8 +103,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     copies = processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds))
     to_device = min(copies, key=lambda each: each.median)
     found_links = links.measure(processes, device)
-    measured = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
-    engine = measured.engine
+    times, engine, complete = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
     peak = spread([engine.peak_flops() for _ in range(_PEAKS)])
     methods: List[Method] = []
     if place.replicas > 1 and found_links is not None:
@@ -120,36 +113,20 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     if not place.is_main:
         return None
     hosts = [host for host, _ in facts]
-    times = measured.times
     parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
     rows = splitting.ranks(times.passes, place.stages, hosts)
-    flops = flops_per_image(recipe, recipe.model.image_size) * batch.global_
-    mfu = flops / sum(parts.values()) / peak.median
-    figures = Figures(
-        recipe,
-        batch,
-        parts,
-        device=device.type,
-        cores=max(1, machines.cores() // hosts.count(hosts[0])),
-        threads=torch.get_num_threads(),
-        reading=reading.share_of_bytes,
-        bandwidth=found_links.bandwidth.median if found_links else None,
-        methods=[each.timed for each in methods],
-        slowest=splitting.slowest(rows),
-        mfu=mfu,
-    )
-    machine = doubling = None
-    if found_links is not None:
-        planned = _planned(recipe, place.stages)
-        own = next((each for each in methods if each.candidate.name == recipe.exchange.variant), None)
-        work = workload.of(planned)
-        machine = machines.described(planned, batch, device, hosts, times, work, reading, to_device, found_links, own)
-        doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
-    return Findings(
-        batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, measured.complete,
-        parts, rows, splitting.straggling(times, batch.accumulation), peak, mfu, machine, doubling,
-        advice.advise(figures), notes, time.perf_counter() - started,
+    mfu = flops_per_image(recipe, recipe.model.image_size) * batch.global_ / sum(parts.values()) / peak.median
+    found = Findings(
+        batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, complete, parts,
+        rows, splitting.straggling(times, batch.accumulation), peak, mfu, notes, time.perf_counter() - started,
     )  # fmt: skip
+    found = found._replace(advice=advice.advise(recipe, found))
+    if found_links is None:
+        return found
+    planned = _planned(recipe, place.stages)
+    work = workload.of(planned)
+    machine = machines.described(planned, device, work, found)
+    return found._replace(machine=machine, doubling=scaling.predict(planned, machine, 2 * place.replicas, work))
 
 
 def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:
@@ -171,7 +148,7 @@ def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, sec
         return None if source is None else images.read(recipe, source, place.replica, place.replicas, seconds)
 
     found = [each for each in processes.gather(processes.together(read)) if each is not None]
-    slowest = min(found, key=lambda each: each.rate.median)
+    slowest = min(found, key=lambda each: each.per_core.median)
     return slowest._replace(tried=sum(each.tried for each in found), unreadable=sum(each.unreadable for each in found))
 
 

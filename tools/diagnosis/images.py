@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -27,34 +27,32 @@ _REPETITION = 0.1  # seconds of images in each
 _FEWEST, _MOST = 3, 40
 _PATIENCE = 8  # images
 _LEFT = 0.01  # share of a file's pages in memory that is as good as none: of a shard some may be on their way
-_COPIES = 0.02  # seconds of copies in a repetition
 
 
 class Reading(NamedTuple):
     """Rates of one core, by the torch reader in the process itself.
 
-    rate: images a second, files being in the page cache. tried: images; unreadable: those of them that training leaves
-    out. Where images are files: image_bytes, of one on average; cached: bytes a second out of the page cache; disk:
-    bytes a second with the page cache empty, None where it cannot be emptied; remote: whether they come over a network,
-    whose rate `cached` then is.
+    per_core: images a second, files being in the page cache. tried: images; unreadable: those of them that training
+    leaves out. Where images are files: bytes, of one on average; bytes a second out of the page cache, or over the
+    network if they come from there; bytes a second with the page cache empty, None where it cannot be emptied.
     """
 
-    rate: Spread
+    per_core: Spread
     tried: int
     unreadable: int
-    image_bytes: Optional[float] = None
-    cached: Optional[Spread] = None
-    disk: Optional[Spread] = None
-    remote: bool = False
+    bytes: Optional[float] = None
+    cached_bytes_per_second: Optional[Spread] = None
+    disk_bytes_per_second: Optional[Spread] = None
+    over_network: bool = False
 
     @property
     def share_of_bytes(self) -> Optional[float]:
         """Share of reading its bytes, from the disk where that is known, in the time that an image takes."""
-        if self.image_bytes is None:
+        if self.bytes is None:
             return None
-        out_of_cache = self.image_bytes / self.cached.median
-        reading = self.image_bytes / (self.disk or self.cached).median
-        return reading / (1 / self.rate.median - out_of_cache + reading)
+        cached = self.bytes / self.cached_bytes_per_second.median
+        reading = self.bytes / (self.disk_bytes_per_second or self.cached_bytes_per_second).median
+        return reading / (1 / self.per_core.median - cached + reading)
 
 
 def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: float) -> Reading:
@@ -75,19 +73,17 @@ def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: f
         def forget(index: int) -> bool:
             return not remote and _forgotten(_file(source.name(index)))
 
-        def fetch(index: int) -> bool:
-            return remote or _length(source, index) >= 0
-
         disk = _bytes_a_second(source, order, seconds / 3, forget)
         # Those files again, which lie in the page cache now, and whatever the order brings after them.
-        cached = _bytes_a_second(source, order, seconds / 3, fetch)
+        cached = _bytes_a_second(source, order, seconds / 3, lambda index: remote or _length(source, index) >= 0)
         found = _through_reader(recipe, source, order, seconds / 3)
     finally:
         torch.set_num_threads(threads)
     if cached is None:  # all that were read are empty
         raise DataError(f"{source.name(order[0])}: empty, as all images after it; mend them, or correct data.root")
-    rate, image_bytes = cached
-    return found._replace(image_bytes=image_bytes, cached=rate, disk=disk and disk[0], remote=remote)
+    return found._replace(
+        bytes=cached[1], cached_bytes_per_second=cached[0], disk_bytes_per_second=disk and disk[0], over_network=remote
+    )
 
 
 def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
@@ -105,10 +101,9 @@ def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
         return times * images.numel()
 
     copy(1)
-    start = time.perf_counter()
-    copy(1)
-    times = max(1, int(_COPIES / max(time.perf_counter() - start, 1e-7)))
-    return spread(_rates(copy, itertools.repeat(times), seconds, _COPIES / 2))
+    (once, *_) = _rates(copy, itertools.repeat(1), 0.0, 0.0)
+    times = max(1, int(_REPETITION / 5 * once / images.numel()))
+    return spread(_rates(copy, itertools.repeat(times), seconds, _REPETITION / 10))
 
 
 def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], seconds: float) -> Reading:
@@ -118,14 +113,13 @@ def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], second
 
     def load(index: int) -> int:
         tried.add(index)
-        loaded = reader[Request(0, 0, 0, size, [index])]
-        if loaded.unreadable and recipe.data.bad_images == "error":
-            raise NotLeftOut(loaded.unreadable[0])
-        if loaded.unreadable:
-            unreadable[index] = loaded.unreadable[0]
-        return 0 if loaded.unreadable else 1
+        failed = reader[Request(0, 0, 0, size, [index])].unreadable
+        if failed and recipe.data.bad_images == "error":
+            raise NotLeftOut(failed[0])
+        unreadable.update({index: failed[0]} if failed else {})
+        return 0 if failed else 1
 
-    rates = _rates(load, itertools.cycle(order), seconds, _REPETITION, more=1)
+    rates = _rates(load, itertools.cycle(order), seconds, _REPETITION)
     if not rates:
         raise DataError(
             f"{next(iter(unreadable.values()))}; of {len(tried)} images that were tried none can be read; "
@@ -141,49 +135,43 @@ def _bytes_a_second(
     lengths = []
 
     def prepared() -> Iterator[int]:
-        vain = 0
+        failed = 0  # such as a part of a shard that the system is about to read ahead
         for index in itertools.cycle(order):
             if prepare(index):
                 yield index
-                continue
-            vain += 1  # such as a part of a shard that the system is about to read ahead
-            if vain > _PATIENCE + len(lengths):
+            else:
+                failed += 1
+            if failed > _PATIENCE + len(lengths):
                 return
 
     def fetch(index: int) -> int:
-        length = _length(source, index)
-        if length:
-            lengths.append(length)
-        return length
+        lengths.append(_length(source, index))
+        return lengths[-1]
 
-    try:
-        rates = _rates(fetch, prepared(), seconds, _REPETITION / 4)
-    except StopIteration:
-        return None
-    return (spread(rates), sum(lengths) / len(lengths)) if rates else None
+    rates = _rates(fetch, prepared(), seconds, _REPETITION / 4)
+    found = [length for length in lengths if length]
+    return (spread(rates), sum(found) / len(found)) if rates else None
 
 
-def _rates(
-    work: Callable[[int], int], arguments: Iterator[int], seconds: float, repetition: float, more: int = 0
-) -> List[float]:
-    """What `work` yields a second, by repetition. A call that returns 0 counts neither as work nor by its time."""
-    rates = []
-    begin = time.perf_counter()
-    for number in range(_MOST + more):
-        if number >= _FEWEST + more and time.perf_counter() - begin > seconds:
-            break
-        done, spent, passed = 0, 0.0, 0.0
-        while passed < repetition:
-            argument = next(arguments)
-            start = time.perf_counter()
-            found = work(argument)
-            took = time.perf_counter() - start
-            passed += took
-            done += found
-            spent += took if found else 0.0
-        if done:
-            rates.append(done / spent)
-    return rates
+def _rates(work: Callable[[int], int], arguments: Iterable[int], seconds: float, repetition: float) -> List[float]:
+    """What `work` yields a second, by repetition; nothing if arguments run out.
+
+    A call that returns 0 counts neither as work nor by its time.
+    """
+    rates, done, spent, passed = [], 0, 0.0, 0.0
+    begin, repetitions = time.perf_counter(), 0
+    for argument in arguments:
+        start = time.perf_counter()
+        found = work(argument)
+        took = time.perf_counter() - start
+        passed, done, spent = passed + took, done + found, spent + (took if found else 0.0)
+        if passed < repetition:
+            continue
+        rates += [done / spent] if done else []
+        done, spent, passed, repetitions = 0, 0.0, 0.0, repetitions + 1
+        if repetitions > _MOST or (repetitions > _FEWEST and time.perf_counter() - begin > seconds):
+            return rates
+    return []
 
 
 def _length(source: EncodedSource, index: int) -> int:

@@ -27,10 +27,7 @@ _LARGEST = 262144  # bytes; the largest message of parallel.probe
 
 
 class Links(NamedTuple):
-    """Between replicas, or, of one process, between two processes of its host (`loopback`).
-
-    latency: seconds of a message however short. bandwidth: bytes a second.
-    """
+    """Between replicas, or, of one process, between two processes of its host: seconds, bytes a second."""
 
     latency: Spread
     bandwidth: Spread
@@ -38,21 +35,14 @@ class Links(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """The link of predictions."""
         return Link(self.latency.median, 1 / self.bandwidth.median)
 
 
 class Method(NamedTuple):
-    """An exchange by itself. measured: seconds, with the processors' work; None where it would take too long, or needs
-    other keys than the recipe has."""
+    """An exchange by itself, as predicted. measured: seconds; None where it would take long, or needs other keys."""
 
-    candidate: Candidate  # seconds on the network as predicted
+    candidate: Candidate
     measured: Optional[Spread]
-
-    @property
-    def label(self) -> str:
-        """With how much is sent."""
-        return self.candidate.method.section.label
 
     @property
     def timed(self) -> Candidate:
@@ -81,10 +71,7 @@ def methods(
 ) -> List[Method]:
     """Time every exchange of the gradient of the largest stage. Every rank calls this; the gradient is lost.
 
-    Exchanges with keys of their own, whose accuracy is known, are only predicted.
-
-    Args:
-        seconds: for all of them; one that is predicted to take longer by itself is only predicted.
+    Those with other keys than the recipe's, or predicted to take longer than `seconds`, are only predicted.
     """
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
@@ -94,11 +81,9 @@ def methods(
     predicted = choice.predict(exchange.candidates(recipe.exchange), recipe, batch, gradient, link)
     found = []
     for candidate in predicted:
-        measured = None
-        if candidate.network < seconds and candidate.method.section in own:
-            tried = recipe.model_copy(update={"exchange": candidate.method.section})
-            measured = _seconds(engine, tried, processes, seconds / len(own))
-        found.append(Method(candidate, measured))
+        tried = recipe.model_copy(update={"exchange": candidate.method.section})
+        short = candidate.network < seconds and tried.exchange in own
+        found.append(Method(candidate, _seconds(engine, tried, processes, seconds / len(own)) if short else None))
     return found
 
 

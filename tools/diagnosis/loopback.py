@@ -22,8 +22,8 @@ def measure() -> Optional[List[Link]]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with receiver, tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        processes = [context.Process(target=_process, args=(store, rank, sender), daemon=True) for rank in range(2)]
+        arguments = [(os.path.join(folder, "store"), rank, sender) for rank in range(2)]
+        processes = [context.Process(target=_process, args=each, daemon=True) for each in arguments]
         try:
             for process in processes:
                 process.start()
@@ -49,8 +49,7 @@ def _process(store: str, rank: int, sender: Connection) -> None:
     from parallel import probe
 
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=_PATIENCE)
-    group = distributed.FileStore(store, 2)
+    limit, group = datetime.timedelta(seconds=_PATIENCE), distributed.FileStore(store, 2)
     distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=limit)
     found = [probe.measure(None, torch.device("cpu")) for _ in range(_REPETITIONS)]
     if rank == 0:

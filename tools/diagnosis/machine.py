@@ -6,19 +6,20 @@ import contextlib
 import datetime
 import os
 import platform
-from typing import Optional, Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from tools.diagnosis import splitting
-from tools.diagnosis.images import Reading
-from tools.diagnosis.links import Links, Method
-from tools.diagnosis.splitting import Spread, Times
+from tools.diagnosis.links import Links
 from tools.planning import scaling
-from tools.planning.machine import Figure, Machine, Reach
+from tools.planning.machine import Machine, Reach
 from tools.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from tools.diagnosis.examination import Findings
 
 
 def about(device: torch.device) -> dict:
@@ -26,41 +27,20 @@ def about(device: torch.device) -> dict:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def described(
-    recipe: Recipe,
-    batch: Batch,
-    device: torch.device,
-    hosts: Sequence[str],
-    times: Times,
-    work: Workload,
-    reading: Reading,
-    to_device: Spread,
-    links: Links,
-    method: Optional[Method],
-) -> Machine:
-    """The machine as plans have it.
-
-    Args:
-        hosts: by rank.
-        method: of the recipe's exchange, where there are several replicas.
-    """
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-    source = f"measured by tools.doctor on {date}, {name}, {count(len(hosts), 'rank')}"
-    local = hosts.count(hosts[0])
-    if device.type == "cuda":
+def described(recipe: Recipe, device: torch.device, work: Workload, found: Findings) -> Machine:
+    """The machine as plans have it. Args: recipe: as measured. found: with links."""
+    facts, reading, times, links = found.about, found.reading, found.times, found.links
+    on_gpu, local, batch = device.type == "cuda", found.hosts.count(found.hosts[0]), found.batch
+    name = facts["device" if on_gpu else "cpu"]
+    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(len(found.hosts), 'rank')}"
+    if on_gpu:
         memory = _figure(torch.cuda.get_device_properties(device).total_memory, "of the device")
         local = max(local, torch.cuda.device_count())
     else:
@@ -69,42 +49,42 @@ def described(
     measured = splitting.parts(times)
     micro_batch = measured["compute"] / times.shape.accumulation  # of one device, of its part of the model
     passes = sum(stage.multiply_adds for stage in work.stages)
-    between = _between(links, hosts)
-    disk, origin = reading.disk, "files that were in no cache of the host"
-    if reading.remote:
-        disk, origin = reading.cached, "over the network"
+    disk, origin = reading.disk_bytes_per_second, "files that were in no cache of the host"
+    if reading.over_network:
+        disk, origin = reading.cached_bytes_per_second, "over the network"
+    images = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
+    if reading.bytes is not None:
+        where = origin if reading.over_network else "out of the page cache"
+        images += f", files of {reading.bytes / 1e3:.0f} kB {where}"
+    own = next((each.measured for each in found.methods if each.candidate.name == recipe.exchange.variant), None)
     overlap = 0.0
-    if method is not None and method.measured is not None and not recipe.exchange.delay:
+    if own is not None and not recipe.exchange.delay:
         # Share of the slowest stage's backward pass beside which the exchange runs: what it takes less than by itself.
         backward = (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
-        overlap = min(1.0, max(0.0, (method.measured.median - measured["exchange"]) / backward))
+        overlap = min(1.0, max(0.0, (own.median - measured["exchange"]) / backward))
+    between = _between(links, found.hosts)
+    latency, bandwidth = (_figure(each.median, source, between) for each in (links.latency, links.bandwidth))
     return Machine(
-        name=f"{len(hosts)} x {name}",
+        name=f"{len(found.hosts)} x {name}",
         device=device.type,
         devices_per_host=local,
         memory=memory,
         rate=_figure(batch.micro * passes / (times.shape.stages * micro_batch), source),
         calibrated_on=_calibration(recipe, batch),
         update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
-        straggling=_figure(splitting.straggling(times, batch.accumulation), source),
-        links=[
-            Reach(
-                devices=None,
-                latency=_figure(links.latency.median, source, between),
-                bandwidth=_figure(links.bandwidth.median, source, between),
-            )
-        ],
+        straggling=_figure(found.straggling, source),
+        links=[Reach(devices=None, latency=latency, bandwidth=bandwidth)],
         overlap=overlap,
-        cores=cores() / local,
-        decode=_figure(reading.rate.median, source, f"one core, {_images(recipe, reading)}"),
+        cores=facts["cores"] / local,
+        decode=_figure(reading.per_core.median, source, images),
         disk=disk and _figure(disk.median, source, origin),
-        to_device=_figure(to_device.median, source, "" if device.type == "cuda" else "a copy in memory"),
+        to_device=_figure(found.to_device.median, source, "" if on_gpu else "a copy in memory"),
     )
 
 
-def _figure(value: float, *source: str) -> Figure:
-    """With as many digits as a measurement can have."""
-    return Figure(value=float(f"{value:.5g}"), source=", ".join(filter(None, source)))
+def _figure(value: float, *source: str) -> dict:
+    """A `Figure` with as many digits as a measurement can have."""
+    return {"value": float(f"{value:.5g}"), "source": ", ".join(filter(None, source))}
 
 
 def _cpu() -> str:
@@ -117,26 +97,16 @@ def _cpu() -> str:
 
 
 def _calibration(recipe: Recipe, batch: Batch) -> str:
-    model = recipe.model
+    model, precision = recipe.model, recipe.precision
     stages = f", {batch.stages} stages" if batch.stages > 1 else ""
     again = ", recomputed" if recipe.parallel.recompute else ""
-    return (
-        f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {recipe.precision.compute} compute, "
-        f"{recipe.precision.weights} weights{stages}{again}"
-    )
+    types = f"{precision.compute} compute, {precision.weights} weights"
+    return f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {types}{stages}{again}"
 
 
 def _between(links: Links, hosts: Sequence[str]) -> str:
-    if links.loopback:
-        return "between two processes of one host by gloo; links between hosts were not measured"
-    if len(set(hosts)) == 1:
-        return "among ranks of one host; links between hosts were not measured"
-    return f"among {len(set(hosts))} hosts"
-
-
-def _images(recipe: Recipe, reading: Reading) -> str:
-    size = f"at {recipe.model.image_size} px"
-    if reading.image_bytes is None:
-        return f"{recipe.data.source} {size}"
-    where = "over the network" if reading.remote else "out of the page cache"
-    return f"files of {reading.image_bytes / 1e3:.0f} kB {where}, {size}"
+    number = len(set(hosts))
+    if number > 1:
+        return f"among {number} hosts"
+    where = "between two processes of one host by gloo" if links.loopback else "among ranks of one host"
+    return f"{where}; links between hosts were not measured"

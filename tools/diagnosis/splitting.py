@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 if TYPE_CHECKING:
     from engines.timeline import Span
@@ -37,19 +37,16 @@ class Shape(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Forward and backward passes, by step. own: rank -> seconds of computing. lengths: replica -> seconds from the
-    start of its first pass to the end of its last one."""
+    """By step. own: rank -> seconds of its passes. lengths: replica -> seconds from its first pass to its last."""
 
     own: Dict[int, List[float]]
     lengths: Dict[int, List[float]]
 
 
 class Times(NamedTuple):
-    """Seconds of steps of `shape`.
+    """Seconds of steps of `shape`: as trained, those of them spent waiting for images, and with images in memory.
 
-    as_trained: with images from the loader. waited: those of them in which a device waited for images. from_memory:
-    with images in memory; without_exchange: the same with exchange.method none, in turns, or empty where nothing is
-    exchanged anyway. update: the optimizer's update alone. passes: of steps without exchange.
+    without_exchange: as from_memory, in turns; empty where nothing is exchanged. passes: of steps without exchange.
     """
 
     shape: Shape
@@ -63,30 +60,23 @@ class Times(NamedTuple):
 
 def passes(spans: Sequence[Span], stages: int) -> Passes:
     """Passes of traced steps, from the spans of all ranks, each of which has some in every step."""
-    steps = sorted({span.step for span in spans})
-    computed = [span for span in spans if span.kind in _PASSES]
-    own: Dict[int, Dict[int, float]] = {}
-    edges: Dict[int, Dict[int, List[float]]] = {}
-    for span in computed:
-        by_step = own.setdefault(span.rank, dict.fromkeys(steps, 0.0))
-        by_step[span.step] += span.end - span.start
-        edge = edges.setdefault(span.rank // stages, {}).setdefault(span.step, [math.inf, -math.inf])
-        edge[0], edge[1] = min(edge[0], span.start), max(edge[1], span.end)
-    own_by_step = {rank: list(by_step.values()) for rank, by_step in sorted(own.items())}
-    lengths = {
-        replica: [end - start for start, end in (found[step] for step in steps)]
-        for replica, found in sorted(edges.items())
-    }
-    return Passes(own_by_step, lengths)
+    own: Dict[Tuple[int, int], List[Span]] = {}
+    replicas: Dict[Tuple[int, int], List[Span]] = {}
+    for span in spans:
+        if span.kind in _PASSES:
+            own.setdefault((span.rank, span.step), []).append(span)
+            replicas.setdefault((span.rank // stages, span.step), []).append(span)
+    found = Passes({}, {})
+    for (rank, _), computed in sorted(own.items()):
+        found.own.setdefault(rank, []).append(math.fsum(span.end - span.start for span in computed))
+    for (replica, _), computed in sorted(replicas.items()):
+        length = max(span.end for span in computed) - min(span.start for span in computed)
+        found.lengths.setdefault(replica, []).append(length)
+    return found
 
 
 def parts(times: Times) -> Dict[str, float]:
-    """Seconds of each part of the measured step. With `rest` they add up to the median of `as_trained`.
-
-    compute: forward and backward passes, the mean over replicas and stages. imbalance: what the slowest stage takes
-    longer than that. bubble: what that stage waits from its replica's first pass to the last. straggling: how much
-    longer the slowest replica takes than the mean. exchange: what a step takes longer than without one.
-    """
+    """Seconds of each part of the measured step (docs/doctor.md). They add up to the median of `as_trained`."""
     stages = times.shape.stages
     lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
     length = statistics.median(map(statistics.mean, lengths))
@@ -110,11 +100,9 @@ def parts(times: Times) -> Dict[str, float]:
 def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[str, float]:
     """The parts of a step of `accumulation` micro batches, where fewer were measured.
 
-    Computing and waiting for images grow with the micro batches; update and exchange come once a step. So does filling
-    and emptying a pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage; other
-    waits come with every micro batch. Lasting differences between replicas grow with the micro batches, chance with
-    their square root. Of the rest, what steps take longer as trained than from memory grows: workers take time from
-    each micro batch.
+    Computing and waiting for images grow with the micro batches; update, exchange and filling a pipeline of K ranks
+    with V parts of the model each, (K - 1) / V turns of the slowest stage, come once a step. Lasting differences
+    between replicas grow with the micro batches, chance with their square root; of the rest what workers take grows.
     """
     before, stages, virtual = times.shape
     factor = accumulation / before
@@ -132,8 +120,10 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
 
 
 def straggling(times: Times, accumulation: int) -> float:
-    """Standard deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, in
-    units of their mean. Differences between steps average out over the micro batches, those between replicas do not."""
+    """Deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, relative.
+
+    Differences between steps average out over the micro batches, those between replicas do not.
+    """
     lengths = list(times.passes.lengths.values())
     means = [statistics.mean(values) for values in lengths]
     between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))
@@ -142,8 +132,8 @@ def straggling(times: Times, accumulation: int) -> float:
 
 
 class Rank(NamedTuple):
-    """One rank's own forward and backward passes: seconds of a measured step, and by how much longer they take than
-    those of the other replicas' ranks of the same stage (None without any)."""
+    """A rank's passes: seconds of a measured step. lag: by which share they take longer than those of the other ranks
+    of the same stage; None without any."""
 
     rank: int
     replica: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -34,17 +34,6 @@ _MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange 
 _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
 
 
-class Measured(NamedTuple):
-    """Times of steps, and the engine of the recipe, on which more can be measured.
-
-    complete: whether enough images were used that those loaded ahead of the first step do not count.
-    """
-
-    times: Times
-    engine: TorchEngine
-    complete: bool
-
-
 class _Bench:
     """An engine with the micro batches of a step in memory, the same ones in each step."""
 
@@ -62,24 +51,20 @@ class _Bench:
         with contextlib.closing(batches):
             return list(batches)
 
-    def step(self, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of one step, with the images in memory or those of a loader."""
-        images = iter(self._memory) if batches is None else batches
-        start = time.perf_counter()
-        self.engine.train_step(images, self._step, self._rate(self._step))
-        synchronize(self.engine.device)
-        self._step += 1
-        return time.perf_counter() - start
-
     def steps(self, count: int, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of a step, of so many that all ranks begin together."""
+        """Seconds of a step, of so many that all ranks begin together; with images in memory, or those of a loader."""
         self.processes.wait_for_all()
-        return math.fsum(self.step(batches) for _ in range(count)) / count
+        start = time.perf_counter()
+        for _ in range(count):
+            images = iter(self._memory) if batches is None else batches
+            self.engine.train_step(images, self._step, self._rate(self._step))
+            synchronize(self.engine.device)
+            self._step += 1
+        return (time.perf_counter() - start) / count
 
     def until_steady(self) -> float:
         """Do the steps that find nothing ready or make no update. Seconds of one after them, the slowest rank's."""
-        for _ in range(1 + self._recipe.exchange.delay):
-            self.step()
+        self.steps(1 + self._recipe.exchange.delay)
         of_step = max(self.processes.gather(self.steps(1)))
         of_update = max(self.processes.gather(self.updates()))
         self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
@@ -88,7 +73,7 @@ class _Bench:
     def turn(self) -> float:
         """Seconds of a step with the images in memory. Of several short ones the first only fills caches."""
         if self._count > 1:
-            self.step()
+            self.steps(1)
         return self.steps(self._count)
 
     def updates(self) -> float:
@@ -112,14 +97,17 @@ def measure(
     source: Optional[Source],
     seconds: float,
     say: Callable[[str], None],
-) -> Measured:
+) -> Tuple[Times, TorchEngine, bool]:
     """Measure on all ranks, each of which calls this; all get the same times.
 
     Args:
         recipe: without `auto` in exchange and engine.
         source: None where images do not enter.
-        seconds: longer with large steps, each of which is repeated `_FEWEST` times.
-        say: prints how long, then.
+        seconds: longer with large steps; `say` then prints how long.
+
+    Returns:
+        The times; the engine of the recipe, on which more can be measured; whether enough images were used that those
+        loaded ahead of the first step do not count.
     """
     recipe, method = _settled(recipe), exchange.of(recipe.exchange)
     fewest = min(batch.accumulation, batch.stages)
@@ -153,10 +141,9 @@ def measure(
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
     spans = alone.engine.recorder.collect()  # from the second step on
     passes = processes.from_main(lambda: splitting.passes(spans, processes.topology.stages))
-    virtual = recipe.parallel.virtual_stages or 1
-    shape = Shape(accumulation, processes.topology.stages, virtual)
+    shape = Shape(accumulation, processes.topology.stages, recipe.parallel.virtual_stages or 1)
     times = Times(shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
-    return Measured(times, whole.engine, complete)
+    return times, whole.engine, complete
 
 
 def _settled(recipe: Recipe) -> Recipe:
@@ -178,7 +165,6 @@ def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
 
 
 def _silent(recipe: Recipe) -> Recipe:
-    """Without exchange."""
     return recipe.model_copy(update={"exchange": Exchange(method="none")})
 
 
@@ -196,7 +182,7 @@ def _as_trained(
 ) -> Tuple[List[float], List[float], bool]:
     """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough of them.
 
-    Workers hand over their first micro batches together, so these do not count, and windows are as long or longer.
+    Workers deliver their first micro batches together, so these do not count, and windows are as long or longer.
     """
     processes = bench.processes
     burst = max(1, math.ceil(workers / bench.batch.accumulation))

@@ -15,10 +15,7 @@ from tools.planning.machine import Machine
 
 
 class Interval(NamedTuple):
-    """Updates between two lines of a log.
-
-    epoch: at their end. batch: images of an update. noise: the noise scale in images. error: its standard error.
-    """
+    """Updates between two lines of a log. epoch: at their end. noise: the noise scale in images; error: its error."""
 
     epoch: float
     updates: float
@@ -28,8 +25,8 @@ class Interval(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A run to the same point. updates_range: with the noise scale less and more by its standard error. seconds,
-    images_per_device: on a machine."""
+    """A run to the same point. updates_range: with the noise scale less and more by its standard error. seconds: on
+    `replicas` of a machine."""
 
     batch: int
     updates: float
@@ -37,7 +34,6 @@ class Cost(NamedTuple):
     images: float
     replicas: Optional[int] = None
     seconds: Optional[float] = None
-    images_per_device: Optional[float] = None
 
 
 def intervals(train: Sequence[dict], size: int) -> List[Interval]:
@@ -45,37 +41,33 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
 
     Args: size: images of a step. Raises UserError if no event has a noise scale.
     """
-    found, before, last = [], 0, None
-    known = [event for event in train if isinstance(event.get("noise_scale"), dict)]
-    if not known:
-        raise UserError(
-            "no line of its log has a noise scale; train with log.noise_scale=true, which says what is in the way"
-        )
+    scales = [event["noise_scale"] for event in train if isinstance(event.get("noise_scale"), dict)]
+    if not scales:
+        raise UserError("no noise scale in its log; train with log.noise_scale=true, which says what is in the way")
+    found, before, scale = [], 0, scales[0]
     for event in train:
-        last = event if event in known else last
-        scale = (last or known[0])["noise_scale"]
+        scale = event["noise_scale"] if isinstance(event.get("noise_scale"), dict) else scale
         batch = event.get("batch", size)  # of a batch that grows, that of the line
-        updates_made = (event["step"] - before) * size / batch
-        found.append(Interval(event["epoch"], updates_made, batch, scale["images"], scale["error"]))
+        updates = (event["step"] - before) * size / batch
+        found.append(Interval(event["epoch"], updates, batch, scale["images"], scale["error"]))
         before = event["step"]
     return found
 
 
 def critical(run: Sequence[Interval]) -> float:
-    """The critical batch of a whole run: the fewest images that it could have taken over the fewest updates."""
+    """Critical batch of a whole run: the fewest images that it could have taken over the fewest updates."""
     fewest_updates = sum(each.updates / (1 + each.noise / each.batch) for each in run)
     fewest_images = sum(each.updates * each.batch / (1 + each.batch / each.noise) for each in run)
     return fewest_images / fewest_updates
 
 
 def updates(run: Sequence[Interval], other: int, errors: float = 0.0) -> float:
-    """Updates with another batch to where the run came with its own. Args: errors: standard errors that are added to
-    each noise scale."""
-    total = 0.0
-    for each in run:
-        noise = max(0.0, each.noise + errors * each.error)
-        total += each.updates * (1 + noise / other) / (1 + noise / each.batch)
-    return total
+    """Updates with another batch to where the run came with its own.
+
+    Args: errors: standard errors that are added to each noise scale.
+    """
+    noise = [max(0.0, each.noise + errors * each.error) for each in run]
+    return sum(each.updates * (1 + scale / other) / (1 + scale / each.batch) for each, scale in zip(run, noise))
 
 
 def cost(
@@ -89,10 +81,6 @@ def cost(
         return found
     batch = recipe.batch.model_copy(update={"global_": other, "schedule": None})
     plan = recipe.model_copy(update={"batch": batch})
-    row = scaling.predict(plan, machine, replicas, workload.of(plan))
     # A batch that so many replicas cannot share exactly is computed as the next larger one that they can.
-    return found._replace(
-        replicas=replicas,
-        seconds=needed * row.seconds,
-        images_per_device=found.images * len(workload.of(plan).stages) / row.devices,
-    )
+    row = scaling.predict(plan, machine, replicas, workload.of(plan))
+    return found._replace(replicas=replicas, seconds=needed * row.seconds)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import List, Literal, Optional
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, field_validator
-from typing_extensions import Annotated
+from pydantic import Field, ValidationError, field_validator
 
 from recipe.errors import ConfigError
 from recipe.loading import parse_yaml
@@ -23,14 +22,10 @@ class Figure(Section):
     source: str = Field(min_length=1)
 
 
-def _positive(figure: Figure) -> Figure:
-    """Refuse what cannot be divided by; a millionth a second of anything is as good as nothing."""
-    if figure.value < 1e-6:
-        raise ValueError("must be positive")
-    return figure
+class Rate(Figure):
+    """A figure to divide by; a millionth a second of anything is as good as nothing."""
 
-
-Rate = Annotated[Figure, AfterValidator(_positive)]
+    value: float = Field(ge=1e-6)
 
 
 class Reach(Section):

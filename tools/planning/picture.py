@@ -25,22 +25,17 @@ def draw(plan: Summary, path: Path) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     rates, shares = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    replicas = [row.replicas for row in plan.rows]
-    alone = plan.rows[0].images_per_second
-    rates.plot(replicas, [alone * number for number in replicas], ls="--", color="#999999", label="ideal")
-    rates.plot(
-        replicas, [row.images_per_second for row in plan.rows], "o-", color=COLOURS["compute"], label="predicted"
-    )
-    grown = [row for row in plan.rows if row.grown]
+    replicas, images = zip(*((row.replicas, row.images_per_second) for row in plan.scaling))
+    colour = COLOURS["compute"]
+    rates.plot(replicas, [images[0] * number for number in replicas], ls="--", color="#999999", label="ideal")
+    rates.plot(replicas, images, "o-", color=colour, label="predicted")
+    grown = [(row.replicas, row.images_per_second) for row in plan.scaling if row.grown]
     if grown:
-        rates.plot(
-            [row.replicas for row in grown], [row.images_per_second for row in grown], "o", mfc="white",
-            color=COLOURS["compute"], label="with a larger batch",
-        )  # fmt: skip
+        rates.plot(*zip(*grown), "o", mfc="white", color=colour, label="with a larger batch")
     rates.set(xscale="log", yscale="log", ylabel="images/s", title=f"{plan.recipe.run.name} on {plan.machine.name}")
     rates.legend(frameon=False)
     rates.grid(alpha=0.3)
-    parts = [[row.parts[name] / row.seconds for row in plan.rows] for name in COLOURS]
+    parts = [[row.parts[name] / row.seconds for row in plan.scaling] for name in COLOURS]
     shares.stackplot(replicas, parts, labels=list(COLOURS), colors=list(COLOURS.values()))
     shares.set(xlabel="replicas", ylabel="share of a step", ylim=(0, 1), xlim=(1, replicas[-1]))
     shares.legend(ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=8)

@@ -22,7 +22,7 @@ _HALF = 2  # bytes of a gradient in TensorFlow's 16.16 recipes
 class Series(NamedTuple):
     """One program on machines of growing size. rates: (replicas, images a second); the first calibrates.
 
-    used: sizes that a constant of the machine was taken from, and which so prove nothing.
+    used: sizes from which a constant of the machine was taken; they are not compared.
     """
 
     name: str
@@ -59,8 +59,7 @@ A100 = (
 
 def compare(series: Series) -> List[Comparison]:
     """Predictions for every size of a series but those that calibrated the model."""
-    machine = calibrated(series)
-    found = []
+    machine, found = calibrated(series), []
     for replicas, rate in series.rates[1:]:
         if replicas not in series.used:
             recipe, work = _setting(series, replicas)
@@ -72,9 +71,8 @@ def compare(series: Series) -> List[Comparison]:
 def calibrated(series: Series) -> Machine:
     """The machine of a series, with the rate that gives the first of its figures."""
     replicas, images_per_second = series.rates[0]
-    known, (recipe, work) = machines.load(series.machine), _setting(series, replicas)
-    rate = scaling.rate_from(known, recipe, replicas, work, images_per_second)
-    return known.model_copy(update={"rate": known.rate.model_copy(update={"value": rate})})
+    known, setting = machines.load(series.machine), _setting(series, replicas)
+    return scaling.calibrated(known, *setting, replicas, images_per_second)
 
 
 def _setting(series: Series, replicas: int) -> Tuple[Recipe, Workload]:
@@ -82,7 +80,7 @@ def _setting(series: Series, replicas: int) -> Tuple[Recipe, Workload]:
     if series.machine == "bow_pod":
         recipe = loading.load(_CONFIGS / "pod.yaml")
         return recipe, workload.of(recipe)._replace(gradient_bytes=_HALF)
-    plain = ["model.group_size=1", "model.expansion=6", "model.norm=batch"]
+    plain = ["model.group_size=1", "model.expansion=6", "model.norm=batch", "run.device=cuda"]
     size = [f"batch.micro={series.micro}", f"batch.global={series.micro * replicas}"]
-    recipe = loading.load(_CONFIGS / "gpu.yaml", [*plain, *size, "run.device=cuda"])
+    recipe = loading.load(_CONFIGS / "gpu.yaml", [*plain, *size])
     return recipe, workload.of(recipe)

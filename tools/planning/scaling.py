@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Dict, NamedTuple
+from typing import Dict, NamedTuple, Optional
 
 from parallel.costs import Link
 from parallel.exchange import Gradient, Method, variants
@@ -18,7 +18,7 @@ _FEW = 0.1  # below this share of a step, what is not computing is no limit
 
 
 class Row(NamedTuple):
-    """A step on `replicas`. parts: its seconds by cause, which add up to `seconds`.
+    """A step on `replicas`. parts: its seconds by cause. hours: of training, where that is known.
 
     global_batch: the recipe's, or where `grown` the least that so many replicas can share. efficiency: rate over that
     of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth.
@@ -34,37 +34,24 @@ class Row(NamedTuple):
     efficiency: float
     parts: Dict[str, float]
     limit: str
+    hours: Optional[float] = None
 
 
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
-    """A step of `recipe` on `replicas` of `machine`.
-
-    Seconds of A micro batches on K stages, of which the slowest takes t for one and the mean t':
-
-        compute      A t'
-        imbalance    A (t - t')
-        bubble       (K - 1) t, with V parts a device (K - 1) / V t; 2 (K - 1) t on IPUs, where a stage alternates
-                     forward and backward passes
-        exchange     of the largest stage's gradient, less what the last micro batch's backward pass hides, or on CPUs
-                     with exchange.delay what it runs beside
-        update       its parameters
-        straggling   s E[max of P normals] of the time so far
-        input        what reading, or copying to the device, takes longer than all of that
-    """
+    """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
     micro = recipe.batch.micro
     least = _least_accumulation(recipe, machine.device)
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     batch = accumulation * micro * replicas
-    single = _seconds(recipe, machine, 1, max(1, batch // micro), workload)
     parts = _seconds(recipe, machine, replicas, accumulation, workload)
+    single = sum(_seconds(recipe, machine, 1, max(1, batch // micro), workload).values())
     seconds = sum(parts.values())
     limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     if parts["compute"] >= (1 - _FEW) * seconds:
         limit = "compute"
-    rate, alone = batch / seconds, batch / sum(single.values())
     return Row(
-        replicas, replicas * len(workload.stages), batch, batch > recipe.batch.global_, accumulation, seconds, rate,
-        rate / (replicas * alone), parts, limit,
+        replicas, replicas * len(workload.stages), batch, batch > recipe.batch.global_, accumulation, seconds,
+        batch / seconds, single / (replicas * seconds), parts, limit,
     )  # fmt: skip
 
 
@@ -86,19 +73,21 @@ def exchange(machine: Machine, method: Method, replicas: int, workload: Workload
 
 
 def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:
-    """Seconds of every exchange, of the largest stage's gradient."""
+    """Seconds of every exchange."""
     return {method.name: exchange(machine, method, replicas, workload) for method in variants(recipe.exchange)}
 
 
-def rate_from(machine: Machine, recipe: Recipe, replicas: int, workload: Workload, images_per_second: float) -> float:
-    """Multiply-adds a second of a device with which `predict` gives a measured rate."""
+def calibrated(
+    machine: Machine, recipe: Recipe, workload: Workload, replicas: int, images_per_second: float
+) -> Machine:
+    """The machine with the rate of a device with which `predict` gives a measured one."""
     low, high = 1e6, 1e18
     for _ in range(200):
         middle = (low * high) ** 0.5
         guess = machine.model_copy(update={"rate": machine.rate.model_copy(update={"value": middle})})
         slow = predict(recipe, guess, replicas, workload).images_per_second < images_per_second
         low, high = (middle, high) if slow else (low, middle)
-    return low
+    return guess
 
 
 def slowest_of(count: int) -> float:
@@ -107,7 +96,7 @@ def slowest_of(count: int) -> float:
 
 
 def backward_share(workload: Workload) -> float:
-    """Share of a micro batch's time in the backward pass: two thirds, or a half where blocks are computed again."""
+    """Share of a micro batch's time in the backward pass."""
     return 0.5 if workload.recomputed else 2 / 3
 
 

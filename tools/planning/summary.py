@@ -1,4 +1,4 @@
-"""A plan of a recipe on a machine as numbers, from which text and picture are made."""
+"""A plan of a recipe on a machine as numbers, from which text, JSON and picture are made."""
 
 from __future__ import annotations
 
@@ -8,59 +8,50 @@ from recipe.batch import lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
-from tools.planning import memory, scaling, workload
+from tools.planning import scaling, workload
 from tools.planning.machine import Machine
-from tools.planning.memory import StageBytes, Widest
 from tools.planning.scaling import Row
-from tools.planning.workload import Workload
+from tools.planning.workload import Widest, Workload
 
 STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
 
 
-class Memory(NamedTuple):
-    """Bytes of each stage's device: as in the recipe, without and with recomputation of all blocks; `available`."""
+class Stage(NamedTuple):
+    """A device of a replica. activation_bytes: in the recipe, without and with recomputation of all blocks."""
 
-    recipe: List[StageBytes]
-    plain: List[StageBytes]
-    recomputed: List[StageBytes]
-    available: float
-
-    @property
-    def fits(self) -> bool:
-        return max(stage.total for stage in self.recipe) <= self.available
-
-
-class Input(NamedTuple):
-    """Input of all replicas: bytes a second from files (None: not from files) and to devices, and cores to decode."""
-
-    images_per_second: float
-    file_bytes_per_second: Optional[float]
-    device_bytes_per_second: float
-    cores: Optional[float]
-    cores_there: float
+    blocks: List[str]
+    parameters: int
+    multiply_adds: int
+    state_bytes: int
+    activation_bytes: int
+    activation_bytes_kept: int
+    activation_bytes_recomputed: int
 
 
 class Summary(NamedTuple):
-    """A plan. own: the step on the replicas that the recipe, or the launcher, names. hours: of each of `rows`.
+    """A plan. available: bytes of a device. step: on the replicas that the recipe, or the launcher, names.
 
-    widest: empty for a family of models that has no width.
-    widest_1f1b: as `widest`, under that schedule; empty where the recipe's is no other, and on IPUs.
+    widest: empty for models without a width. widest_1f1b: empty where gpipe is not the schedule. input: of all
+    replicas; bytes of files, and cores to decode them, are None where images are no files.
     """
 
     recipe: Recipe
     machine: Machine
     batch: Batch
     workload: Workload
-    memory: Memory
+    stages: List[Stage]
+    available: float
     widest: List[Widest]
     widest_1f1b: List[Widest]
-    methods: Dict[str, float]
-    input: Input
-    own: Row
-    rows: List[Row]
-    hours: List[Optional[float]]
-    own_hours: Optional[float]
+    exchange: Dict[str, float]
+    input: Dict[str, Optional[float]]
+    step: Row
+    scaling: List[Row]
+
+    @property
+    def fits(self) -> bool:
+        return max(stage.state_bytes + stage.activation_bytes for stage in self.stages) <= self.available
 
 
 def make(recipe: Recipe, machine: Machine) -> Summary:
@@ -68,58 +59,52 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     batch = planned(recipe)
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
     work = by_size[max(by_size)]
-    rows = [scaling.predict(recipe, machine, replicas, work) for replicas in scaling.REPLICAS]
-    own = scaling.predict(recipe, machine, batch.replicas, work)
-    memories = [
-        memory.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
+    step, *rows = (_row(recipe, machine, replicas, by_size) for replicas in (batch.replicas, *scaling.REPLICAS))
+    stages = []
+    variants = [
+        workload.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
         for wanted in (None, False, True)
     ]
+    for stage, own, *others in zip(work.stages, *variants):
+        activations = (each.activations for each in (own, *others))
+        stages.append(Stage(stage.names, stage.parameters, stage.multiply_adds, own.state, *activations))
     widest, widest_1f1b = [], []
-    has_width = "width" in type(recipe.model).model_fields
-    if has_width:
-        widest = [memory.widest(recipe, machine, batch, stages) for stages in STAGES]
-    if has_width and machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
-        parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
-        other = recipe.model_copy(update={"parallel": parallel})
-        widest_1f1b = [memory.widest(other, machine, batch, stages) for stages in STAGES]
-    rate, files = own.images_per_second, recipe.data.files
-    return Summary(
-        recipe,
-        machine,
-        batch,
-        work,
-        Memory(*memories, memory.available(recipe, machine, batch)),
-        widest,
-        widest_1f1b,
-        scaling.methods(recipe, machine, batch.replicas, work),
-        Input(
-            rate,
-            file_bytes_per_second=rate * FILE_BYTES if files else None,
-            device_bytes_per_second=rate * 3 * work.image_size**2,
-            cores=rate / machine.decode.value if files else None,
-            cores_there=machine.cores * own.devices,
-        ),
-        own,
-        rows,
-        [_hours(recipe, machine, row, by_size) for row in rows],
-        _hours(recipe, machine, own, by_size),
-    )
+    if "width" in type(recipe.model).model_fields:
+        widest = [workload.widest(recipe, machine, batch, count) for count in STAGES]
+        if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
+            parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
+            other = recipe.model_copy(update={"parallel": parallel})
+            widest_1f1b = [workload.widest(other, machine, batch, count) for count in STAGES]
+    rate, files = step.images_per_second, recipe.data.files
+    images = {
+        "images_per_second": rate,
+        "file_bytes_per_second": rate * FILE_BYTES if files else None,
+        "device_bytes_per_second": rate * 3 * work.image_size**2,
+        "cores": rate / machine.decode.value if files else None,
+        "cores_there": machine.cores * step.devices,
+    }
+    methods = scaling.methods(recipe, machine, batch.replicas, work)
+    available = workload.available(recipe, machine, batch)
+    return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)
 
 
-def _hours(recipe: Recipe, machine: Machine, row: Row, by_size: Dict[int, Workload]) -> Optional[float]:
-    """Hours of training; None where the number of images is not known, or the batch is too large for them."""
-    images = recipe.data.images("train")
-    if images is None:
-        return None
-    size = recipe.batch.model_copy(update={"global_": row.global_batch})
+def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Workload]) -> Row:
+    """A step at the largest size of the images, with the hours of training at all sizes.
+
+    There are none where the number of images is not known, or the batch is too large for them.
+    """
+    steps = {size: scaling.predict(recipe, machine, replicas, work) for size, work in by_size.items()}
+    row, images = steps[max(steps)], recipe.data.images("train")
+    batch = recipe.batch.model_copy(update={"global_": row.global_batch})
     try:
-        length = lengths(recipe.model_copy(update={"batch": size}), images)
+        length = lengths(recipe.model_copy(update={"batch": batch}), images) if images is not None else None
     except UserError:
-        return None
-    seconds = 0.0
+        length = None
+    if length is None:
+        return row
     sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
     firsts = [first * length.steps_per_epoch for first, _ in sizes]
+    seconds = 0.0
     for (_, pixels), first, end in zip(sizes, firsts, [*firsts[1:], length.total]):
-        step = scaling.predict(recipe, machine, row.replicas, by_size[pixels]).seconds
-        seconds += max(0, min(end, length.total) - first) * step
-    return seconds / 3600
+        seconds += max(0, min(end, length.total) - first) * steps[pixels].seconds
+    return row._replace(hours=seconds / 3600)

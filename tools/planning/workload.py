@@ -1,25 +1,30 @@
-"""Work, parameters and bytes of each device: a recipe's blocks by stage. Needs no torch."""
+"""Work, parameters and bytes of each device, by stage; and the widest model that fits. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Dict, FrozenSet, List, NamedTuple, Optional
+import functools
+from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from models import balance, shapes
 from models.shapes import BlockShape
 from recipe import ipu
 from recipe.batch import divide, training_image_sizes
 from recipe.checks import bound_to_cut
-from recipe.config import Recipe
+from recipe.config import Model, Recipe
+from recipe.division import Batch
 from recipe.errors import ConfigError
+from tools.planning.machine import Machine
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
 _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
+_TILES = 1472  # of an IPU, Mk2 and Bow alike
+_GRID = 0.05  # width multipliers that are tried
+_WIDEST = 64.0
 
 
 class StageWork(NamedTuple):
-    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed. layers: as of
-    BlockShape."""
+    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed."""
 
     names: List[str]
     multiply_adds: int
@@ -30,8 +35,7 @@ class StageWork(NamedTuple):
 class Workload(NamedTuple):
     """A recipe's model on the devices of one replica.
 
-    shapes: of the blocks, at `image_size`. cut: its origin in words. recomputed: blocks computed a second time in the
-    backward pass. gradient_bytes: of one value, as exchanged.
+    cut: its origin in words. recomputed: blocks. gradient_bytes: of one value, as exchanged.
     """
 
     image_size: int
@@ -43,7 +47,6 @@ class Workload(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
         return sum(shape.parameters for shape in self.shapes.values())
 
     @property
@@ -67,12 +70,11 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     Raises:
         ConfigError: cut points that the model does not have, or more stages than blocks.
     """
-    size = image_size or max(training_image_sizes(recipe))
+    size, parallel = image_size or max(training_image_sizes(recipe)), recipe.parallel
     found = shapes.blocks(recipe.model, size)
-    parallel, able = recipe.parallel, sum(shape.parameters > 0 for shape in found.values())
+    able, again = sum(shape.parameters > 0 for shape in found.values()), recomputed(recipe, list(found))
     if parallel.parts > able:
         raise ConfigError(f"parallel.stages: {parallel.parts} parts are more than the {able} blocks with parameters")
-    again = recomputed(recipe, list(found))
     cuts, origin = _cuts(recipe, size)
     try:
         divided = balance.split_names(list(found), cuts)
@@ -108,20 +110,15 @@ def compute_bytes(recipe: Recipe, device: str) -> int:
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
-    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy and averages.
-
-    There is a working copy where weights persist in another type than they are computed in (`optim/half_weights.py`);
-    most optimizers step in float32 scratch (`optim/optimizer_update.py`).
-    """
+    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy, float32 scratch and averages."""
     weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
     slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
     copied = _compute_type(recipe, device) != recipe.precision.weights
-    in_place = device == "cpu" and not copied and compute == 4
     scratch = 0
-    if recipe.optimizer.scratch and not in_place:
+    if recipe.optimizer.scratch and (device != "cpu" or copied or compute != 4):  # else it steps in place
         scratch = 4 * (len(slots) + (not (copied and compute == 4)))  # a float32 working copy serves for the weights
     averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
     return total + compute * copied + scratch + averages
@@ -139,3 +136,111 @@ def _cuts(recipe: Recipe, size: int) -> tuple:
     cuts = balance.balance(costs, parallel.parts, in_flight=[batch.accumulation] * parallel.parts).cuts
     counted = parallel.split == "counted" or recipe.run.device == "ipu" or bound_to_cut(recipe, batch.replicas)
     return cuts, f"balanced by multiply-adds{'' if counted else '; the run measures its blocks instead'}"
+
+
+class StageBytes(NamedTuple):
+    """Bytes of one device. state: parameters and all that belongs to them. activations: of micro batches in flight."""
+
+    state: int
+    activations: int
+
+
+class Widest(NamedTuple):
+    """The largest width multiplier that fits on `stages` devices; None: not even the narrowest model does."""
+
+    stages: int
+    width: Optional[float]
+    parameters: int
+    bytes: int
+
+
+def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
+    """Bytes of a device, without those of an IPU's tiles that only move data."""
+    moving = machine.device == "ipu" and recipe.run.device == "ipu" and ipu.overlaps(recipe, batch)
+    return machine.memory.value * (1 - recipe.ipu.io_tiles / _TILES * moving)
+
+
+def by_stage(
+    recipe: Recipe, device: str, batch: Batch, work: Workload, again: Optional[FrozenSet[str]] = None
+) -> List[StageBytes]:
+    """Bytes of each device of a replica. Args: device: its kind. again: blocks recomputed, if not the recipe's."""
+    again = work.recomputed if again is None else again
+    each, state = compute_bytes(recipe, device) * batch.micro, state_bytes(recipe, device)
+    found = []
+    for stage, count in zip(work.stages, in_flight(recipe, device, batch, len(work.stages))):
+        *_, (parameters, kept, once) = elements(stage.names, work.shapes, again, device)
+        found.append(StageBytes(state * parameters, each * (count * kept + once)))
+    return found
+
+
+def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[int]:
+    """Micro batches of which each stage keeps activations at once.
+
+    An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage s of K keeps 2 (K - 1 - s) + 1.
+    Elsewhere a device that has several parts is taken to keep as many of all as of its first.
+    """
+    parallel = recipe.parallel
+    if stages == 1 or parallel.schedule == "sharded":
+        return [1] * stages
+    if device == "ipu":
+        return [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
+    return parallel.model_copy(update={"stages": stages}).in_flight(batch.accumulation)[:stages]
+
+
+def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
+    """The widest model whose stages fit, cut where memory is most even: GPipe, 1811.06965, table 1."""
+    limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
+    low, high = 0, round(_WIDEST / _GRID) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        model = recipe.model.model_copy(update={"width": middle * _GRID})
+        size, parameters = _smallest(recipe, machine.device, batch, model, stages)
+        if size <= limit:
+            low, found = middle, Widest(stages, middle * _GRID, parameters, size)
+        else:
+            high = middle
+    return found
+
+
+def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> Tuple[int, int]:
+    """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
+    found = shapes.blocks(model, max(training_image_sizes(recipe)))
+    names = list(found)
+    again = recomputed(recipe, names)
+    held = in_flight(recipe, device, batch, stages)
+    each, state = compute_bytes(recipe, device) * batch.micro, state_bytes(recipe, device)
+    parts = [list(elements(names[start:], found, again, device)) for start in range(len(names))]
+
+    @functools.lru_cache(maxsize=None)
+    def fullest(stage: int, start: int) -> int:
+        """The least possible bytes of the fullest of the stages from `stage` on, whose first block is `start`."""
+        later = stages - stage - 1
+        sizes = [state * parameters + each * (held[stage] * kept + once) for parameters, kept, once in parts[start]]
+        if later == 0:
+            return sizes[-1]
+        ends = range(start + 1, len(names) - later + 1)
+        return min(max(size, fullest(stage + 1, end)) for size, end in zip(sizes, ends))
+
+    return fullest(0, 0), parts[0][-1][0]
+
+
+def elements(
+    names: Sequence[str], found: Dict[str, BlockShape], again: Container[str], device: str
+) -> Iterator[Tuple[int, int, int]]:
+    """After each of consecutive blocks: parameters, and elements an image kept of each micro batch in flight and once.
+
+    Of recomputed blocks only inputs are kept in flight. IPUs recompute a stage as a whole, others a block at a time.
+    """
+    inputs = dict(zip(found, [0, *(shape.output for shape in found.values())]))
+    whole, recomputes = device == "ipu", False
+    parameters = kept = once = 0
+    for name in names:
+        shape = found[name]
+        parameters += shape.parameters
+        if name not in again:
+            kept += shape.saved
+        else:
+            kept += 0 if whole and recomputes else inputs[name]
+            once = once + shape.saved if whole else max(once, shape.saved)
+            recomputes = True
+        yield parameters, kept, once

@@ -28,34 +28,25 @@ def _short_repetitions(monkeypatch):
 
 @pytest.fixture
 def photos(tmp_path):
-    """Folder with JPEG files of two classes, of noise, so that each has some kilobytes."""
+    """Six JPEG files of two classes, of noise, so that each has some kilobytes."""
     torch.manual_seed(0)
     for number in range(6):
-        folder = tmp_path / "train" / f"class{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+        path = tmp_path / "train" / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()).save(path)
     return tmp_path
 
 
-def recipe(folder, *overrides):
+def read(folder, *overrides):
     place = ("data.source=folder", f"data.root={folder}", "model.classes=2", "model.image_size=32")
-    return loading.load(QUICKSTART, [*place, *overrides])
-
-
-def read(of):
-    return images.read(of, open_source(of.data, of.model.classes, "train"), 0, 1, SECONDS)
+    recipe = loading.load(QUICKSTART, [*place, *overrides])
+    return images.read(recipe, open_source(recipe.data, 2, "train"), 0, 1, SECONDS)
 
 
 @pytest.fixture
 def slow_decoding(monkeypatch):
     """Each image takes 10 ms to decode, of which no region is left out."""
-
-    def decoded(*arguments):
-        time.sleep(0.01)
-        return decode(*arguments)
-
-    monkeypatch.setattr("data.decode.decode", decoded)
+    monkeypatch.setattr("data.decode.decode", lambda *arguments: time.sleep(0.01) or decode(*arguments))
     monkeypatch.setattr("data.jpeg.region", lambda *_: None)
     monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
 
@@ -64,16 +55,9 @@ def test_images_in_memory_have_no_bytes():
     threads = torch.get_num_threads()
     found = images.read(loading.load(QUICKSTART), DigitsSource("train"), 0, 1, SECONDS)
     assert torch.get_num_threads() == threads
-    assert found.rate.low > 0 and found.rate.repetitions >= 3
+    assert found.per_core.low > 0 and found.per_core.repetitions >= 3
     assert found.tried > 3 and found.unreadable == 0
-    assert (found.image_bytes, found.cached, found.disk, found.share_of_bytes) == (None, None, None, None)
-
-
-def test_files_have_the_bytes_that_they_have(photos):
-    found = read(recipe(photos))
-    sizes = [path.stat().st_size for path in photos.rglob("*.jpg")]
-    assert min(sizes) <= found.image_bytes <= max(sizes)
-    assert 0 < found.share_of_bytes < 1
+    assert (found.bytes, found.cached_bytes_per_second, found.share_of_bytes) == (None, None, None)
 
 
 @pytest.mark.parametrize("slow", ["disk", "decoding"])
@@ -84,73 +68,55 @@ def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, re
         monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
     else:
         request.getfixturevalue("slow_decoding")
-    found = read(recipe(photos))
-    assert found.rate.high < 100 and (found.share_of_bytes > 0.5) == (slow == "disk")
+    found = read(photos)
+    sizes = [path.stat().st_size for path in photos.rglob("*.jpg")]
+    assert min(sizes) <= found.bytes <= max(sizes)
+    assert found.per_core.high < 100 and (1 > found.share_of_bytes > 0.5) == (slow == "disk")
 
 
 def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):
     path = photos / "large"
     path.write_bytes(b"x" * 10 * mmap.PAGESIZE)
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    assert images._resident(file) == 1.0  # just written
-    if not images._forgotten(str(path)):
-        pytest.skip("a file system in memory")
-    assert images._resident(file) == 0.0
-    os.pread(file, 10, 0)
-    assert images._resident(file) > 0.0
-    os.close(file)
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+        assert images._resident(stream.fileno()) == 1.0  # just written
+        if not images._forgotten(str(path)):
+            pytest.skip("a file system in memory")
+        assert images._resident(stream.fileno()) == 0.0
+        stream.read(10)
+        assert images._resident(stream.fileno()) > 0.0
 
 
 def test_files_that_cannot_or_may_not_be_dropped_are_no_measure_of_the_disk(photos, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
-    assert read(recipe(photos)).disk is None
+    assert read(photos).disk_bytes_per_second is None
     monkeypatch.setattr(os, "geteuid", lambda: -1)  # the files are another's, and so is their cache
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("dropped"))
-    found = read(recipe(photos))
-    assert found.disk is None and found.cached.low > 0
+    found = read(photos)
+    assert found.disk_bytes_per_second is None and found.cached_bytes_per_second.low > 0
 
 
 def test_the_file_that_holds_an_image(tmp_path):
     shard = tmp_path / "000.tar"
     shard.write_text("")
-    assert images._file(f"{shard}/some/image.jpg") == str(shard)
-    assert images._file(str(shard)) == str(shard)
+    assert images._file(f"{shard}/some/image.jpg") == images._file(str(shard)) == str(shard)
     assert images._file("https://host/shards/000.tar/image.jpg") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff\xd8"])
-def test_files_of_which_none_can_be_read_are_refused(photos, content):
-    """Also where such files are left out."""
-    for path in photos.rglob("*.jpg"):
-        path.write_bytes(content)
-    with pytest.raises(NotLeftOut, match=r"\.jpg"):
-        read(recipe(photos))
-    with pytest.raises(DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"):
-        read(recipe(photos, "data.bad_images=skip"))
-
-
-def test_files_without_a_byte_are_refused_even_if_they_seem_to_be_images(photos, monkeypatch):
-    monkeypatch.setattr(images, "_length", lambda *_: 0)
-    with pytest.raises(DataError, match="empty, as all images after it"):
-        read(recipe(photos))
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
-def test_images_that_cannot_be_read_are_counted_and_no_part_of_the_rates(photos, slow_decoding, content):
-    """Four of six; each of the other two takes 10 ms, and these four nearly nothing."""
-    paths = sorted(photos.rglob("*.jpg"))
-    for path in paths[:4]:
+def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rates(photos, slow_decoding, content):
+    """Four of six; each of the other two takes 10 ms, and these four nearly nothing. Then all six."""
+    first, second, *others = photos.rglob("*.jpg")
+    for path in others:
         path.write_bytes(content)
-    found = read(recipe(photos, "data.bad_images=skip"))
+    found = read(photos, "data.bad_images=skip")
     assert (found.tried, found.unreadable) == (6, 4)
-    assert found.rate.high < 100 and 0 < found.share_of_bytes < 1
+    assert found.per_core.high < 100 and 0 < found.share_of_bytes < 1
     if not content:  # files are read whatever they hold
-        sizes = [path.stat().st_size for path in paths[4:]]
-        assert min(sizes) <= found.image_bytes <= max(sizes)
-
-
-def test_a_copy_has_a_rate():
-    found = images.to_device(loading.load(QUICKSTART), torch.device("cpu"), 0.1)
-    # From a thousandth to a hundred times what memory does today.
-    assert 1e7 < found.median < 1e13
+        assert found.bytes == pytest.approx((first.stat().st_size + second.stat().st_size) / 2, rel=0.2)
+    with pytest.raises(NotLeftOut, match=r"\.jpg"):
+        read(photos)
+    for path in (first, second):
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"):
+        read(photos, "data.bad_images=skip")

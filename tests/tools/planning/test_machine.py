@@ -21,13 +21,10 @@ def test_every_machine_that_comes_along_loads_and_survives_writing(name, tmp_pat
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        ("memory:", "memery:", "memory: Field required"),
         ("source: 1,472 tiles", "sauce: 1,472 tiles", "memory.source: Field required"),
-        ("value: 918528000", "value: -1", "memory.value: Input should be greater than or equal to 0"),
         ("value: 918528000", "value: much", "memory.value: Input should be a valid number"),
         ("device: ipu", "device: tpu", "device: Input should be 'cpu', 'cuda' or 'ipu'"),
-        ("value: 520", "value: 0", "decode: Value error, must be positive"),
-        ("bandwidth: {value: 16.0e+9", "bandwidth: {value: 0", "links.0.bandwidth: Value error, must be positive"),
+        ("bandwidth: {value: 16.0e+9", "bandwidth: {value: 0", "links.0.bandwidth.value: Input should be greater than"),
         ("- devices: 64\n  latency", "- latency", "links: Value error, must join more devices from one to the next"),
     ],
 )
@@ -42,13 +39,12 @@ def test_a_file_that_is_no_machine_is_refused_in_one_line(before, after, fault, 
 
 
 @pytest.mark.parametrize("series", SERIES, ids=lambda series: series.name)
-def test_larger_machines_are_predicted_within_a_tenth(series):
+def test_larger_machines_are_predicted_as_the_page_says_within_a_tenth(series):
     found = published.compare(series)
-    sizes = [replicas for replicas, _ in series.rates[1:] if replicas not in series.used]
-    assert [comparison.replicas for comparison in found] == sizes
-    assert all(abs(comparison.error) <= 0.10 for comparison in found)
+    assert [each.replicas for each in found] == [size for size, _ in series.rates[1:] if size not in series.used]
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     for each in found:
+        assert abs(each.error) <= 0.10
         figures = f"{each.published:,.0f} | {each.predicted:,.0f} | {100 * each.error:+.1f} %"
         assert f"| {each.name} | {each.replicas} | {figures} |" in page
 
@@ -61,18 +57,6 @@ def test_the_machines_rates_are_those_that_calibration_gives(series):
 
 def test_the_spread_of_gpus_is_that_of_the_pair_of_figures_which_its_source_names():
     """What eight GPUs lose beside eight times one is the expected slowest of eight, in units of the spread."""
-    (series,) = (series for series in SERIES if series.used)
-    ((_, single), (replicas, rate), *_), spread = series.rates, machine.load(series.machine).straggling.value
-    assert (series.used, replicas) == ((8,), 8)
+    (series,) = (series for series in SERIES if series.used == (8,))
+    ((_, single), (_, rate), *_), spread = series.rates, machine.load(series.machine).straggling.value
     assert spread * scaling.slowest_of(8) == pytest.approx(8 * single / rate - 1, rel=2e-3)
-
-
-@pytest.mark.parametrize("fill", [1, 2])
-def test_without_the_exchange_the_model_is_a_ratio_of_micro_batches(fill, monkeypatch):
-    """Rates go as A / (A + fill) for each replica: from 256 micro batches on Pod16 to 16 on Pod256, 5 % too fast for
-    2 K - 2 and 11 % for K - 1. Update and copies are below a thousandth."""
-    monkeypatch.setattr(scaling, "exchange", lambda *arguments: 0.0)
-    monkeypatch.setattr(scaling, "_fill", lambda recipe, machine, stages: float(fill))
-    (_, pod256) = published.compare(published.PODS[0])
-    expected = 9000 * 16 * (16 / (16 + fill)) / (256 / (256 + fill))
-    assert pod256.predicted == pytest.approx(expected, rel=1e-3)

@@ -26,6 +26,12 @@ def pod():
     return recipe, workload.of(recipe)
 
 
+@pytest.fixture(scope="module")
+def gpu():
+    recipe = load(GPU, ["run.device=cuda"])
+    return recipe, workload.of(recipe)
+
+
 def test_a_step_is_the_sum_of_its_causes_and_all_images_go_through(pod):
     for replicas in scaling.REPLICAS:
         row = scaling.predict(pod[0], BOW, replicas, pod[1])
@@ -36,17 +42,8 @@ def test_a_step_is_the_sum_of_its_causes_and_all_images_go_through(pod):
         assert 0 < row.efficiency <= 1
 
 
-def test_a_pipeline_on_ipus_by_hand(pod):
-    """128 replicas: 16 micro batches and 2 K - 2 = 2 to fill and drain, each as long as the slowest stage takes."""
-    recipe, work = pod
-    row = scaling.predict(recipe, BOW, 128, work)
-    slowest = 3 * max(stage.multiply_adds for stage in work.stages) / BOW.rate.value
-    assert row.parts["compute"] + row.parts["imbalance"] == pytest.approx(16 * slowest)
-    assert row.parts["bubble"] == pytest.approx(2 * slowest)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "micro_batches"),
+    ("overrides", "idle"),
     [
         (["parallel.stages=1"], 0),
         (["parallel.stages=3"], 2),
@@ -54,29 +51,29 @@ def test_a_pipeline_on_ipus_by_hand(pod):
         (["parallel.stages=2", "parallel.schedule=interleaved"], 0.5),
     ],
 )
-def test_other_pipelines_idle_for_one_micro_batch_less_than_stages(overrides, micro_batches):
+def test_pipelines_idle_for_one_micro_batch_less_than_stages(overrides, idle):
     recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=8", *overrides])
     work = workload.of(recipe)
     slowest = 8 * max(stage.multiply_adds for stage in work.stages) / A100.rate.value
-    assert scaling.predict(recipe, A100, 1, work).parts["bubble"] == pytest.approx(micro_batches * slowest)
+    assert scaling.predict(recipe, A100, 1, work).parts["bubble"] == pytest.approx(idle * slowest)
 
 
-def test_stages_that_take_turns_have_no_bubble_and_take_their_sum():
-    recipe = load(POD, ["parallel.schedule=sharded"])
-    work = workload.of(recipe)
-    parts = scaling.predict(recipe, BOW, 128, work).parts
-    assert parts["bubble"] == parts["imbalance"] == 0
-    total = sum(stage.multiply_adds for stage in work.stages)
-    assert parts["compute"] == pytest.approx(16 * 3 * total / BOW.rate.value)
+def test_stages_on_ipus_fill_twice_or_take_turns(pod):
+    """128 replicas: 16 micro batches and 2 K - 2 = 2 to fill and drain, each as long as the slowest stage takes."""
+    recipe, work = pod
+    parts, passes = scaling.predict(recipe, BOW, 128, work).parts, [stage.multiply_adds for stage in work.stages]
+    assert parts["compute"] + parts["imbalance"] == pytest.approx(16 * 3 * max(passes) / BOW.rate.value)
+    assert parts["bubble"] == pytest.approx(2 * 3 * max(passes) / BOW.rate.value)
+    turns = scaling.predict(load(POD, ["parallel.schedule=sharded"]), BOW, 128, work).parts
+    assert turns["bubble"] == turns["imbalance"] == 0
+    assert turns["compute"] == pytest.approx(16 * 3 * sum(passes) / BOW.rate.value)
 
 
 @pytest.mark.parametrize(
     ("overrides", "replicas", "batch", "accumulation"),
     [
-        ([], 128, 6144, 16),
         ([], 512, 6144, 4),
         ([], 1024, 9216, 3),  # two micro batches would not fill two stages on IPUs, which need 2 K - 1
-        ([], 4096, 36864, 3),
         (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 2048, 6144, 1),
         (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 4096, 12288, 1),
         (["run.device=cuda", "parallel.schedule=1f1b"], 2048, 12288, 2),
@@ -89,22 +86,10 @@ def test_the_batch_grows_where_replicas_cannot_share_it(overrides, replicas, bat
     assert (row.global_batch, row.accumulation, row.grown) == (batch, accumulation, batch > 6144)
 
 
-def test_the_expected_slowest_of_many_is_that_of_draws():
+def test_straggling_is_the_expected_slowest_of_many_in_proportion_to_the_step(gpu):
     """Blom's formula is good to a hundredth; 20,000 draws have a standard error of a hundredth of their deviation."""
-    draw = np.random.default_rng(0)
-    for count in (2, 8, 64):
-        slowest = draw.standard_normal((20_000, count)).max(axis=1).mean()
-        assert scaling.slowest_of(count) == pytest.approx(slowest, abs=0.03)
-    assert scaling.slowest_of(1) == 0
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    recipe = load(GPU, ["run.device=cuda"])
-    return recipe, workload.of(recipe)
-
-
-def test_straggling_is_waited_for_in_proportion_to_the_step(gpu):
+    slowest = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
+    assert scaling.slowest_of(64) == pytest.approx(slowest, abs=0.03) and scaling.slowest_of(1) == 0
     recipe, work = gpu
     calm, restless = (scaling.predict(recipe, with_figure(A100, straggling=s), 64, work) for s in (0.0, 0.05))
     assert calm.parts["straggling"] == 0
@@ -117,7 +102,6 @@ def test_reading_or_copying_costs_as_much_as_it_takes_longer_than_the_rest(gpu):
     row = scaling.predict(recipe, slow, 8, work)
     assert row.images_per_second == pytest.approx(8 * 16 * 5)
     assert row.limit == "input"
-    assert scaling.predict(recipe, A100, 8, work).parts["input"] == 0
     drawn = load(GPU, ["run.device=cuda", "data.source=glyphs"])
     assert scaling.predict(drawn, slow, 8, work).parts["input"] == 0  # nothing is read or decoded
     thin = with_figure(A100, to_device=100 * 3 * 380**2)
@@ -146,11 +130,10 @@ def exchanged(method, replicas, stages):
 def test_whole_gradients_go_around_a_ring_at_each_level_of_links(replicas, stages, expected):
     found = exchanged("dense", replicas, stages)
     assert found == pytest.approx(expected)
-    assert exchanged("half", replicas, stages) < found
-    assert exchanged("none", replicas, stages) == 0
+    assert 0 == exchanged("none", replicas, stages) < exchanged("half", replicas, stages) < found
 
 
-@pytest.mark.parametrize("name", ["topk", "gtopk tree", "gtopk butterfly"])
+@pytest.mark.parametrize("name", ["topk", "gtopk butterfly"])
 def test_sparse_exchanges_go_over_the_farthest_links(name):
     expected = exchange.named(name).rounds(64) * FAR.message(costs.message_bytes(8000, "float32"))
     assert exchanged(name, 64, 1) == expected
@@ -158,13 +141,12 @@ def test_sparse_exchanges_go_over_the_farthest_links(name):
 
 def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts(gpu):
     recipe, work = gpu
-    open_, hidden = (
+    open_, hidden, none = (
         scaling.predict(recipe, A100.model_copy(update={"overlap": share}), 4096, work).parts["exchange"]
-        for share in (0.0, 0.05)
+        for share in (0.0, 0.05, 1.0)
     )
-    backward = 32 * 2 * work.multiply_adds / A100.rate.value
-    assert hidden == pytest.approx(open_ - 0.05 * backward)
-    assert scaling.predict(recipe, A100.model_copy(update={"overlap": 1.0}), 4096, work).parts["exchange"] == 0
+    assert hidden == pytest.approx(open_ - 0.05 * 32 * 2 * work.multiply_adds / A100.rate.value)
+    assert none == 0
 
 
 def test_late_gradients_are_exchanged_beside_the_next_step_on_cpus_alone():
@@ -177,9 +159,3 @@ def test_late_gradients_are_exchanged_beside_the_next_step_on_cpus_alone():
     assert parts["exchange"] == pytest.approx(whole - parts["compute"])
     assert scaling.predict(late, small, 2, work).parts["exchange"] == 0
     assert scaling.predict(late, A100, 2, work).parts["exchange"] > 0
-
-
-def test_a_rate_that_was_measured_is_given_back(pod):
-    recipe, work = pod
-    rate = scaling.rate_from(BOW, recipe, 8, work, 5000.0)
-    assert scaling.predict(recipe, with_figure(BOW, rate=rate), 8, work).images_per_second == pytest.approx(5000.0)
