@@ -211,7 +211,8 @@ def test_what_cannot_be_done_is_one_line(tmp_path, command):
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "environment.json", "metrics.jsonl"]
 
 
-def test_a_full_disk_leaves_the_page_that_was_there(small_disk, tmp_path, command):
+def test_a_full_disk_leaves_the_page_that_was_there(small_disk, tmp_path, command, monkeypatch):
+    monkeypatch.undo()  # with plotly
     output = small_disk("1m") / "report.html"
     output.write_text("before")
     code, _, errors = command(written(tmp_path / "run", FINISHED), "--images", "0", "--output", output)
