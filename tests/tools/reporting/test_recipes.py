@@ -42,8 +42,8 @@ def test_only_the_keys_that_differ_are_listed_and_a_peak_that_follows_the_batch(
     assert differences([first, second]) == []
     assert differences([first, second, third]) == [
         ("batch.global", ["64", "64", "128"]),
-        ("optimizer.momentum", ["0.9", "0.9", "0.8"]),
         ("optimizer.clip_norm", ["null", "null", "1e-05"]),
+        ("optimizer.momentum", ["0.9", "0.9", "0.8"]),
         ("data.crop_area", ["[0.75, 1]", "[0.75, 1]", "[0.5, 1]"]),
         ("peak learning rate, as it follows", ["2", "2", "4"]),
     ]
