@@ -20,33 +20,26 @@ from tools import pictures
 from training.command import Parser, one_line
 from training.metrics import read_events
 
-_PANELS = (
-    ("loss", "loss", "log"),
-    ("top1", "top-1 accuracy", "linear"),
-    ("lr", "learning rate", "linear"),
-    ("norms", "norms", "log"),
-)
+_PANELS = (("loss", "log"), ("top-1 accuracy", "linear"), ("learning rate", "linear"), ("norms", "log"))
 
 
 def draw(folders: List[Path], output: Path) -> None:
     """Loss, accuracy, learning rate and norms over epochs, a colour per run; training thin, evaluation bold."""
     figure = pictures.figure(output, (11, 6.5), "curves.png")
-    axes = figure.subplots(2, 2)
+    axes = dict(zip(("loss", "top1", "lr", "norms"), figure.subplots(2, 2).flat))
     for number, folder in enumerate(folders):
         events, colour = read_events(folder), f"C{number}"
         train, evaluation = events.get("train", []), events.get("eval", [])
-        for (key, title, scale), axis in zip(_PANELS, axes.flat):
-            axis.set(title=title, xlabel="epoch", yscale=scale)
-            axis.grid(alpha=0.3)
-            if key == "norms":
-                for name, style in (("weight", "-"), ("gradient", "--"), ("update", ":")):
-                    _line(axis, train, f"{name}_norm", color=colour, ls=style, label=name if number == 0 else None)
-                continue
-            _line(axis, train, key, color=colour, lw=1, alpha=0.6, label="training" if number == 0 else None)
-            if key != "lr":
-                label = folder.name if len(folders) > 1 else "validation"
-                _line(axis, evaluation, key, color=colour, lw=2, label=label)
-    for axis in axes.flat:
+        for key in ("loss", "top1", "lr"):
+            _line(axes[key], train, key, color=colour, lw=1, alpha=0.6, label=None if number else "training")
+        for key in ("loss", "top1"):
+            label = folder.name if len(folders) > 1 else "validation"
+            _line(axes[key], evaluation, key, color=colour, lw=2, label=label)
+        for name, style in (("weight", "-"), ("gradient", "--"), ("update", ":")):
+            _line(axes["norms"], train, f"{name}_norm", color=colour, ls=style, label=None if number else name)
+    for axis, (title, scale) in zip(axes.values(), _PANELS):
+        axis.set(title=title, xlabel="epoch", yscale=scale)
+        axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,16 +20,15 @@ if __name__ == "__main__":  # before the imports: see run
 import argparse
 import json
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
 from recipe.errors import DONE, UserError
 from recipe.files import write_text
 from tools import output as outputs
-from tools.reporting import gallery, page, sections
-from tools.reporting.run import Run, headline, read
+from tools.reporting import page, sections
+from tools.reporting.run import headline, read
 from training.command import Parser, one_line
 
-_NAME = "report.html"
 _IMAGES = 32
 _MOST_IMAGES = 64
 
@@ -51,11 +50,31 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     options = parser.parse_args(arguments)
-    one = len(options.folders) == 1
-    output = options.output or (options.folders[0] / _NAME if one else Path(_NAME))
-    runs = _read(options.folders)
-    _check_output(output)  # before images are read and scored for a minute
-    text, content, figures = _of_one(runs[0], options.images) if one else _of_several(runs)
+    folders = options.folders
+    output = options.output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    places = [folder.resolve() for folder in folders]
+    twice = next((folder for number, folder in enumerate(folders) if places[number] in places[:number]), None)
+    if twice is not None:
+        raise UserError(f"{twice}: is named twice; name each run once")
+    runs = [read(folder) for folder in folders]
+    if not output.parent.exists():
+        raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
+    outputs.check(output)  # before images are read and scored for a minute
+    figures = [headline(run) for run in runs]
+    if len(runs) == 1:
+        shown = sections.of_run(runs[0])
+        text = f"{runs[0].name}, {figures[0]['state']} at step {figures[0]['step']:,}"
+        if options.images:
+            from tools.reporting import pictures  # loads torch
+
+            images, data = pictures.collect(runs[0], options.images)
+            shown.update(images)
+            figures[0].update(data)
+    else:
+        names = sections.names_of(runs)
+        shown, text = sections.of_comparison(runs, names), f"{len(runs)} runs compared"
+        figures = [{**each, "name": name} for each, name in zip(figures, names)]
+    content = page.render(shown)
     write_text(output, content)
     print(f"{output}: {text}, {len(content.encode()) / 1e6:.1f} MB")
     if options.json:
@@ -67,40 +86,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) > _MOST_IMAGES:
         raise argparse.ArgumentTypeError(f"{text!r} is not 0 to {_MOST_IMAGES}")
     return int(text)
-
-
-def _read(folders: Sequence[Path]) -> List[Run]:
-    places = [folder.resolve() for folder in folders]
-    for number, folder in enumerate(folders):
-        if places[number] in places[:number]:
-            raise UserError(f"{folder}: is named twice; name each run once")
-    return [read(folder) for folder in folders]
-
-
-def _check_output(output: Path) -> None:
-    if not output.parent.exists():
-        raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
-    outputs.check(output)
-
-
-def _of_one(run: Run, images: int) -> Tuple[str, str, List[dict]]:
-    """(a few words, the page, the figures of the run)."""
-    parts, unit = sections.curve_sections(run)
-    parts.append(sections.time_section(run))
-    figures = headline(run)
-    if images:
-        pictures, shown = gallery.collect(run, images)
-        parts += pictures
-        figures.update(shown)
-    parts += [sections.recipe_section(run), sections.environment_section(run)]
-    text = f"{run.name}, {figures['state']} at step {figures['step']:,}"
-    return text, page.render(sections.title(run), sections.head(run), parts, unit), [figures]
-
-
-def _of_several(runs: Sequence[Run]) -> Tuple[str, str, List[dict]]:
-    """(a few words, the page, the figures of the runs)."""
-    names = sections.names_of(runs)
-    parts, unit = sections.comparison(runs, names)
-    text = f"{len(runs)} runs compared"
-    figures = [{**headline(run), "name": name} for run, name in zip(runs, names)]
-    return text, page.render(text, sections.head_of_comparison(runs, names), parts, unit), figures

@@ -37,19 +37,19 @@ _TRAINER = (str(Path(__file__).resolve().parent.parent / "train.py"),)
 def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TRAINER) -> int:
     """Runs the command; returns its exit code. Args: trainer: what trains a trial, as Python is given it."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
+    stop = StopRequest()
+    with stop:
         candidates = load_candidates(read(Path(options.config), options.overrides, options.trials))
         for note in survey(candidates):
             print(f"note: {note}", flush=True)
         path = Path(options.output or f"sweeps/{candidates.sweep.word}")
-        stop = StopRequest()
-        with stop, contextlib.closing(SweepFolder(path, candidates)) as folder:
+        definition = candidates.sweep.definition
+        trials = definition.trials or definition.combinations()
+        with contextlib.closing(SweepFolder(path, candidates)) as folder:
             # Imported late: a wrong command line is refused before Optuna is loaded.
             from tools.sweeping.report import Report
             from tools.sweeping.study import StorageError, Study
 
-            definition = candidates.sweep.definition
-            trials = definition.trials or definition.combinations()
             try:
                 with contextlib.closing(Study(folder.study, candidates.sweep)) as study:
                     report = Report(candidates, study, folder)
@@ -59,8 +59,6 @@ def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TR
                 text = first_line(error.orig if getattr(error, "orig", None) else error)
                 return fail(f"{folder.study}: {text}; fix this, then {_AGAIN}", FAILED)
             return _conclude(data, stop, options.json)
-    except KeyboardInterrupt:
-        return fail("stopped before the first trial; the same command goes on", STOPPED)
 
 
 def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:

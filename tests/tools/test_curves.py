@@ -28,7 +28,6 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(run, tmp_path, capsys):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "metrics.jsonl").write_text("garbage\n" + EVENTS)
     for arguments, message in (
-        ([tmp_path / "nowhere"], "metrics.jsonl: no such file"),
         ([tmp_path / "broken"], "metrics.jsonl:1: not a line of metrics"),
         ([run, "--output", tmp_path / "c.xyz"], "c.xyz: no kind of picture"),
     ):

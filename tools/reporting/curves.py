@@ -1,45 +1,33 @@
-"""Curves over epochs, steps and time: of one run, or of several in the same figures."""
+"""Figures over epochs, steps and time: of one run, or of several in the same figures."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
-from tools.reporting.drawing import (
-    COLOURS,
-    Clock,
-    LineStyle,
-    abscissae,
-    axes,
-    in_words,
-    number,
-    run_style,
-    thinned,
-    trace,
-    unit_of,
-)
+from tools.reporting import drawing
+from tools.reporting.drawing import COLOURS, Clock, LineStyle, number
 from tools.reporting.metrics import Events
 from tools.reporting.page import Figure
 from tools.reporting.run import Run, resumed_at, steps_per_epoch
 
 _POINTS = 6000  # of all lines of a figure together
 _MOST_MARKS = 30
+_RATIOS = 600  # log lines whose trust ratios are drawn
+_COLUMNS = 240  # of those with a row of colours for each weight
+_PREFIX = "trust/"
 
 
 class Series(NamedTuple):
-    """One quantity. kind: of the events that have it. role: its name within its figure."""
+    """One quantity. column: of the training events, or of evaluations. role: its name within its figure."""
 
-    kind: str
     column: str
     role: str
+    evaluated: bool = False
 
     def events_of(self, run: Run) -> Events:
-        return run.metrics.train if self.kind == "train" else run.metrics.evaluation
-
-    def column_of(self, run: Run) -> Sequence[float]:
-        return self.events_of(run)[self.column]
-
-    def is_in(self, run: Run) -> bool:
-        return self.events_of(run).has(self.column)
+        return run.metrics.evaluation if self.evaluated else run.metrics.train
 
 
 class Plan(NamedTuple):
@@ -55,89 +43,6 @@ class Plan(NamedTuple):
     dull: bool = False  # left out where nothing ever changes in it
 
 
-def _scores(name: str) -> Tuple[Series, ...]:
-    return (
-        Series("train", name, "training"),
-        Series("eval", name, "validation"),
-        Series("eval", f"step_average/{name}", "average over updates"),
-        Series("eval", f"epoch_average/{name}", "average over epochs"),
-    )
-
-
-_NORMS = ("weight", "gradient", "update")
-_SCORES = (
-    Plan(
-        "loss", "Loss", "cross entropy, nats",
-        "Training: the objective, label smoothing and mixing included, averaged over the updates since the line "
-        "before. Validation: every image once.",
-        _scores("loss"),
-        log=True,
-    ),
-    Plan(
-        "top1", "Top-1 accuracy", "share of images",
-        "Training images are augmented, and mixed where the recipe says so: their accuracy can lie below that of "
-        "validation.",
-        _scores("top1"),
-        share=True,
-    ),
-    Plan("lr", "Learning rate", "learning rate", "At the last update before a line.", (Series("train", "lr", ""),)),
-)  # fmt: skip
-_ALL_NORMS = (
-    Plan(
-        "norms", "Norms", "Euclidean norm", "Over all parameters, of the last update before each line.",
-        tuple(Series("train", f"{name}_norm", name) for name in _NORMS), log=True,
-    ),
-)  # fmt: skip
-_EACH_NORM = tuple(
-    Plan(
-        f"{name}_norm", f"Norm of the {name}", "Euclidean norm", "Over all parameters.",
-        (Series("train", f"{name}_norm", name),), log=True,
-    )
-    for name in _NORMS
-)  # fmt: skip
-_REST = (
-    Plan(
-        "noise_scale", "Gradient noise scale", "images",
-        "Batches far below it learn as much from each image, batches far above it as much from each update.",
-        (Series("train", "noise_scale/images", "noise scale"),), log=True,
-    ),
-    Plan(
-        "loss_scale", "Loss scale", "factor", "By which the loss is multiplied before the backward pass.",
-        (Series("train", "loss_scale", "loss scale"),), log=True, dull=True,
-    ),
-    Plan(
-        "skipped", "Skipped updates", "updates", "Left out so far because their gradient was not finite.",
-        (Series("train", "skipped_steps", "skipped"),), dull=True,
-    ),
-    Plan(
-        "unreadable", "Unreadable images", "images", "Left out so far.",
-        (Series("train", "unreadable_images", "unreadable"),), dull=True,
-    ),
-    Plan(
-        "pace", "Images a second", "images / s", "Training only, without evaluation and checkpoints.",
-        (Series("train", "images_per_second", "images/s"),),
-    ),
-    Plan(
-        "mfu", "Model FLOPs utilisation", "share of the reachable",
-        "Floating-point operations of the model, over what this machine reached in a large matrix product.",
-        (Series("train", "mfu", "MFU"),), share=True,
-    ),
-    Plan(
-        "data_wait", "Waiting for images", "share of the time", "During which a device waited for images.",
-        (Series("train", "data_wait", "waiting"),), share=True,
-    ),
-)  # fmt: skip
-_ROLES = {
-    "training": LineStyle(COLOURS[0], width=1.5),
-    "validation": LineStyle(COLOURS[1], width=2.2, symbol="circle"),
-    "average over updates": LineStyle(COLOURS[2], "dash", 2, "square"),
-    "average over epochs": LineStyle(COLOURS[3], "dot", 2, "diamond"),
-    "weight": LineStyle(COLOURS[0]),
-    "gradient": LineStyle(COLOURS[1], "dash"),
-    "update": LineStyle(COLOURS[2], "dot", 2),
-}
-
-
 class Curves(NamedTuple):
     """left_out: what is not drawn, and why. unit: (name, seconds) of the time axis. thinned: whether lines are."""
 
@@ -147,74 +52,118 @@ class Curves(NamedTuple):
     thinned: bool
 
 
+def _scores(name: str) -> Tuple[Series, ...]:
+    return (
+        Series(name, "training"),
+        Series(name, "validation", True),
+        Series(f"step_average/{name}", "average over updates", True),
+        Series(f"epoch_average/{name}", "average over epochs", True),
+    )
+
+
+def _plan(column: str, title: str, axis: str, caption: str, **more: bool) -> Plan:
+    """A figure of one quantity of the log."""
+    return Plan(column.partition("/")[0], title, axis, caption, (Series(column, title.lower()),), **more)
+
+
+_LOSS = (
+    "Training: the objective, label smoothing and mixing included, averaged over the updates since the line before. "
+    "Validation: every image once."
+)
+_TOP1 = "Training images are augmented, and mixed where the recipe says so: their accuracy can be below validation's."
+_NOISE = "Batches far below it learn as much from each image, batches far above it as much from each update."
+_MFU = "Floating-point operations of the model, over what this machine reached in a large matrix product."
+_NORMS = ("weight", "gradient", "update")
+_PLANS = (
+    Plan("loss", "Loss", "cross entropy, nats", _LOSS, _scores("loss"), log=True),
+    Plan("top1", "Top-1 accuracy", "share of images", _TOP1, _scores("top1"), share=True),
+    _plan("lr", "Learning rate", "learning rate", "At the last update before a line."),
+    _plan("noise_scale/images", "Gradient noise scale", "images", _NOISE, log=True),
+    _plan("loss_scale", "Loss scale", "factor", "Multiplies the loss before the backward pass.", log=True, dull=True),
+    _plan("skipped_steps", "Skipped updates", "updates", "So far, because their gradient was not finite.", dull=True),
+    _plan("unreadable_images", "Unreadable images", "images", "Left out so far.", dull=True),
+    _plan("images_per_second", "Images a second", "images / s", "Training only, without evaluation and checkpoints."),
+    _plan("mfu", "Model FLOPs utilisation", "share of the reachable", _MFU, share=True),
+    _plan("data_wait", "Waiting for images", "share of the time", "A device waited for images.", share=True),
+)
+_LINES_OF_NORMS = tuple(Series(f"{name}_norm", name) for name in _NORMS)
+_ALL_NORMS = (Plan("norms", "Norms", "Euclidean norm", "Over all parameters.", _LINES_OF_NORMS, log=True),)
+_EACH_NORM = tuple(
+    _plan(f"{name}_norm", f"Norm of the {name}", "Euclidean norm", "Over all parameters.", log=True) for name in _NORMS
+)
+_ROLES = {
+    "training": LineStyle(COLOURS[0], width=1.5),
+    "validation": LineStyle(COLOURS[1], width=2.2, symbol="circle"),
+    "average over updates": LineStyle(COLOURS[2], "dash", 2, "square"),
+    "average over epochs": LineStyle(COLOURS[3], "dot", 2, "diamond"),
+    "gradient": LineStyle(COLOURS[1], "dash"),
+    "update": LineStyle(COLOURS[2], "dot", 2),
+}
+
+_RANGE = (
+    ("largest", max, LineStyle(COLOURS[1], "dash")),
+    ("median", statistics.median, LineStyle(COLOURS[0], width=2.2)),
+    ("smallest", min, LineStyle(COLOURS[2], "dot")),
+)
+
+
 def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
     """Draws one run with a colour for each quantity, or several with a colour for each run."""
-    unit = unit_of(max((time for run in runs for time in run.metrics.train["seconds"] if time == time), default=0.0))
+    unit = drawing.unit_of(
+        max((time for run in runs for time in run.metrics.train["seconds"] if time == time), default=0.0)
+    )
+    clocks = [Clock(run.metrics.train, unit[1]) for run in runs]
     figures: List[Figure] = []
     left_out: List[str] = []
-    for plan in (*_SCORES, *(_ALL_NORMS if len(runs) == 1 else _EACH_NORM), *_REST):
-        figure, reason = _figure(plan, runs, names, unit[1])
-        if figure:
-            figures.append(figure)
+    for plan in (*_PLANS[:3], *(_ALL_NORMS if len(runs) == 1 else _EACH_NORM), *_PLANS[3:]):
+        found = [
+            (order, series, series.events_of(run)[series.column])
+            for order, run in enumerate(runs)
+            for series in plan.series
+            if series.events_of(run).has(series.column)
+        ]
+        seen = {value for _, _, column in found for value in column if value == value} if plan.dull else ()
+        if not found:
+            left_out.append(f"{plan.title.lower()} (not in metrics.jsonl)")
+        elif len(seen) == 1:
+            left_out.append(f"{plan.title.lower()} ({seen.pop():g} throughout)")
         else:
-            left_out.append(f"{plan.title.lower()} ({reason})")
+            figures.append(_figure(plan, found, runs, names, clocks))
     most = max((len(run.metrics.train) for run in runs), default=0)
     return Curves(figures, left_out, unit, most > _POINTS // max(1, len(runs)))
 
 
-def _figure(plan: Plan, runs: Sequence[Run], names: Sequence[str], unit: float) -> Tuple[Optional[Figure], str]:
-    """The figure, or None and why there is none."""
-    found = [(order, series) for order, run in enumerate(runs) for series in plan.series if series.is_in(run)]
-    if not found:
-        return None, "not in metrics.jsonl"
-    if plan.dull:
-        seen = {value for order, series in found for value in series.column_of(runs[order]) if value == value}
-        if len(seen) == 1:
-            return None, f"{seen.pop():g} throughout"
-    data, summary = [], []
-    clocks = [Clock(run.metrics.train, unit) for run in runs]
+def _figure(
+    plan: Plan, found: Sequence[tuple], runs: Sequence[Run], names: Sequence[str], clocks: Sequence[Clock]
+) -> Figure:
+    """Args: found: (number of the run, series, its values) of each line."""
+    data = []
+    alone = len(runs) == 1
     # Validation stands for the run in the legend: training is pale.
-    named = dict(sorted(found, key=lambda pair: pair[1].role == "validation"))
-    for order, series in found:
-        events, values = series.events_of(runs[order]), series.column_of(runs[order])
-        if len(runs) == 1:
-            style, name, who, more = _ROLES.get(series.role, LineStyle(COLOURS[0])), series.role, series.role, {}
+    named = dict(sorted((pair[:2] for pair in found), key=lambda pair: pair[1].role == "validation"))
+    for order, series, values in found:
+        if alone:
+            style, name, more = _ROLES.get(series.role, LineStyle(COLOURS[0])), series.role, {}
         else:
-            style, name, who = _in_comparison(order, series), names[order], f"{names[order]}, {series.role}"
+            style, name = _in_comparison(order, series.role), names[order]
             more = {"legendgroup": str(order), "showlegend": series is named[order]}
-        places = thinned(values, max(100, _POINTS // len(found)))
-        x = abscissae(events, places, clocks[order])
-        data.append(trace(name, style, x, [values[place] for place in places], **more))
-        summary.append(in_words(who, values, events["epoch"], plan.share))
-    layout = axes(plan.axis, data, log=plan.log, share=plan.share)
-    if len(runs) == 1:
+        places = drawing.thinned(values, max(100, _POINTS // len(found)))
+        x = drawing.abscissae(series.events_of(runs[order]), places, clocks[order])
+        data.append(drawing.trace(name, style, x, [values[place] for place in places], **more))
+    layout = drawing.axes(plan.axis, data, log=plan.log, share=plan.share)
+    if alone:
         layout["hovermode"] = "x unified"
-        marks, caption = session_marks(runs[0], clocks[0]), plan.caption
-    else:
-        marks, caption = [], plan.caption + _line_key({series.role for _, series in found})
-    return Figure(plan.key, plan.title, caption, " ".join(summary), data, layout, marks), ""
+    return Figure(plan.key, plan.title, plan.caption, data, layout, session_marks(runs[0], clocks[0]) if alone else [])
 
 
-def _in_comparison(order: int, series: Series) -> LineStyle:
+def _in_comparison(order: int, role: str) -> LineStyle:
     """Validation as the run is drawn everywhere; what is beside it in the same figure thinner."""
-    style = run_style(order)
-    if series.role == "training":
-        return style._replace(width=1.2, faint=True, symbol=None)
-    if series.role.startswith("average"):
+    style = drawing.run_style(order)
+    if role == "training":
+        return style._replace(width=1.2, opacity=0.55, symbol=None)
+    if role.startswith("average"):
         return style._replace(width=1.2, symbol=f"{style.symbol}-open")
-    return style if series.kind == "eval" else style._replace(width=1.8, symbol=None)
-
-
-def _line_key(roles: set) -> str:
-    """How the lines of one run differ within a figure; nothing where it has only one."""
-    averages = any(role.startswith("average") for role in roles)
-    key = {
-        "Thin and pale: training.": "training" in roles,
-        "Thick: validation.": "validation" in roles,
-        "Hollow symbols: averages.": averages,
-    }
-    parts = [text for text, shown in key.items() if shown]
-    return " " + " ".join(parts) if len(parts) > 1 else ""
+    return style if role == "validation" else style._replace(width=1.8, symbol=None)
 
 
 def session_marks(run: Run, clock: Clock) -> List[dict]:
@@ -225,8 +174,67 @@ def session_marks(run: Run, clock: Clock) -> List[dict]:
     return [{"epoch": number(step / per_epoch), "step": step, "time": clock.at(step)} for step in steps]
 
 
-def gaps(run: Run) -> List[str]:
-    """How often a quantity of the log was not finite, where it was."""
-    train = run.metrics.train
-    counts = [(name, sum(value != value for value in train[name])) for name in ("loss", "gradient_norm", "update_norm")]
-    return [f"{name}: {count} of {len(train)} lines are not finite" for name, count in counts if 0 < count < len(train)]
+def trust_ratios(runs: Sequence[Run], names: Sequence[str], unit: float) -> List[Figure]:
+    """Figures of LARS's trust ratios, of which every weight has one; none where no run logs them.
+
+    The median and the range, and each weight as a row of colours. Args: unit: of the time axis, in seconds.
+    """
+    data = []
+    for order, run in enumerate(runs):
+        train, layers, drawn = run.metrics.train, _layers(run), _drawn(run, _RATIOS)
+        if not layers:
+            continue
+        ratios = [[train[layer][place] for layer in layers if math.isfinite(train[layer][place])] for place in drawn]
+        x = drawing.abscissae(train, drawn, Clock(train, unit))
+        median = (names[order], statistics.median, drawing.run_style(order)._replace(width=1.8, symbol=None))
+        for name, pick, style in _RANGE if len(runs) == 1 else (median,):
+            data.append(drawing.trace(name, style, x, [pick(row) if row else math.nan for row in ratios]))
+    if not data:
+        return []
+    layout = drawing.axes("trust ratio", data, log=True)
+    if len(runs) > 1:
+        return [Figure("trust", "Trust ratios", "Median over the weights that LARS scales.", data, layout)]
+    layout["hovermode"] = "x unified"
+    caption = f"Of {len(layers)} weights: the factor by which LARS scales the learning rate of each."
+    clock = Clock(runs[0].metrics.train, unit)
+    marks = session_marks(runs[0], clock)
+    return [
+        Figure("trust", "Trust ratios", caption, data, layout, marks, wide=True),
+        *_heat_map(runs[0], layers, clock),
+    ]
+
+
+def _layers(run: Run) -> List[str]:
+    """Columns of the trust ratios, in the order of the model."""
+    return [name for name in run.metrics.train.columns if name.startswith(_PREFIX)]
+
+
+def _drawn(run: Run, most: int) -> List[int]:
+    """Evenly spread log lines, as not all of their many numbers can be drawn."""
+    count = len(run.metrics.train)
+    return list(range(0, count, max(1, -(-count // most))))
+
+
+def _heat_map(run: Run, layers: Sequence[str], clock: Clock) -> List[Figure]:
+    """A row per weight, the model's first at the top; none where there are not two log lines to lay side by side."""
+    drawn = _drawn(run, _COLUMNS)
+    powers = [[_power(run.metrics.train[layer][place]) for place in drawn] for layer in layers]
+    if len(drawn) < 2 or all(power is None for row in powers for power in row):
+        return []
+    data = {
+        "type": "heatmap",
+        "x": drawing.abscissae(run.metrics.train, drawn, clock),
+        "y": [drawing.label(layer[len(_PREFIX) :].removesuffix(".weight")) for layer in layers],
+        "z": powers,
+        "hovertemplate": "%{y}<br>at %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
+        "colorscale": "Cividis",
+        "colorbar": {"thickness": 12, "outlinewidth": 0, "tickprefix": "10<sup>", "ticksuffix": "</sup>"},
+    }
+    vertical = {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False}
+    layout = {"yaxis": vertical, "height": max(260, min(1000, 90 + 6 * len(layers))), "showlegend": False}
+    caption = "A row per weight in the order of the model; not every row has room for its name."
+    return [Figure("layers", "Trust ratio of each weight", caption, [data], layout, wide=True)]
+
+
+def _power(ratio: float) -> Optional[float]:
+    return round(math.log10(ratio), 3) if ratio > 0 and math.isfinite(ratio) else None

@@ -1,6 +1,6 @@
 """Lines as plotly's data: thinned to what a screen can show, over epochs, steps and time; the style of the axes.
 
-What a figure shows is in curves.py, layers.py and timing.py; report.js draws it.
+What a figure shows is in curves.py and layers.py; report.js draws it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tools.reporting.metrics import Events
 # Okabe and Ito's colours, which all eyes tell apart, in an order in which neighbours differ most. Their yellow and
 # their black are left out: one is lost on white paper, the other on a dark screen.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _MOST_SYMBOLS = 80  # on a line: more would hide it
-_UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0), ("days", 86400.0))
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 class LineStyle(NamedTuple):
@@ -28,13 +28,13 @@ class LineStyle(NamedTuple):
     dash: str = "solid"
     width: float = 1.5
     symbol: Optional[str] = None
-    faint: bool = False
+    opacity: float = 1
 
 
 def run_style(order: int) -> LineStyle:
     """The style of a run in a comparison, by its number: colour, dash and symbol; no two alike among thirty-six."""
     turn, place = divmod(order, len(COLOURS))
-    return LineStyle(COLOURS[place], DASHES[(place + turn) % len(DASHES)], 2.2, _SYMBOLS[place])
+    return LineStyle(COLOURS[place], _DASHES[(place + turn) % len(_DASHES)], 2.2, _SYMBOLS[place])
 
 
 class Clock:
@@ -53,7 +53,7 @@ class Clock:
 
 def unit_of(seconds: float) -> tuple:
     """(name, seconds) of the unit in which a run of so many seconds is shown."""
-    return next((unit for unit in reversed(_UNITS) if seconds >= 2 * unit[1]), _UNITS[0])
+    return next((unit for unit in _UNITS if seconds >= 2 * unit[1]), _UNITS[-1])
 
 
 def number(value: float) -> Optional[float]:
@@ -88,9 +88,9 @@ def thinned(values: Sequence[float], most: int) -> List[int]:
 
 def abscissae(events: Events, places: Sequence[int], clock: Clock) -> dict:
     """Epochs, steps and times of some events."""
-    steps, epochs = [events["step"][place] for place in places], [events["epoch"][place] for place in places]
+    steps = [events["step"][place] for place in places]
     return {
-        "epoch": [number(epoch) for epoch in epochs],
+        "epoch": [number(events["epoch"][place]) for place in places],
         "step": [int(step) for step in steps],
         "time": [clock.at(step) for step in steps],
     }
@@ -98,51 +98,28 @@ def abscissae(events: Events, places: Sequence[int], clock: Clock) -> dict:
 
 def trace(name: str, style: LineStyle, x: dict, y: Sequence[float], **more: object) -> dict:
     """A line as plotly has it, apart from `x`; gaps where values are not finite. Args: more: of plotly's keys."""
-    line = {
+    mode = "markers" if len(y) == 1 else "lines+markers" if style.symbol and len(y) <= _MOST_SYMBOLS else "lines"
+    return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": mode,
         "name": label(name),
         "x": x,
         "y": [number(value) for value in y],
         "line": {"color": style.colour, "dash": style.dash, "width": style.width},
-        "opacity": 0.55 if style.faint else 1,
+        "marker": {"symbol": style.symbol or "circle", "size": 6, "color": style.colour},
+        "opacity": style.opacity,
         **more,
     }
-    if len(y) == 1 or (style.symbol and len(y) <= _MOST_SYMBOLS):
-        mode = "markers" if len(y) == 1 else "lines+markers"
-        line.update(mode=mode, marker={"symbol": style.symbol or "circle", "size": 6, "color": style.colour})
-    return line
 
 
 def axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = False) -> dict:
     """The layout of lines whose abscissae can be switched. Args: log: logarithmic. share: values are shares."""
-    vertical = {
-        "title": {"text": title, "standoff": 8},
-        "automargin": True,
-        "zeroline": False,
-        "type": "log" if log else "linear",
-    }
-    if share:
-        vertical["tickformat"] = "~%"
-    elif log:
+    vertical = {"title": {"text": title, "standoff": 8}, "automargin": True, "zeroline": False}
+    vertical.update(type="log" if log else "linear", tickformat="~%" if share else "")
+    found = [value for trace in data for value in trace["y"] if value is not None and value > 0]
+    if log and found:
         vertical["tickformat"] = "~g"  # else the digits between powers of ten stand alone: 2, 5, 10
-        found = [value for trace in data for value in trace["y"] if value is not None and value > 0]
-        decades = math.log10(max(found)) - math.log10(min(found)) if found else 0
-        if decades > 2.2:
-            vertical["nticks"] = min(7, math.ceil(decades) + 1)  # whole powers of ten
-        elif decades > 0.62:
-            vertical["nticks"] = int(decades / 0.31)  # 1, 2 and 5 of each decade; plotly itself would take all digits
+        decades = math.log10(max(found) / min(found))
+        if decades > 0.62:
+            vertical["dtick"] = math.ceil(decades / 7) if decades > 2.2 else "D2"  # powers of ten, or 1, 2 and 5
     return {"yaxis": vertical, "hovermode": "closest", "showlegend": len(data) > 1}
-
-
-def in_words(name: str, values: Sequence[float], epochs: Sequence[float], share: bool = False) -> str:
-    """`NAME: 2.26 at first, 0.828 at last, between 0.81 (epoch 34) and 2.26 (epoch 1).`"""
-    finite = [(value, epoch) for value, epoch in zip(values, epochs) if math.isfinite(value)]
-    if not finite:
-        return f"{name}: none finite."
-    (low, early), (high, late) = min(finite), max(finite)
-    shown = [f"{value:.2%}" if share else f"{value:.4g}" for value in (finite[0][0], finite[-1][0], low, high)]
-    first, last, least, most = shown
-    return (
-        f"{name}: {first} at first, {last} at last, between {least} (epoch {early:.4g}) and {most} (epoch {late:.4g})."
-    )

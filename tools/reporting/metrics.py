@@ -34,11 +34,10 @@ class Events:
 
     def add(self, event: dict) -> None:
         """Append an event."""
-        values = {}
-        for key, value in event.items():
-            values.update(
-                {f"{key}/{name}": each for name, each in value.items()} if type(value) is dict else {key: value}
-            )
+        values = dict(event)
+        for key, inner in event.items():
+            if type(inner) is dict:
+                values.update((f"{key}/{name}", value) for name, value in inner.items())
         for name, value in values.items():
             if not is_number(value) and type(value) is not float:
                 continue

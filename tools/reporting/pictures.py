@@ -1,4 +1,4 @@
-"""Small pictures that lie in the page itself: training images as a run received them, validation images it mistakes."""
+"""Pictures that lie in the page itself: training images as a run received them, and what it mistakes in validation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import io
 import os
 import time
 from pathlib import Path
-from typing import Iterable, Iterator, List, NamedTuple, Sequence
+from typing import Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.nn.functional import interpolate
 
 from data import loader, mixing
 from data.base import Source, permutation
@@ -24,12 +23,16 @@ from engines.base import Engine
 from recipe import loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
-from recipe.errors import DataError
+from recipe.errors import ConfigError, DataError, UserError, first_line
+from tools.reporting.run import Run
+from tools.reporting.sections import share
 from training import scoring, weights
 
 _LARGEST = 128  # pixels a side: sixty-four photographs of that size are two megabytes
-_SMALLEST = 64
 _SECONDS = 60.0
+_WORST = 12
+# What images, checkpoints and devices can fail with: the report is made all the same.
+_FAILURES = (UserError, OSError, RuntimeError)
 
 
 class Picture(NamedTuple):
@@ -54,10 +57,60 @@ class Findings(NamedTuple):
     pictures: List[Picture]
 
 
-def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
-    """The first images of a run's first epoch, as its first updates saw them: cropped, augmented and mixed.
+def collect(run: Run, count: int) -> Tuple[dict, dict]:
+    """Both sections of the page, and what is in them as data; where one cannot be made, it has the reason.
 
-    They are made again, being a function of the recipe.
+    Args: count: pictures of each kind, at most.
+    """
+    shown: List[Picture] = []
+    scored = None
+    try:
+        if run.recipe is None:
+            raise ConfigError(run.complaint)
+        shown = training_pictures(run.recipe, count)
+        images: dict = {"reason": "", "pictures": shown}
+    except _FAILURES as error:
+        images = {"reason": _reason(error)}
+    try:
+        found = find_mistakes(run.folder, count)
+    except _FAILURES as error:
+        mistakes = {"reason": _reason(error)}
+    else:
+        scores = {name: getattr(found.report, name) for name in ("images", "top1", "top5", "loss")}
+        scored = {"file": str(found.file), **scores, "of": found.validation, "missed": found.missed}
+        mistakes = mistakes_section(found)
+    return {"images": images, "mistakes": mistakes}, {"images_shown": len(shown), "scored": scored}
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def mistakes_section(found: Findings) -> dict:
+    """What the page shows of the validation images."""
+    report, names = found.report, found.classes
+    which, remark = f"all {report.images:,}", ""
+    if report.images < found.validation:
+        which = f"{report.images:,} random ones of {found.validation:,}"
+        remark = " More would take longer than a minute here: evaluate.py scores them all."
+    scores = f"top-1 {share(report.top1)}, top-5 {share(report.top5)}, {found.missed:,} misclassified."
+    worst = [row for row in scoring.class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
+    stream = io.BytesIO()
+    scoring.draw_confusion(stream, report, names, f"top1 {report.top1:.2%}")
+    return {
+        "reason": "",
+        "text": f"{found.file.name} classified {which} validation images: {scores}{remark}",
+        "worst": [
+            (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)")
+            for row in worst
+        ],
+        "confusion": png_uri(stream),
+        "pictures": found.pictures,
+    }
+
+
+def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
+    """The first images of a run's first epoch, made again as its first updates saw them: cropped, augmented and mixed.
 
     Raises:
         DataError: the images are not there, or not as many as one update takes.
@@ -111,21 +164,11 @@ def _shares(target: torch.Tensor, classes: Sequence[str]) -> str:
 
 
 def data_uri(image: torch.Tensor) -> str:
-    """A PNG of an image in a URI; made smaller where it is large, its pixels repeated where it is tiny.
-
-    Args:
-        image: [3, height, width] from 0 to 255, of any dtype.
-    """
-    height, width = image.shape[1:]
-    if max(height, width) > _LARGEST:
-        scale = _LARGEST / max(height, width)
-        size = max(1, round(height * scale)), max(1, round(width * scale))
-        image = interpolate(image[None].float(), size, mode="bilinear", align_corners=False, antialias=True)[0]
-    times = -(-_SMALLEST // max(image.shape[1:]))
-    image = image.repeat_interleave(times, 1).repeat_interleave(times, 2)
+    """A PNG of an image [3, height, width] from 0 to 255, of any dtype, in a URI; made smaller where it is large."""
     pixels = image.float().round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG", optimize=True)
+    picture, stream = Image.fromarray(pixels), io.BytesIO()
+    picture.thumbnail((_LARGEST, _LARGEST))
+    picture.save(stream, "PNG", optimize=True)
     return png_uri(stream)
 
 
@@ -137,10 +180,7 @@ def png_uri(stream: io.BytesIO) -> str:
 def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Findings:
     """Classifies validation images by the newest checkpoint: all of them, or as many random ones as time allows.
 
-    Args:
-        folder: of the run.
-        count: pictures of mistakes, at most.
-        seconds: time limit.
+    Args: folder: of the run. count: pictures of mistakes, at most. seconds: time limit.
 
     Raises:
         UserError: there is no checkpoint or no image, or the two do not fit.
@@ -164,9 +204,9 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Findin
         engine.close()
     transform = Evaluation(data.crop_fraction)
     pictures = []
-    for share, index, label, guess in sorted(watched.mistakes, reverse=True)[:count]:
+    for part, index, label, guess in sorted(watched.mistakes, reverse=True)[:count]:
         image = transform(shuffled.open(index), size, epoch=0, index=index)
-        caption = f"{source.classes[label]} taken for {source.classes[guess]}, {100 * share:.0f}\u00a0%"
+        caption = f"{source.classes[label]} taken for {source.classes[guess]}, {100 * part:.0f}\u00a0%"
         pictures.append(Picture(data_uri(image), caption, shuffled.name(index)))
     return Findings(stored.path, report, len(source), source.classes, len(watched.mistakes), pictures)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import datetime
 import fcntl
-import os
-import struct
 from pathlib import Path
 from typing import List, NamedTuple, Optional
 
@@ -91,9 +89,8 @@ def state(run: Run) -> State:
     where = f"step {done:,}" + (f" of {total:,}" if total else "")
     if run.metrics.end:
         return State(FINISHED, where)
-    process = _writer(run.folder / "lock")
-    if process:
-        return State(RUNNING, f"{where} is logged (process {process})")
+    if in_use(run.folder):
+        return State(RUNNING, f"{where} is logged")
     if not done:
         return State(NOT_BEGUN, "no update is logged yet")
     skipped = _skipped_at_last(run.metrics.train)
@@ -102,17 +99,16 @@ def state(run: Run) -> State:
     return State(CUT_OFF, f"at {where}: stopped, killed or failed; the command that began it resumes it")
 
 
-def _writer(lock: Path) -> int:
-    """The process that holds the folder's lock, queried without taking it; 0 where none on this machine does."""
-    if not hasattr(fcntl, "F_GETLK") or os.uname().sysname != "Linux":
-        return 0  # the layout below is Linux's
+def in_use(folder: Path) -> bool:
+    """Whether a process of this machine holds the lock of a run folder."""
     try:
-        with open(lock, "rb") as stream:
-            query = struct.pack("hhqqii", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0, 0)
-            kind, _, _, _, process, _ = struct.unpack("hhqqii", fcntl.fcntl(stream, fcntl.F_GETLK, query))
+        with open(folder / "lock", "rb") as stream:
+            fcntl.lockf(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
+    except BlockingIOError:
+        return True
     except OSError:
-        return 0
-    return 0 if kind == fcntl.F_UNLCK else process
+        return False
+    return False
 
 
 def _skipped_at_last(train: metrics.Events) -> float:

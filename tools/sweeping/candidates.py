@@ -40,8 +40,7 @@ class Candidates(NamedTuple):
             recipe = loading.load(self.sweep.recipe, overrides)
             batch.describe(recipe)
         except UserError as error:
-            text = str(error)
-            raise ConfigError(text[len(_COMMAND_LINE) :] if text.startswith(_COMMAND_LINE) else text) from None
+            raise ConfigError(str(error).removeprefix(_COMMAND_LINE)) from None
         return recipe
 
 
@@ -74,9 +73,8 @@ def _load(sweep: SweepFile, overrides: Sequence[str]) -> Recipe:
         return loading.load(sweep.recipe, overrides)
     except ConfigError as error:
         text = str(error)
-        if text.startswith(_COMMAND_LINE):
-            raise ConfigError(f"{sweep.path}: overrides: {text[len(_COMMAND_LINE) :]}") from None
-        raise ConfigError(f"{sweep.path}: recipe: {text}") from None
+        place = "overrides" if text.startswith(_COMMAND_LINE) else "recipe"
+        raise ConfigError(f"{sweep.path}: {place}: {text.removeprefix(_COMMAND_LINE)}") from None
 
 
 def _rule(sweep: SweepFile, base: Recipe) -> List[str]:
@@ -106,11 +104,9 @@ def survey(candidates: Candidates) -> List[str]:
     ends = {key: axis.ends() for key, axis in space.items()}
     complete = math.prod(map(len, ends.values())) <= _MAX_CHECKED
     draw = random.Random(0)
-    combinations = (
-        _combinations(ends)
-        if complete
-        else [{key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED)]
-    )
+    combinations = [{key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED)]
+    if complete:
+        combinations = _combinations(ends)
     faults = [_fault(candidates, parameters) for parameters in combinations]
     if all(faults):
         raise ConfigError(f"{sweep.path}: space: no combination can be trained; the first: {faults[0]}")

@@ -9,13 +9,14 @@ import errno
 import fcntl
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from recipe import loading
 from recipe.bounded import read_json
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import write_text
 from tools.sweeping.candidates import Candidates
+from training.run_folder import first_difference
 
 _LOCK, _DEFINITION, _RECIPE = "lock", "sweep.json", "recipe.yaml"
 # May change between the sessions of one sweep. The resolved recipe is compared instead of its path and overrides.
@@ -41,17 +42,15 @@ class SweepFolder:
             self._check(candidates, definition)
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / _LOCK, "a+")  # noqa: SIM115
-        except (FileExistsError, NotADirectoryError):
-            raise ConfigError(f"{path}: a file is in the way; choose a folder by --output FOLDER") from None
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise ConfigError(
-                f"{path}: cannot be made or written: {error.strerror}; choose a folder by --output FOLDER"
-            ) from None
-        if not _locked(self._lock):
+            raise ConfigError(f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}") from None
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self.close()
-            raise ConfigError(f"{path} is in use by another sweep; wait for it, or {_REMEDY}")
+            raise ConfigError(f"{path} is in use by another sweep; wait for it, or {_REMEDY}") from None
         self._check(candidates, definition)  # another sweep may have begun meanwhile
         if not (path / _DEFINITION).exists():
             write_text(path / _RECIPE, loading.dump(candidates.base))
@@ -85,30 +84,10 @@ class SweepFolder:
         difference = _difference(before, definition)
         recipe = candidates.base if difference else loading.load(self.path / _RECIPE)
         if recipe != candidates.base:
-            from training.run_folder import first_difference  # loads torch
-
             changed = first_difference(recipe, candidates.base)
             difference = f"the recipe's {changed}" if changed else ""
         if difference:
             raise CheckpointError(f"{self.path} belongs to another sweep: {difference}; {_REMEDY}")
-
-
-def run_in_use(run_folder: Path) -> bool:
-    """Whether a process still writes a run folder: a trial whose sweep was killed may not have ended yet."""
-    try:
-        with open(run_folder / _LOCK, "r+") as stream:
-            return not _locked(stream)
-    except FileNotFoundError:
-        return False
-
-
-def _locked(stream: IO[str]) -> bool:
-    """Takes the lock on a file until it is closed; False: another process has it."""
-    try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _difference(before: Any, after: Any, place: str = "") -> str:

@@ -50,8 +50,7 @@ class Report:
         from rich.console import Console
 
         rows = self._write()
-        importances = self._draw()
-        records, folder = self._study.records(), self._folder
+        importances, folder = self._draw(), self._folder
         Console(width=None if sys.stdout.isatty() else 120).print(table(rows, self._definition))
         files = {"study": folder.study, "leaderboard": folder.leaderboard, "picture": folder.picture}
         if self._best is not None:
@@ -59,11 +58,8 @@ class Report:
         return {
             "sweep": self._candidates.sweep.name,
             "folder": str(folder.path),
-            "metric": self._definition.metric,
-            "direction": self._definition.direction,
-            "sampler": self._definition.sampler,
-            "seed": self._definition.seed,
-            "counts": {state: sum(each.state == state for each in records) for state in STATES},
+            **{name: getattr(self._definition, name) for name in ("metric", "direction", "sampler", "seed")},
+            "counts": {state: sum(row["state"] == state for row in rows) for state in STATES},
             "best": self._best,
             "leaderboard": rows,
             "importances": importances,
@@ -120,10 +116,7 @@ def ranked(records: Sequence[Record], definition: Definition) -> List[Dict[str, 
     `rank` is None for trials that are not complete; those are in the order of their states and numbers.
     """
     sign = 1 if definition.direction == "minimize" else -1
-    order = sorted(
-        records,
-        key=lambda each: (STATES.index(each.state), 0.0 if each.value is None else sign * each.value, each.trial),
-    )
+    order = sorted(records, key=lambda each: (STATES.index(each.state), sign * (each.value or 0.0), each.trial))
     return [
         {"rank": place if each.state == COMPLETE else None, **each._asdict()}
         for place, each in enumerate(order, start=1)
@@ -136,10 +129,9 @@ def write_csv(path: Path, rows: Sequence[Dict[str, Any]], definition: Definition
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["rank", "trial", "state", definition.metric, *definition.space, "epochs", "seconds", "reason"])
     for row in rows:
-        start, end = (
-            [row[name] for name in names.split()] for names in ("rank trial state value", "epochs seconds reason")
-        )
-        writer.writerow([*start, *(_cell(row["parameters"][key]) for key in definition.space), *end])
+        cells = [row[name] for name in ("rank", "trial", "state", "value")]
+        cells += [_cell(row["parameters"][key]) for key in definition.space]
+        writer.writerow(cells + [row[name] for name in ("epochs", "seconds", "reason")])
     write_text(path, stream.getvalue())
 
 
@@ -155,21 +147,13 @@ def table(rows: Sequence[Dict[str, Any]], definition: Definition) -> Table:
         found.add_column(Text(name), justify="right", overflow="fold")
     found.add_column("state", overflow="fold")
     for row in rows[:_SHOWN]:
-        cells = [
-            _number(row["rank"], "d"),
-            _number(row["trial"], "d"),
-            _number(row["value"], ".5g"),
-            *(_cell(row["parameters"][key]) for key in definition.space),
-            _number(row["epochs"], ".4g"),
-            _number(row["seconds"], ".1f"),
-            row["state"],
+        numbers = [
+            "" if row[name] is None else format(row[name], form)
+            for name, form in (("rank", "d"), ("trial", "d"), ("value", ".5g"), ("epochs", ".4g"), ("seconds", ".1f"))
         ]
-        found.add_row(*map(Text, cells))
+        parameters = [_cell(row["parameters"][key]) for key in definition.space]
+        found.add_row(*map(Text, [*numbers[:3], *parameters, *numbers[3:], row["state"]]))
     return found
-
-
-def _number(value: Optional[float], form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _cell(value: Any) -> str:

@@ -21,8 +21,9 @@ from parallel.parent_death import bound_to_parent
 from recipe import credentials
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
+from tools.reporting.run import in_use
 from tools.sweeping.candidates import Candidates, as_text
-from tools.sweeping.folder import SweepFolder, run_in_use
+from tools.sweeping.folder import SweepFolder
 from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Progress, Record, progress
 from training.stopping import StopSignals
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.2
 _MAX_STARTS = 3  # of a process that is killed from outside, before its trial has failed
-_TAIL = 64 * 1024  # bytes of a log in which its last line is searched
-_MAX_LINE = 300  # characters of it that are reported
+_MAX_LINE = 300  # characters of a log's last line that are reported
+_NOTHING = Progress()
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
@@ -65,30 +66,23 @@ class Trial:
 
     def stop(self, at_once: bool = False) -> None:
         """Lets the process finish its step, save and end; or kills it with all that it has started."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            if at_once:
+        if self.process is not None and not at_once:
+            self.process.terminate()
+        elif self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.send_signal(signal.SIGTERM)
-        if at_once:
             self.process.wait()
 
     def last_line(self) -> str:
         """The last line of the process's output, or nothing."""
         with open(self._log, "rb") as stream:
-            stream.seek(max(self._log_start, os.fstat(stream.fileno()).st_size - _TAIL))
-            line = stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()
-        return line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + " ..."
+            stream.seek(self._log_start)
+            return stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()[:_MAX_LINE]
 
     def new_metrics(self, metrics: Path) -> bool:
         """Whether metrics.jsonl has changed since the last call."""
-        try:
-            status = metrics.stat()
-        except FileNotFoundError:
-            return False
-        before, self._metrics_status = self._metrics_status, (status.st_size, status.st_mtime_ns)
+        status = metrics.stat() if metrics.exists() else None
+        before, self._metrics_status = self._metrics_status, status and (status.st_size, status.st_mtime_ns)
         return self._metrics_status != before
 
 
@@ -142,16 +136,16 @@ class Scheduler:
                 those that run go on when the same command is given again.
         """
         cut_off = self._study.cut_off()
-        begun = len(self._study.records())
         announced = False
         try:
             while True:
-                while not self._ending() and len(self._running) < self._workers and (cut_off or begun < trials):
+                while not self._ending() and len(self._running) < self._workers:
                     if cut_off:
                         self._begin(cut_off.pop(0), "goes on")
-                    else:
+                    elif len(self._study.records()) < trials:
                         self._begin(self._study.begin(), "begins")
-                        begun += 1
+                    else:
+                        break
                 if self._ending() and self._running and not announced:
                     announced = True
                     why = self._stop.name or "the input is wrong"
@@ -178,11 +172,10 @@ class Scheduler:
 
     def _begin(self, number: int, verb: str) -> None:
         parameters = self._study.record(number).parameters
-        word = self._candidates.sweep.word
         overrides = [
             *self._candidates.overrides(parameters),
             f"run.output={as_text(str(self._folder.trial(number)))}",
-            f"run.name={as_text(f'{word}-{number:04d}')}",
+            f"run.name={as_text(f'{self._candidates.sweep.word}-{number:04d}')}",
         ]
         try:
             recipe = self._candidates.recipe(overrides)
@@ -197,29 +190,22 @@ class Scheduler:
         """Look at a trial once: what it has reached, whether its process runs, and what its end means."""
         run = self._folder.trial(trial.number)
         code = None if trial.process is None else trial.process.poll()
-        if not trial.new_metrics(run / "metrics.jsonl") and code is None:
-            if trial.process is None:
-                self._start(trial)
-            return
-        try:
-            reached = progress(run, self._metric, trial.recipe)
-        except UserError as error:
-            trial.stop(at_once=True)
-            return self._end(trial.number, FAILED, reason=str(error))
-        if not trial.pruned and self._report(trial, reached):
-            trial.pruned = True
-            trial.stop()
-        if code is not None:
-            self._process_ended(trial, code, reached)
-        elif trial.process is None and (trial.pruned or reached.ended):
-            self._conclude(trial, reached)
-        elif trial.process is None:
-            self._start(trial)
-
-    def _start(self, trial: Trial) -> None:
-        if self._ending():
+        if trial.new_metrics(run / "metrics.jsonl") or code is not None:
+            try:
+                reached = progress(run, self._metric, trial.recipe)
+            except UserError as error:
+                trial.stop(at_once=True)
+                return self._end(trial.number, FAILED, reason=str(error))
+            if not trial.pruned and self._report(trial, reached):
+                trial.pruned = True
+                trial.stop()
+            if code is not None:
+                return self._process_ended(trial, code, reached)
+            if trial.process is None and (trial.pruned or reached.ended):
+                return self._conclude(trial, reached)
+        if trial.process is None and self._ending():
             self._running.remove(trial)
-        elif not run_in_use(self._folder.trial(trial.number)):
+        elif trial.process is None and not in_use(run):
             trial.start(self._threads)
 
     def _report(self, trial: Trial, reached: Progress) -> bool:
@@ -228,15 +214,14 @@ class Scheduler:
         The pruner does not decide on the last evaluation of a run: ending it would save nothing, and whether it is
         seen before the run ends is a matter of time.
         """
-        last = len(reached.values) - 1
-        new = range(trial.reported, len(reached.values))
-        for evaluation in new:
+        first, last = trial.reported, len(reached.values) - 1
+        for evaluation in range(first, last + 1):
             trial.reported = evaluation + 1
             value = reached.values[evaluation]
             bad = value is not None and self._study.report(trial.number, evaluation, value)
             if bad and not (evaluation == last and reached.last_is_final):
                 return True
-        if new:
+        if first <= last:
             self._changed("", None)
         return False
 
@@ -288,16 +273,10 @@ class Scheduler:
                 self._fail_put_off()
 
     def _end(
-        self,
-        number: int,
-        state: str,
-        reached: Progress = Progress(),  # noqa: B008
-        reason: Optional[str] = None,
-        value: Optional[float] = None,
+        self, number: int, state: str, reached: Progress = _NOTHING, reason: str = "", value: Optional[float] = None
     ) -> None:
         self._running = [trial for trial in self._running if trial.number != number]
-        record = self._study.end(number, state, value, reached.epochs, reached.seconds, reason)
-        text = f"trial {number} {'' if state == FAILED else 'is '}{state}"
+        record = self._study.end(number, state, value, reached.epochs, reached.seconds, reason or None)
         if value is not None:
-            text += f": {self._metric} {value:.6g} after {reached.epochs:.4g} epochs, {reached.seconds:.1f} s"
-        self._changed(text + (f": {reason}" if reason else ""), record)
+            reason = f"{self._metric} {value:.6g} after {reached.epochs:.4g} epochs, {reached.seconds:.1f} s"
+        self._changed(f"trial {number} {'' if state == FAILED else 'is '}{state}: {reason}", record)

@@ -195,9 +195,8 @@ class Study:
             return self._original(name, value)
         if axis.integer:
             return value
-        if axis.step is not None:
-            return axis.on_step(value)
-        return min(max(float(f"{value:.{_DIGITS}g}"), axis.low), axis.high)
+        digits = _DIGITS if axis.step is None else 12  # 0.3, not 0.30000000000000004
+        return min(max(float(f"{value:.{digits}g}"), axis.low), axis.high)
 
     def _original(self, name: str, value: Any) -> Value:
         """A value as the sweep file has it: the study stores lists as text."""

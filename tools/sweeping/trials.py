@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
@@ -61,17 +62,16 @@ def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
 
 
 def _values(evaluations: List[dict], metric: str) -> List[Optional[float]]:
-    values: List[Optional[float]] = []
+    if metric == "best_top1":
+        return list(itertools.accumulate(_values(evaluations, "top1"), _larger))
     average, _, name = metric.rpartition(".")
-    for event in evaluations:
-        if metric == "best_top1":
-            candidates = (*values[-1:], event.get("top1"))
-            values.append(max((value for value in candidates if value is not None), default=None))
-        else:
-            scores = event.get(average) if average else event
-            value = scores.get(name) if isinstance(scores, dict) else None
-            values.append(value if type(value) in (int, float) else None)
-    return values
+    scores = [event.get(average) if average else event for event in evaluations]
+    values = [each.get(name) if isinstance(each, dict) else None for each in scores]
+    return [value if type(value) in (int, float) else None for value in values]
+
+
+def _larger(*values: Optional[float]) -> Optional[float]:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _is_final(evaluation: dict, recipe: Recipe) -> bool:

@@ -2,16 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import train
 from engines.torch_engine import TorchEngine
 from recipe import loading
 from tests.conftest import QUICKSTART, TINY
-
-ODD_NAMES = ("<img src=x onerror=alert(1)>", "b & \"b\" 'b' %{x} <br>", "ç 5 % </script>")
 
 
 def train_event(step, **values):
@@ -31,7 +27,6 @@ def end_event(step, seconds, top1=0.5):
     return {
         "event": "end", "step": step, "top1": top1, "top5": 0.9, "best_top1": top1, "images": 24 * step,
         "images_per_second": 24 * step / seconds, "seconds": seconds, "data_wait": 0.1, "input_bound": False,
-        "workers_needed": None,
     }  # fmt: skip
 
 
@@ -52,19 +47,6 @@ def written(folder, events=(), overrides=(), starts=_ONE_START):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "environment.json").write_text(json.dumps({"starts": list(starts)}))
     return folder
-
-
-def folders_of_images(place, each=8):
-    """Class folders of random pictures of 16 pixels a side, for training and validation, under odd names."""
-    pixels = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ODD_NAMES:
-            folder = place / split / name.replace("/", "∕")
-            folder.mkdir(parents=True)
-            for number in range(each):
-                picture = Image.fromarray(pixels.integers(0, 256, (16, 16, 3), dtype=np.uint8))
-                picture.save(folder / f"<b>{number}&.png")
-    return place
 
 
 def trained(folder, *overrides):

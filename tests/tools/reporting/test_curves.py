@@ -1,13 +1,12 @@
 """Figures show what the events say; plotly itself checks that it knows all that they are made of."""
 
 import copy
-import math
 
 import plotly.graph_objects as go
 import pytest
 
-from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
-from tools.reporting import curves, layers, run, timing
+from tests.tools.reporting.runs import eval_event, start, train_event, written
+from tools.reporting import curves, run
 
 LINES = [train_event(6 * n) for n in range(1, 41)] + [eval_event(60 * n, top1=n / 10) for n in range(1, 5)]
 
@@ -34,9 +33,8 @@ def checked(figures):
 
 
 def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
-    one = read()
-    found = checked(curves.draw([one], ["run"]).figures)
-    assert list(found) == ["loss", "top1", "lr", "norms", "pace", "mfu", "data_wait"]
+    found = checked(curves.draw([read()], ["run"]).figures)
+    assert list(found) == ["loss", "top1", "lr", "norms", "images_per_second", "mfu", "data_wait"]
     training, validation = found["loss"].data
     assert training["y"][:3] == [pytest.approx(2 / step, rel=1e-4) for step in (6, 12, 18)]
     assert training["x"] == {
@@ -51,11 +49,9 @@ def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
     assert found["lr"].layout["yaxis"]["type"] == "linear"
 
 
-def test_what_is_missing_or_never_changes_is_left_out_with_a_word(read):
+def test_quantities_that_are_missing_or_never_change_are_omitted_and_named(read):
     bare = [{key: value for key, value in event.items() if not key.endswith("_norm")} for event in LINES]
-    drawn = curves.draw([read(bare)], ["run"])
-    assert "norms" not in {figure.key for figure in drawn.figures}
-    assert drawn.left_out == [
+    assert curves.draw([read(bare)], ["run"]).left_out == [
         "norms (not in metrics.jsonl)",
         "gradient noise scale (not in metrics.jsonl)",
         "loss scale (128 throughout)",
@@ -63,18 +59,16 @@ def test_what_is_missing_or_never_changes_is_left_out_with_a_word(read):
         "unreadable images (0 throughout)",
     ]
     assert curves.draw([read([])], ["run"]).figures == []
-
-
-def test_what_changes_is_drawn(read):
     events = [train_event(6, loss_scale=128.0), train_event(12, loss_scale=64.0, skipped_steps=3)]
     found = checked(curves.draw([read(events)], ["run"]).figures)
-    assert found["loss_scale"].data[0]["y"] == [128, 64] and found["skipped"].data[0]["y"] == [0, 3]
+    assert found["loss_scale"].data[0]["y"] == [128, 64] and found["skipped_steps"].data[0]["y"] == [0, 3]
 
 
 def test_runs_are_drawn_in_the_same_figures_each_in_its_colour(read):
+    """Names are text to plotly, which reads some HTML."""
     short = read(LINES[:10], "short", overrides=["batch.global=48"])
     averaged = read([*LINES, eval_event(300, epoch_average={"top1": 0.6, "loss": 0.9})], "averaged")
-    found = checked(curves.draw([short, read(), averaged], ["a", "b", "c"]).figures)
+    found = checked(curves.draw([short, read(), averaged], ["<b>a</b> & %{x}", "b", "c"]).figures)
     assert {"weight_norm", "gradient_norm", "update_norm"} <= set(found)
     colours = {}
     for figure in found.values():
@@ -82,74 +76,40 @@ def test_runs_are_drawn_in_the_same_figures_each_in_its_colour(read):
         assert len(named) == len(set(named)), "one entry in the legend for each run"
         for trace in figure.data:
             colours.setdefault(trace["name"], set()).add(trace["line"]["color"])
-    assert {name: len(each) for name, each in colours.items()} == {"a": 1, "b": 1, "c": 1}
+    assert {name: len(each) for name, each in colours.items()} == {"&lt;b&gt;a&lt;/b&gt; &amp; %{x}": 1, "b": 1, "c": 1}
     assert len(set.union(*colours.values())) == 3
     assert len(found["loss"].data) == 1 + 2 + 3
 
 
-def test_values_that_are_not_finite_are_gaps_and_counted(read):
-    events = [train_event(6 * n, loss=None if n == 3 else 1.0, gradient_norm=None) for n in range(1, 6)]
-    one = read(events)
-    found = checked(curves.draw([one], ["run"]).figures)
+def test_gaps_stay_gaps_and_later_sessions_are_marked(read):
+    events = [train_event(24 * n, loss=None if n == 3 else 1.0, gradient_norm=None) for n in range(1, 6)]
+    drawn = curves.draw([read(events)._replace(starts=[start(step=0), start(step=96)])], ["run"])
+    found = checked(drawn.figures)
     assert found["loss"].data[0]["y"] == [1, 1, None, 1, 1]
     assert [trace["name"] for trace in found["norms"].data] == ["weight", "update"]
-    assert curves.gaps(one) == ["loss: 1 of 5 lines are not finite"]
-
-
-def test_later_sessions_are_marked_where_they_went_on(read):
-    one = read()._replace(starts=[start(step=0), start(step=120)])
-    (mark,) = curves.draw([one], ["run"]).figures[0].marks
-    assert mark == {"epoch": 2.0, "step": 120, "time": 1.0}
-
-
-def test_names_are_text_to_plotly(read):
-    drawn = curves.draw([read(), read(name="other")], ["<b>bold</b> & %{x}", "b"])
-    assert drawn.figures[0].data[0]["name"] == "&lt;b&gt;bold&lt;/b&gt; &amp; %{x}"
+    assert found["loss"].marks == [{"epoch": 1.6, "step": 96, "time": 48.0}]
 
 
 def test_trust_ratios_are_drawn_by_layer_and_by_their_median(read):
     one = read()
-    trust, heat = layers.draw([one], ["run"], 60.0)
+    trust, heat = curves.trust_ratios([one], ["run"], 60.0)
     checked([trust, heat])
     assert [trace["y"][0] for trace in trust.data] == [0.03, 0.02, 0.01]
     assert heat.data[0]["y"] == ["blocks.0.conv", "blocks.1.conv", "blocks.2.conv"]
-    assert [row[0] for row in heat.data[0]["z"]] == [
-        pytest.approx(math.log10(each), abs=1e-3) for each in (0.01, 0.02, 0.03)
-    ]
-    (medians,) = layers.draw([one, one], ["a", "b"], 60.0)
+    assert [10 ** row[0] for row in heat.data[0]["z"]] == pytest.approx([0.01, 0.02, 0.03], rel=0.002)
+    (medians,) = curves.trust_ratios([one, one], ["a", "b"], 60.0)
     checked([medians])
     assert [trace["y"][0] for trace in medians.data] == [0.02, 0.02]
 
 
 def test_trust_ratios_that_are_not_finite_or_not_there_leave_gaps_or_nothing(read):
-    events = [
-        train_event(1, trust={"a.weight": None, "b.weight": 0.0}),
-        train_event(2, trust={"a.weight": 1.0, "b.weight": 2.0}),
-    ]
-    trust, heat = layers.draw([read(events)], ["run"], 1.0)
+    values = ({"a.weight": None, "b.weight": 0.0}, {"a.weight": 1.0, "b.weight": 2.0})
+    trust, heat = curves.trust_ratios([read([train_event(1, trust=each) for each in values])], ["run"], 1.0)
     assert heat.data[0]["z"] == [[None, 0.0], [None, pytest.approx(0.301)]]
     checked([trust, heat])
-    bare = [{key: value for key, value in event.items() if key != "trust"} for event in LINES]
-    assert layers.draw([read(bare)], ["run"], 1.0) == []
-    assert [figure.key for figure in layers.draw([read(LINES[:1])], ["run"], 1.0)] == ["trust"]
-
-
-def test_many_layers_stay_readable(read):
-    """A B4 has some 160 scaled weights: the map stays on a screen and as many lines as fit are labelled."""
-    names = [f"blocks.{stage}.{block}.conv{n}.weight" for stage in range(7) for block in range(5) for n in range(5)]
-    events = [train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)]
-    heat = layers.draw([read(events)], ["run"], 1.0)[1]
-    checked([heat])
-    assert len(heat.data[0]["z"]) == 175 and len(heat.data[0]["z"][0]) <= 240
-    assert heat.layout["height"] <= 1000
-    assert heat.layout["yaxis"]["ticktext"] == [f"blocks.{stage}" for stage in range(7)]
-
-
-def test_time_is_drawn_by_session(read):
-    one = read([*LINES, end_event(240, 130.0)])._replace(starts=[start(step=0), start(step=120)])
-    parts, reason = timing.of_run(one)
-    figure = timing.draw([(f"session {n + 1}", part) for n, part in enumerate(parts)])
-    go.Figure(data=figure.data, layout=figure.layout)
-    assert reason == "" and [part.last for part in parts] == [120, 240]
-    assert sum(sum(trace["x"]) for trace in figure.data) == pytest.approx(130.0, rel=1e-3)
-    assert timing.together(parts).seconds == pytest.approx(130.0)
+    assert curves.trust_ratios([read([train_event(1, trust={})])], ["run"], 1.0) == []
+    assert [figure.key for figure in curves.trust_ratios([read(LINES[:1])], ["run"], 1.0)] == ["trust"]
+    names = [f"blocks.{stage}.conv.weight" for stage in range(175)]
+    many = read([train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)])
+    heat = curves.trust_ratios([many], ["run"], 1.0)[1]
+    assert len(heat.data[0]["z"]) == 175 and 120 <= len(heat.data[0]["z"][0]) <= 240 and heat.layout["height"] <= 1000

@@ -18,8 +18,8 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch
 from recipe.errors import UserError
-from tests.tools.reporting.runs import ODD_NAMES, folders_of_images, trained, written
-from tools.reporting import gallery, pictures, run
+from tests.tools.reporting.runs import trained, written
+from tools.reporting import page, pictures, run, sections
 
 
 def pixels(source):
@@ -38,14 +38,6 @@ def digits_run(tmp_path_factory, _one_thread):
 @pytest.fixture(scope="module")
 def found(digits_run):
     return pictures.find_mistakes(digits_run, 64)
-
-
-@pytest.fixture(scope="module")
-def folder_run(tmp_path_factory, _one_thread):
-    place = tmp_path_factory.mktemp("images")
-    images = folders_of_images(place)
-    data = ("data.source=folder", f"data.root={images}", "model.classes=3")
-    return trained(place / "<b>run & co", *data, "run.steps=2", "schedule.warmup_steps=1"), images
 
 
 def test_training_images_are_those_that_the_engine_is_fed(tiny):
@@ -72,15 +64,6 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
         assert largest > 0.994 or f"({100 * largest:.0f}\u00a0%)" in picture.caption
 
 
-def test_tiny_pictures_have_their_pixels_repeated_and_large_ones_are_made_smaller():
-    tiny = torch.arange(3 * 5 * 5, dtype=torch.uint8).view(3, 5, 5)
-    shown = pixels(pictures.data_uri(tiny))
-    assert shown.shape == (65, 65, 3)
-    assert np.array_equal(shown[6::13, 6::13], tiny.permute(1, 2, 0).numpy())
-    large = torch.full((3, 380, 190), 77, dtype=torch.uint8)
-    assert pixels(pictures.data_uri(large)).shape == (128, 64, 3) and (pixels(pictures.data_uri(large)) == 77).all()
-
-
 def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, found):
     """The scores are those of the run's own last evaluation."""
     end = run.read(digits_run).metrics.end
@@ -97,62 +80,43 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, foun
         index = by_name[picture.name]
         assert int(label) == source.labels[index] != int(guess)
         shown = Evaluation(0.933)(Pixels(source.read(index)), 16, 0, index).permute(1, 2, 0).numpy()
-        assert np.array_equal(pixels(picture.source)[2::4, 2::4], shown)
+        assert np.array_equal(pixels(picture.source), shown)
         shares.append(int(share[: -len("\u00a0%")]))
     assert shares == sorted(shares, reverse=True), "the surest first"
+    worst = pictures.mistakes_section(found)["worst"]
+    row = found.report.confusion[found.classes.index(worst[0][0])]
+    assert worst[0][2] == f"{100 * float(row[int(worst[0][0])] / row.sum()):.2f} %"
 
 
 def test_of_more_images_than_there_is_time_for_a_random_part_is_classified(digits_run):
     found = pictures.find_mistakes(digits_run, 4, seconds=0)
     assert (found.report.images, found.validation, len(found.pictures)) == (180, 360, 4)
     assert (found.report.confusion.sum(1) > 0).all(), "of all classes, though the images lie by class"
-    content, _ = gallery.mistakes_content(found)
-    assert "180 random ones of 360 validation images" in content[0]
+    assert "180 random ones of 360 validation images" in pictures.mistakes_section(found)["text"]
 
 
-def test_names_of_classes_and_images_are_text(folder_run):
-    folder, images = folder_run
-    sections, shown = gallery.collect(run.read(folder), 8)
-    assert shown["images_shown"] == 8 and shown["scored"]["images"] == 24
-    markup = "".join(str(part) for section in sections for part in section.content)
-    for name in ODD_NAMES:
-        assert name not in markup
-    assert "&lt;img src=x onerror=alert(1)&gt;" in markup and "/&lt;b&gt;0&amp;.png" in markup
-    assert "<b>run & co" not in markup and str(images) in markup
+def test_names_of_classes_and_images_are_text(digits_run, found):
+    odd = "<b>\"struck\" & 'x'"
+    shown = [pictures.Picture("data:,", odd, odd)]
+    mistakes = pictures.mistakes_section(found._replace(classes=[odd] * 10, pictures=shown))
+    images = {"reason": "", "pictures": shown}
+    markup = page.render({**sections.of_run(run.read(digits_run)), "images": images, "mistakes": mistakes})
+    assert odd not in markup and markup.count("&lt;b&gt;&#34;struck") >= 2 * 3 + 10
 
 
-def test_images_that_are_gone_are_reported_and_the_rest_is_shown(folder_run):
-    folder, images = folder_run
-    (images / "train").rename(images / "elsewhere")
-    try:
-        sections, shown = gallery.collect(run.read(folder), 8)
-        assert shown["images_shown"] == 0 and shown["scored"]["images"] == 24
-        assert "Not shown: " in sections[0].content[0] and "no folder" in sections[0].content[0]
-    finally:
-        (images / "elsewhere").rename(images / "train")
+def test_what_cannot_be_shown_has_a_reason(tmp_path):
+    folder = written(tmp_path / "run")
+    shown, data = pictures.collect(run.read(folder), 4)
+    assert data == {"images_shown": 4, "scored": None}
+    assert "no checkpoint in this folder" in shown["mistakes"]["reason"]
+    written(tmp_path / "run", overrides=["data.source=folder", f"data.root={tmp_path}"])
+    assert "no folder" in pictures.collect(run.read(folder), 4)[0]["images"]["reason"]
+    (folder / "config.yaml").write_text("modl: {}\n")
+    assert "modl: unknown key" in pictures.collect(run.read(folder), 4)[0]["images"]["reason"]
 
 
-def test_a_run_that_has_no_checkpoint_yet_still_shows_its_images(tmp_path):
-    sections, shown = gallery.collect(run.read(written(tmp_path / "run")), 4)
-    assert shown == {"images_shown": 4, "scored": None}
-    assert "no checkpoint in this folder" in sections[1].content[0]
-
-
-def test_fewer_images_than_the_run_had_are_refused(tiny):
+def test_large_pictures_are_made_smaller_and_fewer_images_than_the_run_had_are_refused(tiny):
+    shown = pixels(pictures.data_uri(torch.full((3, 380, 190), 77, dtype=torch.uint8)))
+    assert shown.shape == (128, 64, 3) and (shown == 77).all()
     with pytest.raises(UserError, match="1437 training images, but an update took 2000"):
         pictures.training_pictures(tiny("batch.global=2000", "batch.micro=20"), 8)
-
-
-def test_a_perfect_run_has_nothing_to_show(found):
-    right = found.report._replace(confusion=torch.eye(10, dtype=torch.int64), top1=1.0)
-    content, figures = gallery.mistakes_content(found._replace(report=right, missed=0, pictures=[]))
-    assert figures == [] and "classified correctly" in content[1]
-
-
-def test_many_classes_are_a_picture_and_few_a_figure(found):
-    assert [figure.key for figure in gallery.mistakes_content(found)[1]] == ["confusion"]
-    confusion = torch.eye(300, dtype=torch.int64) * 2
-    confusion[3, 4] = 1
-    many = found._replace(report=found.report._replace(confusion=confusion), classes=[f"c{n}" for n in range(300)])
-    content, figures = gallery.mistakes_content(many)
-    assert figures == [] and any("data:image/png" in str(part) for part in content)

@@ -8,15 +8,6 @@ import pytest
 from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
 from tools.reporting import run
 
-# Holds the lock of a run folder as training does until its input ends.
-HOLDER = """
-import fcntl, sys
-stream = open(sys.argv[1], "a+")
-fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
 
 def state(folder):
     return run.state(run.read(folder))
@@ -36,41 +27,31 @@ def test_a_run_that_was_cut_off_says_how_far_it_came(tmp_path):
     assert kind == "cut off" and text.startswith("at step 120 of 600: ")
     figures = run.headline(run.read(folder))
     assert (figures["top1"], figures["best_top1"], figures["seconds"]) == (0.6, 0.7, 60.0)
+    goes_on = written(tmp_path / "run", [train_event(60), end_event(60, 30.0), train_event(120), "garbage"])
+    assert state(goes_on).kind == "cut off" and run.read(goes_on).metrics.odd == [4]
 
 
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):
+    """By another process: locks of this one do not count."""
     folder = written(tmp_path / "run", [train_event(60)])
-    command = [sys.executable, "-c", HOLDER, folder / "lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        kind, text = state(folder)
-        process.stdin.close()
-        assert (kind, text) == ("running", f"step 60 of 600 is logged (process {process.pid})")
+    hold = "import fcntl, sys; s = open(sys.argv[1], 'a'); fcntl.lockf(s, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", hold, folder / "lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert state(folder) == ("running", "step 60 of 600 is logged")
+        process.communicate(b"\n")
     assert state(folder).kind == "cut off"
 
 
 @pytest.mark.parametrize(
     ("skipped", "kind"),
-    [
-        ([0, 0, 0, 0], "cut off"),
-        ([0, 6, 12, 36], "failed"),
-        ([0, 0, 0, 24], "failed"),
-        ([0, 6, 12, 24], "cut off"),
-        ([6, 12, 18, 18], "cut off"),
-    ],
+    [([0, 6, 12, 36], "failed"), ([0, 0, 0, 24], "failed"), ([0, 6, 12, 24], "cut off"), ([6, 12, 18, 18], "cut off")],
 )
 def test_a_run_of_skipped_updates_failed(tmp_path, skipped, kind):
     """By the recipe: more than 20 in a row. The log tells of 6, 6, 6 and 24 updates at a time."""
     steps = (6, 12, 18, 42)
     events = [train_event(step, skipped_steps=count) for step, count in zip(steps, skipped)]
     assert state(written(tmp_path / "run", events)).kind == kind
-
-
-def test_a_run_without_any_event_is_not_begun(tmp_path):
-    folder = written(tmp_path / "run")
-    assert state(folder).kind == "not begun"
-    (folder / "metrics.jsonl").unlink()
-    assert state(folder).kind == "not begun"
 
 
 def test_the_batch_is_that_of_the_recipe(tmp_path):
@@ -84,14 +65,13 @@ def test_the_batch_is_that_of_the_recipe(tmp_path):
     assert run.division(run.read(ranks)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
 
 
-def test_a_recipe_that_cannot_be_read_leaves_the_rest(tmp_path):
+def test_without_events_a_run_is_not_begun_and_without_a_recipe_the_rest_is_left(tmp_path):
+    assert state(written(tmp_path / "run")).kind == "not begun"
     folder = written(tmp_path / "run", [train_event(60), eval_event(60)])
     (folder / "config.yaml").write_text("modl: {}\n")
     found = run.read(folder)
     assert found.recipe is None and "modl: unknown key" in found.complaint
     assert run.total_steps(found) is None and run.headline(found)["top1"] == 0.5
-    (folder / "config.yaml").unlink()
-    assert run.read(folder).recipe is None
 
 
 def test_the_device_is_that_of_the_newest_start(tmp_path):

@@ -1,9 +1,8 @@
 """A double of train.py that takes milliseconds: python double.py --config RECIPE [section.key=value ...]
 
-It keeps what a sweep relies on: the lock on the run folder, one line of metrics an evaluation, a checkpoint at each
-epoch, events cut back to it on resume, SIGTERM saved and answered by 75. Its top-1 is a function of momentum, peak and
-epoch (`top1`). DOUBLE_SECONDS: of an epoch, in all trials or the one that DOUBLE_SLOW (last digit) names.
-DOUBLE_NEEDS: a file without which the trials of DOUBLE_NEEDS_IN (digits) fail once DOUBLE_REFUSES_AFTER is there.
+It keeps what a sweep relies on: lock, metrics, checkpoints, resume, SIGTERM saved and answered by 75. Its top-1 is a
+function of momentum, peak and epoch (`top1`). DOUBLE_SECONDS: of an epoch, in all trials or the one that DOUBLE_SLOW
+(last digit) names. DOUBLE_NEEDS: a file without which the trials of DOUBLE_NEEDS_IN (digits) fail.
 """
 
 import fcntl
@@ -42,8 +41,6 @@ def train(folder, values):
     done, length = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0)
     needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
-        while not Path(os.environ.get("DOUBLE_REFUSES_AFTER", "/")).exists():
-            time.sleep(0.01)
         print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
         return 2
     with open(folder / "starts", "a") as stream:

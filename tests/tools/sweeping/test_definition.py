@@ -3,7 +3,6 @@
 import pytest
 
 from recipe.errors import ConfigError
-from tests.conftest import ROOT
 from tools.sweeping.definition import Axis, read
 
 FILE = """
@@ -12,6 +11,7 @@ trials: 4
 space:
   optimizer.momentum: {low: 0.8, high: 0.95}
 """
+_SAME = "space: schedule.peak and schedule.peak_per_image say the same; keep one"
 
 
 @pytest.fixture
@@ -34,7 +34,6 @@ def fault(tmp_path):
     ("before", "after", "expected"),
     [
         ("trials: 4", "trails: 4", "trails: unknown key; did you mean trials?"),
-        ("trials: 4", "colour: red", "colour: unknown key; the keys are recipe, overrides, trials,"),
         ("low: 0.8", "lo: 0.8", "space: optimizer.momentum: lo: unknown key; did you mean low?"),
         ("low: 0.8", "low: 1", "space: optimizer.momentum: low 1 is above high 0.95"),
         ("low: 0.8, high: 0.95", "low: 0.8", "space: optimizer.momentum: give choices, or low and high"),
@@ -43,47 +42,26 @@ def fault(tmp_path):
         ("low: 0.8", "log: true, low: 0", "space: optimizer.momentum: a logarithmic range must begin above 0"),
         ("low: 0.8", "integer: true, low: 0.8", "space: optimizer.momentum: low, high and step of whole numbers must"),
         ("low: 0.8", "step: 0.1, low: 0.8", "space: optimizer.momentum: from low 0.8 no whole number of steps of 0.1"),
-        ("low: 0.8, high: 0.95", "choices: [0.9, 0.9]", "space: optimizer.momentum: choices has 0.9 twice"),
-        ("low: 0.8, high: 0.95", "choices: []", "space: optimizer.momentum: choices: must have at least 1 item, fou"),
+        ("low: 0.8, high: 0.95", "choices: [0.9, 0.9]", "space: optimizer.momentum: choices has a value twice"),
         ("trials: 4", "trials: 0", "trials: must be greater than 0, found 0"),
         ("trials: 4", "seed: 1", "trials: is needed for the sampler tpe"),
         ("trials: 4", "sampler: grid", "space: a grid needs choices, steps or whole numbers, at most "),
         ("trials: 4", "trials: 4\nsampler: bayes", "sampler: must be 'tpe', 'random' or 'grid', found 'bayes'"),
-        ("trials: 4", "trials: 4\nmetric: top2", "metric: must be 'best_top1', 'top1', 'top5', 'loss', 'step_ave"),
         ("trials: 4", "trials: 4\noverrides: [run.name=x]", "run.name is given to each trial by the sweep; remove it"),
-        (
-            "trials: 4",
-            "trials: 4\noverrides: [optimizer.momentum=0]",
-            "optimizer.momentum is in the space and in the ov",
-        ),
+        ("trials: 4", "trials: 4\noverrides: [optimizer.momentum=0]", "optimizer.momentum is in the space and in"),
         ("  optimizer.momentum", "  batch.globl", "space: batch.globl: unknown key; did you mean batch.global?"),
-        ("  optimizer.momentum", "  momentum", "space: momentum: unknown key; did you mean optimizer.momentum?"),
-        (
-            "  optimizer.momentum",
-            "  colour",
-            "space: colour: unknown key; write section.key as in a recipe, e.g. optim",
-        ),
+        ("  optimizer.momentum", "  colour", "space: colour: unknown key; write section.key as in a recipe, e.g. o"),
         ("low: 0.8, high: 0.95", "choices: [0.8, 0.9]", "trials: 4, but the space has 2 combinations; give at most 2"),
         ("optimizer.momentum", "run.output", "run.output is given to each trial by the sweep; remove it"),
-        (
-            "  optimizer.momentum",
-            "  schedule.peak: {low: 1, high: 2}\n  schedule.peak_per_image",
-            "space: schedule.peak and schedule.peak_per_image say the same; keep one",
-        ),
+        ("  opti", "  schedule.peak_per_image: {low: 1, high: 2}\n  schedule.peak: {low: 1, high: 2}\n  opti", _SAME),
         ("recipe: quickstart.yaml", "", "recipe: is needed"),
-        ("space:", "space: {}\nspare:", "space: must have at least 1 item, found {}"),
-        ("trials: 4", "extends: a.yaml\ntrials: 4", "extends: unknown key"),
+        ("recipe: quickstart.yaml", "run: {epochs: 1}", "not a sweep file, which has `recipe:` and `space:`; train a "),
     ],
 )
 def test_a_fault_is_one_line(fault, before, after, expected):
     line = fault(before, after)
     assert line.startswith(expected)
     assert "\n" not in line
-
-
-def test_a_recipe_is_not_taken_for_a_sweep():
-    with pytest.raises(ConfigError, match=r"quickstart\.yaml: not a sweep file, .* train a recipe by train\.py"):
-        read(ROOT / "configs" / "quickstart.yaml")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +76,4 @@ def test_a_recipe_is_not_taken_for_a_sweep():
     ],
 )
 def test_a_grid_has_all_values(axis, values):
-    found = Axis(**axis)
-    assert found.grid() == values
-    if found.step is not None and not found.integer:
-        assert [found.on_step(value + 1e-17) for value in values] == values
+    assert Axis(**axis).grid() == values

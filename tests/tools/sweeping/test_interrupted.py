@@ -9,43 +9,22 @@ import time
 import pytest
 
 from tests.tools.sweeping import double
-from tests.tools.sweeping.sweeps import DONE, FAILED, STOPPED, WRONG_INPUT, Sweep, is_gone, reached, wait_for
+from tests.tools.sweeping.sweeps import DONE, FAILED, STOPPED, WRONG_INPUT, is_gone, reached, wait_for
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-
-@pytest.mark.slow
-def test_a_sweep_killed_again_and_again_ends_as_the_undisturbed_one(some, tmp_path, capfd):
-    """Same parameters, values and states; no finished trial runs again, and a cut-off one goes on where it was."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = Sweep(tmp_path / "undisturbed", capfd)
-    for each in (undisturbed, some):
-        each.define("pruner: median\npruner_startup_trials: 2", "best_top1")
-    assert undisturbed()[0] == DONE
-    cut_off = {}
-    for trial, evaluations in ((0, 2), (1, 1), (3, 1)):
-        some.killed_at(trial, evaluations)
-        assert some.stored()[trial][0] == "RUNNING"
-        cut_off[trial] = len(some.starts()[trial])
-    assert some()[0] == DONE
-    assert some.stored() == undisturbed.stored()
-    for trial, before in cut_off.items():
-        later = some.starts()[trial][before]
-        assert later["epoch"] >= 1, "it went on from its checkpoint"
-        assert some.stored()[trial][2].items() <= later["values"].items()
-    assert some.processes()[2] == 1
 
 
 def test_kill_nine_amid_a_trial_loses_and_repeats_nothing(some):
     some.killed_at(trial=1, evaluations=2)
     before = some.stored()
     assert some.states() == ["COMPLETE", "RUNNING"]
-    code, data = some.data("--trials", "3")
+    assert some("--trials", "3")[0] == DONE
     after = some.stored()
-    assert (code, after[0]) == (DONE, before[0])
+    assert len(after) == 3 and after[0] == before[0]
     assert after[1] == ("COMPLETE", reached(before[1][2]), before[1][2])
-    assert some.processes() == [1, 2, 1] and some.starts()[1][1]["epoch"] >= 1
-    assert len(after) == len(data["leaderboard"]) == 3
+    assert some.processes() == [1, 2, 1]
+    later = some.starts()[1][1]
+    assert later["epoch"] >= 1 and before[1][2].items() <= later["values"].items()
 
 
 def test_a_signal_lets_the_trial_save_and_the_same_command_goes_on(some):
@@ -53,9 +32,7 @@ def test_a_signal_lets_the_trial_save_and_the_same_command_goes_on(some):
     wait_for(lambda: some.evaluations(1) >= 1)
     os.kill(process.pid, signal.SIGINT)
     process.join(240)
-    output = some.output.read_text()
-    assert process.exitcode == STOPPED
-    assert "SIGINT: 1 of 2 trials are done; the same command goes on\n" in output and '"running": 1}' in output
+    assert process.exitcode == STOPPED and '"running": 1}' in some.output.read_text()
     parameters = some.stored()[1][2]
     assert some("--trials", "2")[0] == DONE
     assert some.processes() == [1, 2] and some.starts()[1][1]["epoch"] >= 1
@@ -97,20 +74,14 @@ def test_a_trial_that_fails_is_reported_by_its_last_line_and_the_others_go_on(so
     failing = [number for number, (_, _, values) in some.stored().items() if values["optimizer.momentum"] > 0.88]
     assert 0 < len(failing) < 4
     reasons = {row["trial"]: row["reason"] for row in data["leaderboard"] if row["state"] == "failed"}
-    assert sorted(reasons) == failing
-    assert set(reasons.values()) == {"step 7: the weights are lost; start a new run with a lower schedule.peak"}
+    line = "step 7: the weights are lost; start a new run with a lower schedule.peak"
+    assert reasons == dict.fromkeys(failing, line)
     assert (code, data["counts"]["complete"]) == (DONE, 4 - len(failing))
-
-
-def test_where_nothing_is_complete_the_command_fails_with_the_reason(some, monkeypatch, tmp_path):
+    some.folder = some.folder.with_name("none")
     monkeypatch.setenv("DOUBLE_FAILS_ABOVE", "0")
-    code, _, (error,) = some("--trials", "2")
-    assert code == FAILED and "no trial is complete; the last says: step 7: the weights are lost" in error
-    assert not (some.folder / "best.yaml").exists()
-    some.folder = some.folder.with_name("only")
-    monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
     code, _, (error,) = some("--trials", "1")
-    assert code == FAILED and "no trial is complete; the last says: " in error and "no such folder" in error
+    assert code == FAILED and f"no trial is complete; the last says: {line}" in error
+    assert not (some.folder / "best.yaml").exists()
 
 
 def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(some, monkeypatch, tmp_path):
@@ -121,30 +92,10 @@ def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(some
         code, _, (error,) = some("--json")
         assert code == WRONG_INPUT
         assert f"data.root {needed}: no such folder; give data.root=FOLDER; then repeat the command" in error
-        assert some.states() == ["RUNNING"] * 2
-        assert some.starts() == {}
+        assert some.states() == ["RUNNING"] * 2 and some.starts() == {}
     needed.mkdir()
-    code, data = some.data("--trials", "3")
-    assert code == DONE
-    assert data["counts"] == {"complete": 3, "pruned": 0, "impossible": 0, "failed": 0, "running": 0}
-    assert some.processes() == [1] * 3
-
-
-def test_trials_that_run_beside_those_with_wrong_input_save_and_go_on_later(some, monkeypatch, tmp_path):
-    """With three at once the first trains, two seconds an epoch; the others complain once its first is saved. Whether a
-    fourth begins between the two complaints depends on who is faster."""
-    monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
-    monkeypatch.setenv("DOUBLE_NEEDS_IN", "12")
-    monkeypatch.setenv("DOUBLE_REFUSES_AFTER", str(some.folder / "trials" / "0000" / "checkpoint"))
-    monkeypatch.setenv("DOUBLE_SECONDS", "2")
-    assert some("--workers", "3")[0] == WRONG_INPUT
-    assert some.states() in (["RUNNING"] * 3, ["RUNNING"] * 4)
-    assert 1 <= some.evaluations(0) < double.EPOCHS
-    (tmp_path / "images").mkdir()
-    monkeypatch.setenv("DOUBLE_SECONDS", "0")
-    assert some()[0] == DONE
-    assert some.starts()[0][1]["epoch"] >= 1
-    assert set(some.states()) == {"COMPLETE"}
+    assert some("--trials", "3")[0] == DONE
+    assert some.states() == ["COMPLETE"] * 3 and some.processes() == [1] * 3
 
 
 @pytest.mark.parametrize("number", ["0", "1"])  # before any is complete, and after

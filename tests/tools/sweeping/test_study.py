@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import pickle
 import sqlite3
 
 import optuna
@@ -61,20 +60,13 @@ def test_draws_are_a_function_of_the_seed_and_survive_cuts(study, sampler):
     assert not drawn & {str(parameters) for parameters, _ in carry_on(study(f"{more}\nseed: 1", name="seed"), 2)}
 
 
-def test_tpe_learns_where_the_best_is(study):
+def test_tpe_learns_where_the_best_is_and_draws_evenly_on_a_logarithmic_scale(study):
     """At random, draws are 0.25 from the best momentum on average, and the mean of 15 varies by 0.045."""
-    drawn = [parameters["optimizer.momentum"] for parameters, _ in carry_on(study(), 30)[15:]]
-    assert sum(abs(momentum - 0.3) for momentum in drawn) / len(drawn) < 0.15
-
-
-def test_numbers_are_drawn_within_their_range_evenly_as_it_is_meant(study):
-    """40 random draws in halves: fewer than 8 in one half have a probability below 1 in 10,000."""
-    some = study("trials: 40\nsampler: random")
-    for _ in range(40):
-        some.begin()
-    decays = [each.parameters["optimizer.weight_decay"] for each in some.records()]
+    drawn = [parameters for parameters, _ in carry_on(study(), 30)]
+    assert sum(abs(each["optimizer.momentum"] - 0.3) for each in drawn[15:]) / 15 < 0.15
+    decays = [each["optimizer.weight_decay"] for each in drawn]
     assert all(1e-6 <= decay <= 1e-3 and float(f"{decay:.6g}") == decay for decay in decays)
-    assert 8 <= sum(math.log10(decay) < -4.5 for decay in decays) <= 32
+    assert 4 <= sum(math.log10(decay) < -4.5 for decay in decays) <= 26
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
@@ -86,26 +78,24 @@ def test_no_combination_is_trained_twice_while_there_are_others(study, sampler):
 
 def test_values_come_back_as_they_were_given(study):
     space = (
-        "{data.crop_area: {choices: [[0.5, 1], [0.75, 1]]}, "
+        "{data.crop_area: {choices: [[0.5, 1], [0.75, 1]]}, optimizer.clip_norm: {choices: [null, 1.5]}, "
         "batch.global: {low: 32, high: 96, step: 32, integer: true}, "
-        "optimizer.momentum: {low: 0.1, high: 0.7, step: 0.2}, optimizer.clip_norm: {choices: [null, 1.5]}}"
+        "optimizer.momentum: {low: 0.1, high: 0.7, step: 0.2}}"
     )
     some = study("trials: 20\nsampler: random", space)
     for _ in range(20):
         some.begin()
-    found = [each.parameters for each in some.records()]
     for key, values in (
         ("data.crop_area", [[0.5, 1], [0.75, 1]]),
+        ("optimizer.clip_norm", [None, 1.5]),
         ("batch.global", [32, 64, 96]),
         ("optimizer.momentum", [0.1, 0.3, 0.5, 0.7]),
-        ("optimizer.clip_norm", [None, 1.5]),
     ):
-        drawn = [parameters[key] for parameters in found]
-        assert all(each in values for each in drawn) and len({str(each) for each in drawn}) == len(values)
-        assert {type(each) for each in drawn} == {type(each) for each in values}
+        drawn = [each.parameters[key] for each in some.records()]
+        assert {repr(each) for each in drawn} == {repr(each) for each in values}
 
 
-def test_states_and_reasons_are_kept(study):
+def test_states_and_reasons_are_kept(study, tmp_path):
     some = study()
     for state in (COMPLETE, PRUNED, IMPOSSIBLE, FAILED):
         number = some.begin()
@@ -117,12 +107,8 @@ def test_states_and_reasons_are_kept(study):
     assert [each.value for each in found] == [0.5, None, None, None, 0.25]
     assert [each.reason for each in found] == [None, "why", "why", "why", None]
     assert [(each.epochs, each.seconds) for each in found] == [(2.0, 3.0)] * 4 + [(None, None)]
-
-
-def test_optuna_opens_a_study_by_the_name_of_the_sweep(study, tmp_path):
-    carry_on(study(), 3)
     opened = optuna.load_study(study_name="some", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    assert [each.value for each in opened.trials] == [value(each.params) for each in opened.trials]
+    assert [each.value for each in opened.trials[:2]] == [0.5, None], "Optuna opens it by the name of the sweep"
     opened._storage._backend.engine.dispose()
 
 
@@ -130,60 +116,30 @@ def test_importances_need_enough_trials_that_differ(study):
     some = study("trials: 50\nsampler: random")
     carry_on(some, 9)
     assert some.importances() is None
-    carry_on(some, 20)
+    carry_on(some, 16)
     shares = some.importances()
     assert sum(shares.values()) == pytest.approx(1)  # of float64
     assert shares["optimizer.momentum"] > 0.7
-    equal = study(name="equal")
-    for _ in range(10):
-        equal.end(equal.begin(), COMPLETE, 0.5)
-    assert equal.importances() is None
 
 
-@pytest.fixture(scope="module")
-def two_trials(tmp_path_factory):
-    """The file of a study of two trials."""
-    folder = tmp_path_factory.mktemp("study")
-    (folder / "some.yaml").write_text(f"recipe: {QUICKSTART}\nmetric: top1\ntrials: 50\nspace: {SPACE}\n")
-    with contextlib.closing(Study(folder / "study.db", read(folder / "some.yaml"))) as some:
-        carry_on(some, 2)
-    return (folder / "study.db").read_bytes()
-
-
-class _Payload:
-    """Unpickled by the usual means, it makes a folder."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return __import__("os").mkdir, (str(self.marker),)
-
-
-_EDITS = (
+_EDITS = (  # benchmarks.fuzz tries many more
     'UPDATE trial_user_attributes SET value_json = \'{"state": "splendid"}\'',
     'UPDATE trial_user_attributes SET value_json = \'{"state": "complete", "seconds": "long"}\'',
-    'UPDATE trial_user_attributes SET value_json = \'{"state": "complete", "seconds": ' + "9" * 400 + "}'",
     "UPDATE trial_user_attributes SET value_json = '" + "[" * 5000 + "'",
-    'UPDATE trial_params SET distribution_json = \'{"name": "FloatDistribution"}\'',
-    "UPDATE trial_params SET distribution_json = replace(distribution_json, 'false', 'true')",
     "UPDATE trial_params SET param_value = 9e99",
-    "UPDATE trials SET state = 'SPLENDID'",
     "UPDATE trials SET number = 7",
-    "UPDATE trial_values SET value_type = 'INF_POS', value = NULL",
     "UPDATE study_directions SET direction = 'MINIMIZE'",
     "DELETE FROM trial_values",
-    "DELETE FROM trial_params",
-    "UPDATE trial_params SET param_name = 'model.depth' WHERE param_name = 'optimizer.momentum'",
-    "DELETE FROM studies",
     "DELETE FROM trials",
     "DROP TABLE trials",
 )
 
 
 @pytest.mark.parametrize("edit", _EDITS)
-def test_a_study_that_was_changed_by_hand_is_refused_in_one_line(study, two_trials, tmp_path, edit):
-    (tmp_path / "study.db").write_bytes(two_trials)
+def test_a_study_that_was_changed_by_hand_is_refused_in_one_line(study, tmp_path, edit):
+    some = study()
+    carry_on(some, 2)
+    some.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection:
         connection.execute(edit)
         connection.commit()
@@ -191,26 +147,3 @@ def test_a_study_that_was_changed_by_hand_is_refused_in_one_line(study, two_tria
         study()
     assert str(refusal.value).startswith(f"{tmp_path / 'study.db'}: no study of this sweep (")
     assert str(refusal.value).endswith("; remove it, or choose another folder by --output FOLDER")
-
-
-def test_nothing_in_a_study_is_unpickled(study, two_trials, tmp_path):
-    """In no column of any table: shown with a pickle in each that takes one."""
-    path, marker, tried = tmp_path / "study.db", tmp_path / "marker", 0
-    payload = pickle.dumps(_Payload(marker), 0)
-    path.write_bytes(two_trials)
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        columns = [(table, row[1]) for table in tables for row in connection.execute(f"PRAGMA table_info({table})")]
-    for table, column in columns:
-        path.write_bytes(two_trials)
-        changed = 0
-        with contextlib.closing(sqlite3.connect(path)) as connection, contextlib.suppress(sqlite3.Error):
-            changed = connection.execute(f"UPDATE {table} SET {column} = ?", (payload.decode(),)).rowcount
-            connection.commit()
-        if changed > 0:
-            tried += 1
-            with contextlib.suppress(ConfigError):
-                study().begin()
-    assert tried > 15 and not marker.exists()
-    pickle.loads(payload)
-    assert marker.exists()
