@@ -1,7 +1,5 @@
 """Shared by all benchmarks: the command line, sides that take turns, and the report: table, claims, a JSON object."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -135,34 +133,25 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
     }
 
 
-def judged(made: dict) -> str:
-    """`holds` or `does not hold`."""
-    return "holds" if made["holds"] else "does not hold"
-
-
 def result(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], about: dict) -> dict:
     """The object that --json prints."""
-    return {
-        "benchmark": benchmark,
-        "machine": about,
-        "quick": quick(),
-        "rows": list(rows),
-        "claims": list(claims),
-    }
+    return {"benchmark": benchmark, "machine": about, "quick": quick(), "rows": list(rows), "claims": list(claims)}
 
 
 def report(
     benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json: bool, about: Optional[dict] = None
 ) -> None:
-    """Print `rows` (all with the same keys, the columns), the claims, and where it was measured (machine())."""
+    """Print `rows` (their keys are the columns), the claims, and where it was measured (machine())."""
     about = machine() if about is None else about
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    rows = [{column: row.get(column) for column in columns} for row in rows]
     _print_table(rows)
     print()
     for each in claims:
         value, low, high = map(formats.number, (each["value"], *each["spread"]))
         print(
             f"{each['name']}: {value} {each['unit']} ({low} to {high}); "
-            f"goal {each['goal']}: {judged(each)}{less('', ' (quick: indicative only)')}"
+            f"goal {each['goal']}: {_judged(each)}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     if quick():
@@ -213,7 +202,13 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 
+def _judged(made: dict) -> str:
+    return "holds" if made["holds"] else "does not hold"
+
+
 def claims_table(claims: Sequence[dict], form: str = "{:.4g} ({:.4g} to {:.4g})") -> str:
     """Claims as Markdown: name, value and spread by `form`, goal, whether it holds."""
-    lines = [(each["name"], form.format(each["value"], *each["spread"]), each["goal"], judged(each)) for each in claims]
+    lines = [
+        (each["name"], form.format(each["value"], *each["spread"]), each["goal"], _judged(each)) for each in claims
+    ]
     return markdown(("claim", "value", "goal", ""), lines)

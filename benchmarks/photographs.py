@@ -6,8 +6,6 @@ the highest at which a file does not exceed a size drawn for it; half of the fil
 them larger, because how long decoding takes depends on what the bits say. Grey photographs are tinted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -3,20 +3,18 @@
     python -m benchmarks.pipeline [--quick] [--json]
 
 EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe's schedule,
-cut where `parallel.split: auto` cuts it here (B4 for its 32 blocks: B0's 16 have no border within 2 % of the middle).
-K stages are K processes of one thread, in which all sides take turns; a step's time is that of the slowest rank.
+cut where `parallel.split: auto` cuts it here. Two stages are two processes of one thread, in which all sides take
+turns; a step's time is that of the slowest rank.
 - `ours`: a training step of our engine, and beside it one with `parallel.recompute`.
-- `alone`: what the ideal is taken from. K processes at once, so that they share caches and memory as the stages do,
-  each training the whole model by our engine. The ideal is the sum of their rates times M / (M + K - 1), M micro
-  batches filling and draining K stages.
-- `torch`: the same blocks, cut at the same places, by torch.distributed.pipelining as its users write it: PipelineStage
-  with given shapes, ScheduleGPipe, cross entropy, and our foreach LARS. It does without what an engine owes besides:
-  sums of losses and hits, a check for finite gradients on all ranks, a mask for each micro batch in the random layers.
+- `alone`: what the ideal is taken from. Two processes at once, so that they share caches and memory as the stages do,
+  each training the whole model by our engine. The ideal is the sum of their rates times M / (M + 1), M micro batches
+  filling and draining two stages.
+- `torch`: the same blocks, cut at the same places, by torch.distributed.pipelining as its users write it, with our
+  foreach LARS. It does without what an engine owes besides: sums of losses and hits, a check for finite gradients on
+  all ranks, a mask for each micro batch in the random layers.
 `processor_ms` is the time of processors over all ranks: waiting does not count. Memory is taken in processes of their
 own: how far the resident memory rises in two steps above what it was before the first.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -68,14 +66,9 @@ CPU = torch.device("cpu")
 Key = Tuple[int, str]  # micro batches, side
 
 
-def counts() -> Sequence[int]:
-    """Micro batches of a step, rising."""
-    return claims.less(tuple(ROUNDS), (1, 8))
-
-
 def most() -> int:
     """Micro batches of the step that claims are about."""
-    return counts()[-1]
+    return claims.less(32, 8)
 
 
 def recipe(stages: int, micro_batches: int, split: Sequence[str], *overrides: str) -> Recipe:
@@ -140,7 +133,7 @@ def rank_takes_turns(rank: int) -> Outcome:
     single = Processes(Topology(), CPU)
     split, note = automatic_cut(processes)
     turns: Dict[Key, List[ranks.Turn]] = {}
-    for count in counts():
+    for count in claims.less(tuple(ROUNDS), (1, 8)):
         sides = {
             "torch": Torchs(recipe(STAGES, count, split), split, processes.stage_group).update,
             "ours": Ours(recipe(STAGES, count, split), processes).update,
@@ -191,16 +184,10 @@ def measure_memory(split: Sequence[str]) -> Tuple[List[dict], List[float]]:
     for side, found in peaks.items():
         for stage in range(STAGES):
             rise, whole = (statistics.median(each[stage][kind] for each in found) for kind in range(2))
-            rows.append({**_EMPTY, "part": f"memory of stage {stage}", "stages": STAGES, "micro_batches": most(),
-                         "side": side, "peak_mb": rise, "process_mb": whole})  # fmt: skip
+            where = {"part": f"memory of stage {stage}", "micro_batches": most(), "side": side}
+            rows.append({**where, "peak_mb": rise, "process_mb": whole})
     largest = {side: [max(rise for rise, _ in each) for each in found] for side, found in peaks.items()}
     return rows, claims.ratios(largest[RECOMPUTE], largest["ours"])
-
-
-_EMPTY = dict.fromkeys(
-    ("part", "stages", "micro_batches", "side", "ms_per_step", "fastest", "slowest", "processor_ms",
-     "images_per_second", "efficiency_of_ideal", "imbalance", "peak_mb", "process_mb")
-)  # fmt: skip
 
 
 class Side:
@@ -220,9 +207,7 @@ class Side:
         """Args: imbalance: of the cut into stages."""
         whole = self._name == "alone"
         return {
-            **_EMPTY,
             "part": "step",
-            "stages": STAGES,
             "micro_batches": self._count,
             "side": self._name,
             **claims.milliseconds(self.seconds, "_per_step"),

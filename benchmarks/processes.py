@@ -1,7 +1,5 @@
 """Running processes, read from Linux's /proc."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Dict, List, Union

@@ -89,10 +89,9 @@ class Site:
         return Session(self, [sys.executable, "-m", "tools.launch", *shape, *recipe], environment)
 
     def steps(self) -> int:
-        """Steps that the metrics tell of, at this moment."""
-        with contextlib.suppress(OSError):
-            return (self.run / "metrics.jsonl").read_bytes().count(b'"event": "train"')
-        return 0
+        """Steps in the metrics at this moment."""
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b'"event": "train"') if path.exists() else 0
 
     def checkpoints(self) -> List[Path]:
         """Files of those that count, the oldest first."""

@@ -1,7 +1,5 @@
 """Payloads that call `trip` when a reader of damaged files runs code from them."""
 
-from __future__ import annotations
-
 calls: list[bytes] = []
 
 _HERE = "benchmarks.fuzz.canary"

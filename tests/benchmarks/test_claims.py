@@ -45,12 +45,6 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
     assert whole.startswith("takes about ") and "; --quick: " in whole
 
 
-def test_the_benchmarks_that_pages_name_are_there():
-    named = "rounding step replicas pipeline loader exchange selection optimizer plan gpu_suite golden soak lars_forms "
-    named += "staleness exchange_learning evidence.__main__ faults.__main__ fuzz.__main__"
-    assert {f"benchmarks.{name}" for name in named.split()} <= set(BENCHMARKS)
-
-
 def test_quick_is_less(monkeypatch):
     assert (claims.less(10, 1), list(claims.turns(4))) == (10, [0, 1, 2, 3])
     monkeypatch.setenv(claims._QUICK, "1")
@@ -63,12 +57,8 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
     monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
     for _ in claims.progress("abcd", "item"):
         now[0] += 6
-    assert capsys.readouterr().err.splitlines() == [
-        "item 1 of 4: 6 s, about 18 s left",
-        "item 2 of 4: 12 s, about 12 s left",
-        "item 3 of 4: 18 s, about 6 s left",
-        "item 4 of 4: 24 s, about 0 s left",
-    ]
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert (first, last) == ("item 1 of 4: 6 s, about 18 s left", "item 4 of 4: 24 s, about 0 s left")
     assert list(claims.progress("abcd", "item")) == list("abcd")
     assert capsys.readouterr().err == ""
 

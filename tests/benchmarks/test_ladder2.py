@@ -14,7 +14,6 @@ from benchmarks.evidence.ladder2 import (
     NESTEROV,
     RULES,
     SMALLEST,
-    TRIAL_SEEDS,
     Ladder2,
     Trials,
     kept,
@@ -43,7 +42,7 @@ def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
             (run, Outcome(0.5, abs(math.log(rate_of(run) / best)) + run.seed / 100, 1.0, {})) for run in trials.runs()
         )
     assert trials.rates() == [0.0333, 0.1, 0.3, fourth]
-    assert len(done) == 4 * len(TRIAL_SEEDS)
+    assert len(done) == 4 * 2
     assert trials.best() == min(trials.rates(), key=lambda rate: abs(math.log(rate / best)))
 
 
