@@ -79,10 +79,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def seconds(side: Callable[[int], object], number: int) -> float:
-    """Seconds of a call of a side in a round."""
+def seconds(side: Callable[..., object], *number: int) -> float:
+    """Seconds of a call of a side, by default with the number of the round."""
     start = time.perf_counter()
-    side(number)
+    side(*number)
     return time.perf_counter() - start
 
 
@@ -181,7 +181,6 @@ def _cpu_model() -> str:
 
 
 def _print_table(rows: Sequence[dict]) -> None:
-    """Text to the left, numbers to the right."""
     lines = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     left = [isinstance(value, str) for value in rows[0].values()]
@@ -198,7 +197,6 @@ def cell(value: object) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 

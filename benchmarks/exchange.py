@@ -120,7 +120,6 @@ def own_vector(rank: int) -> Sparse:
 
 
 def rank_takes_turns(rank: int, meet: Callable[[], object]) -> Dict[str, Outcome]:
-    """This rank's part in all turns."""
     own = own_vector(rank)
     few = Sparse(torch.arange(8), torch.ones(8))
     names = names_of_sides(distributed.get_world_size())
@@ -202,7 +201,6 @@ def seconds(outcomes: Sequence[Dict[str, Outcome]], name: str) -> List[float]:
 
 
 def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict:
-    """A row of the table."""
     ranks, times = len(outcomes), seconds(outcomes, name)
     expected = model(name, ranks)
     turns = outcomes[0][name].turns

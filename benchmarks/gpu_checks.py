@@ -115,7 +115,6 @@ def compared(
 
 
 def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, torch.Tensor]:
-    """Output, and gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
     y = layer(x)
     named = dict(layer.named_parameters())

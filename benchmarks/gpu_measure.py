@@ -88,12 +88,10 @@ class Row(NamedTuple):
 
 
 def missing(section: str, what: str, why: str) -> Row:
-    """The row of what has no figure."""
     return Row(section, what, (), note=NOT_MEASURED + why)
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
     return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
 
 

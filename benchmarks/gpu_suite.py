@@ -220,7 +220,6 @@ def write(rows: Sequence[Row], about: dict, folder: Path) -> List[Path]:
 
 
 def markdown(rows: Sequence[Row], about: dict) -> str:
-    """A page of tables, one for each section."""
     parts = [
         f"# {about['device']}",
         f"Measured on {about['date']} on {about['device']} ({about['memory_gib']} GiB): torch {about['torch']}, CUDA "

@@ -40,7 +40,6 @@ class Setting(NamedTuple):
     compiled: bool
 
     def name(self) -> str:
-        """Name of its section."""
         kind = "B4-G1-BN" if self.depthwise else "B4-G16-GN"
         return f"training {kind}, {self.dtype}" + (", compiled" if self.compiled else "")
 
@@ -96,7 +95,6 @@ def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
 
 
 def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
-    """Random uint8 images as the loader gives them, on the device already."""
     images, labels = images_and_labels(plan, plan.batch.micro)
     if device.type == "cuda":
         labels = labels.pin_memory()
@@ -116,7 +114,6 @@ def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
 
 
 def _timms(plan: Recipe, setting: Setting, device: torch.device, layout: str, stack: contextlib.ExitStack) -> Side:
-    """One update from the same images each time."""
     torch.backends.cudnn.benchmark = True
     memory_format = FORMATS[layout]
     loop = Loop(plan.model, _LR, device.type, getattr(torch, setting.dtype), memory_format, setting.compiled)

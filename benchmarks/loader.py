@@ -131,17 +131,15 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
     ]
 
 
-def our_batches(reader: str, size: int) -> Iterator[MicroBatch]:
-    """Micro batches of the photographs by one of READERS, without end for our purposes."""
-    data = our_data(reader)
+def our_batches(data: Data, size: int, micro: int, batch: int) -> Iterator[MicroBatch]:
+    """Micro batches of the photographs, without end for our purposes. Args: batch: images of an update."""
     return training_batches(
-        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=MICRO, micro=MICRO, seed=0,
+        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=batch, micro=micro, seed=0,
         first_step=0, last_step=10**6,
     )  # fmt: skip
 
 
 def our_data(reader: str) -> Data:
-    """The data section of a recipe."""
     fixed = {"root": str(CACHE), "train_folder": FOLDER.name, "crop_area": AREA, "crop_aspect": ASPECT}
     return Data(**{**fixed, **READERS[reader]})
 
@@ -158,20 +156,23 @@ def pack() -> None:
 def loaders(size: int) -> Dict[str, Iterator[Any]]:
     """Loaders of the photographs, one process each, without end. Crop and flip only."""
     return {
-        **{name: our_batches(name, size) for name in READERS},
-        "timm": _timm_batches(size, "random", True),
-        "timm, bilinear": _timm_batches(size, "bilinear", True),
-        "timm, bilinear, no prefetcher": _timm_batches(size, "bilinear", False),
+        **{name: our_batches(our_data(name), size, MICRO, MICRO) for name in READERS},
+        "timm": timm_batches(size, MICRO, interpolation="random"),
+        "timm, bilinear": timm_batches(size, MICRO),
+        "timm, bilinear, no prefetcher": timm_batches(size, MICRO, use_prefetcher=False),
         "torchvision, Pillow": _torchvision_batches(size, tensors=False),
         "torchvision, tensors": _torchvision_batches(size, tensors=True),
     }
 
 
-def _timm_batches(size: int, interpolation: str, prefetcher: bool) -> Iterator[Any]:
+def timm_batches(
+    size: int, micro: int, workers: int = 0, **options: Any
+) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """The same by timm. Args: options: of its loader."""
     loader = create_loader(
-        create_dataset("", root=str(FOLDER), is_training=True), (3, size, size), MICRO, is_training=True, scale=AREA,
-        ratio=ASPECT, hflip=FLIP, color_jitter=0.0, interpolation=interpolation, num_workers=0,
-        use_prefetcher=prefetcher, device=torch.device("cpu"),
+        create_dataset("", root=str(FOLDER), is_training=True), (3, size, size), micro, is_training=True, scale=AREA,
+        ratio=ASPECT, hflip=FLIP, color_jitter=0.0, num_workers=workers, persistent_workers=workers > 0,
+        device=torch.device("cpu"), **{"interpolation": "bilinear", **options},
     )  # fmt: skip
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -233,7 +234,7 @@ def main() -> None:
     times = claims.in_turn(sides(), TURNS, seconds_an_image)
     bare = fastest(times, "decode only")
     rows = [row(key, values, bare) for key, values in times.items()]
-    images = [next(our_batches("ours, torch", size)).images for size in SIZES]
+    images = [next(our_batches(our_data("ours, torch"), size, MICRO, MICRO)).images for size in SIZES]
     bytes_per_value = [each.untyped_storage().nbytes() / each.numel() for each in images]
     made = [*speed_claims(times), claims.claim("bytes_per_channel_value", bytes_per_value, "bytes", "<= 1")]
     size = statistics.mean(path.stat().st_size for path in paths)

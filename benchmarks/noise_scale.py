@@ -59,7 +59,6 @@ CLAIMED = "quickstart"
 
 
 def recipe(*overrides: str) -> Recipe:
-    """The quickstart's, in batches of 64."""
     return loading.load(QUICKSTART, ["run.device=cpu", *overrides])
 
 

@@ -53,7 +53,6 @@ def _described(paths: List[Path]) -> Dict[str, str]:
 
 
 def make(paths: List[Path]) -> None:
-    """Write the files."""
     sources = [_opened(name) for name in _SOURCES]
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)

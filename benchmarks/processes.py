@@ -13,7 +13,6 @@ def children(parent: int) -> List[int]:
 
 
 def tree(root: int) -> List[int]:
-    """A process and all below it."""
     return [root, *(process for child in children(root) for process in tree(child))]
 
 

@@ -189,6 +189,5 @@ class Ours:
         self._step += 1
 
     def updates(self, count: int) -> None:
-        """Several steps."""
         for _ in range(count):
             self.update()

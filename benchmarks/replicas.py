@@ -52,7 +52,6 @@ SIDES = {
 
 
 def recipe(accumulation: int, *overrides: str) -> Recipe:
-    """B0 with micro batches of 16."""
     batch = (f"batch.micro={MICRO}", f"batch.global={MICRO * accumulation * REPLICAS}")
     return of_step(*B0, *batch, f"parallel.replicas={REPLICAS}", *overrides)
 
@@ -73,7 +72,6 @@ class Ddp:
         self._batches = list(zip(images.split(MICRO), labels.split(MICRO)))
 
     def update(self) -> None:
-        """One training step."""
         last = len(self._batches) - 1
         for number, (images, labels) in enumerate(self._batches):
             with contextlib.nullcontext() if number == last else self._model.no_sync():
@@ -84,7 +82,6 @@ class Ddp:
 
 
 def rank_takes_turns(rank: int) -> Dict[Tuple[int, str], List[ranks.Turn]]:
-    """This rank's turns by (micro batches, side)."""
     processes = Processes(Topology(REPLICAS, 1, rank, rank), torch.device("cpu"))
     turns = {}
     for count, rounds in ROUNDS.items():

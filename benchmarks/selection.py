@@ -93,7 +93,6 @@ def data() -> Dict[str, torch.Tensor]:
 
 
 def sides(values: torch.Tensor, k: int) -> Dict[str, Callable[[int], object]]:
-    """The calls that take turns."""
     array = values.numpy()
     return {
         TORCH: lambda _: torch.topk(values.abs(), k),

@@ -61,7 +61,6 @@ class Sample(NamedTuple):
 
 
 def steps() -> int:
-    """Updates of a run."""
     return claims.less(STEPS, 500)
 
 
@@ -106,7 +105,6 @@ def sample(root: int, step: int) -> Sample:
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
-    """Growth per 1,000 updates."""
     late = [each for each in samples if each.step >= warm_up()]
     fitted = statistics.linear_regression([each.step for each in late], [getattr(each, name) for each in late])
     return 1000 * fitted.slope

@@ -29,15 +29,13 @@ from typing import Iterator, List, Tuple
 
 import timm
 import torch
-from timm.data import create_dataset, create_loader
 
-from benchmarks import ROOT, claims
+from benchmarks import ROOT, claims, ranks
+from benchmarks.loader import our_batches, timm_batches
 from benchmarks.photographs import CLASSES, FOLDER, photographs
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
-from data.loader import training_batches
-from data.sources import open_source
 from engines import factory
 from recipe import loading
 from recipe.batch import divide
@@ -73,17 +71,11 @@ class Ours:
         self._steps = itertools.count()
 
     def update(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """One update from the next micro batches."""
         self._engine.train_step(micro_batches, next(self._steps), lr=0.1)
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
-        """Micro batches from the folder, without end for our purposes."""
-        plan = self._plan
-        data = plan.data.model_copy(update={"workers": workers})
-        return training_batches(
-            open_source(data, len(CLASSES), "train"), data=data, image_size=plan.model.image_size,
-            global_batch=plan.batch.global_, micro=MICRO, seed=0, first_step=0, last_step=10**6,
-        )  # fmt: skip
+        data = self._plan.data.model_copy(update={"workers": workers})
+        return our_batches(data, self._plan.model.image_size, MICRO, self._plan.batch.global_)
 
 
 class Timms:
@@ -93,28 +85,10 @@ class Timms:
         self._plan, self._loop = plan, Loop(plan.model, lr=0.1)
 
     def update(self, micro_batches: Iterator[Tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """One update from the next micro batches."""
         self._loop.update(list(itertools.islice(micro_batches, ACCUMULATION)))
 
     def batches(self, workers: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        """Micro batches from the folder: timm's loader with crop and flip only, as the recipe has it."""
-        dataset = create_dataset("", root=str(FOLDER), is_training=True)
-        data, size = self._plan.data, self._plan.model.image_size
-        loader = create_loader(
-            dataset, (3, size, size), MICRO, is_training=True, scale=data.crop_area, ratio=data.crop_aspect,
-            hflip=data.flip, color_jitter=None, interpolation="bilinear", num_workers=workers,
-            mean=self._plan.model.mean, std=self._plan.model.std, persistent_workers=workers > 0,
-            device=torch.device("cpu"),
-        )  # fmt: skip
-        return itertools.chain.from_iterable(itertools.repeat(loader))
-
-
-def synthetic(plan: Recipe) -> Tuple[Iterator, Iterator]:
-    """The same images for both sides, without end: (ours, timm's)."""
-    images, labels = images_and_labels(plan, MICRO)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
-    ours = (MicroBatch(images, labels, labels, MICRO, number % 2, 0, ()) for number in itertools.count())
-    return ours, itertools.repeat(((images / 255 - mean) / std, labels))
+        return timm_batches(self._plan.model.image_size, MICRO, workers)
 
 
 def measure_steps() -> Tuple[List[dict], List[float]]:
@@ -123,14 +97,15 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
     torch.set_num_threads(threads)
     model = claims.less(B0, SMALL)
     plan = recipe(*model)
-    ours, timms, ours_half = Ours(plan), Timms(plan), Ours(recipe(*model, "precision.weights=float16"))
-    our_images, their_images = synthetic(plan)
+    timms, (images, labels) = Timms(plan), images_and_labels(plan, MICRO)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
+    theirs = itertools.repeat(((images / 255 - mean) / std, labels))
     sides = {
-        "timm": lambda _: timms.update(their_images),
-        "ours": lambda _: ours.update(our_images),
-        "ours, float16 weights": lambda _: ours_half.update(our_images),
+        "timm": lambda: timms.update(theirs),
+        "ours": ranks.Ours(plan).update,
+        "ours, float16 weights": ranks.Ours(recipe(*model, "precision.weights=float16")).update,
     }
-    times = claims.in_turn(sides, STEP_ROUNDS)
+    times = claims.in_turn(sides, STEP_ROUNDS, lambda side, _: claims.seconds(side))
     rows = [row(part, name, (threads, 0), values, times["timm"]) for name, values in times.items()]
     return rows, claims.ratios(times["timm"], times["ours"])
 

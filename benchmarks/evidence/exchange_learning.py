@@ -140,7 +140,6 @@ def _lost(series: Series, dense: Series) -> List[float]:
 
 
 def _bytes_sent(series: Series) -> float:
-    """By the formulae of the method."""
     recipe = series.runs[0].recipe()
     with torch.device("meta"):
         parameters = list(build(recipe.model, 0).parameters())

@@ -88,7 +88,6 @@ class Experiment(abc.ABC):
         return [Series({"run": "the first, shortened"}, first.overrides, (first.seed,), *first[2:]).shortened(*_SHORT)]
 
     def more(self, rows: Sequence[dict]) -> str:
-        """Further tables, as Markdown."""
         return ""
 
     def claims(self) -> List[dict]:
@@ -100,7 +99,6 @@ class Experiment(abc.ABC):
         return [*self.trials(), *(run for series in self.series() for run in series.runs)]
 
     def rows(self) -> List[dict]:
-        """A row per series."""
         return self.rows_of(self.series())
 
     def rows_of(self, series: Sequence[Series]) -> List[dict]:

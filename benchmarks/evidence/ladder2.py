@@ -83,7 +83,6 @@ class Trials:
         return None if None in found else statistics.mean(min(each.loss, math.log(CLASSES)) for each in found)
 
     def losses(self) -> Dict[float, Optional[float]]:
-        """Rate -> loss."""
         return {rate: self.loss(rate) for rate in sorted(self.rates())}
 
     def best(self) -> Optional[float]:
@@ -249,7 +248,6 @@ def kept(rows: Sequence[dict], optimizer: str) -> int:
 
 
 def updates_of(run: Run) -> int:
-    """Updates of a run, whose batch may grow."""
     recipe = run.recipe()
     length = lengths(recipe, recipe.data.train_images)
     return sum(1 for _ in Course(recipe, length.steps_per_epoch, length.total).updates())

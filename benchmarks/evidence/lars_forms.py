@@ -7,9 +7,10 @@ it show whether K makes the two forms equal.
 import json
 import statistics
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import claims
+from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series, cell, plus_minus
 from benchmarks.evidence.runs import Run, curve, outcome
 
@@ -35,9 +36,6 @@ class Setting(NamedTuple):
     peak: int
     epochs: int
     depth: float = 0.3
-
-    def __str__(self) -> str:
-        return f"{self.data}, batch {self.batch}, peak {self.peak}, {self.epochs} epochs, depth {self.depth}"
 
 
 SETTINGS = (
@@ -134,23 +132,10 @@ Distance with K instead of 1, relative to that with 1, and the difference of the
 {claims.claims_table(self.claims(), "{:.2f} ({:.2f} to {:.2f})")}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        """K over the run, with the schedule in it and without: median over the tensors and, shaded, their quartiles."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        titles = {"steady": "under a slow schedule (steady K)", "scheduled": "under this run's schedule (K)"}
-        gradient = [each for each in self.series() if each.labels["form"] == GRADIENT]
-        for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items()):
-            for number, (setting, series) in enumerate(zip((*SETTINGS, *MEASURED), gradient)):
-                places, low, middle, high = _binned([record(run) for run in series.runs], kind)
-                style = "-" if setting in SETTINGS else "--"
-                axis.plot(places, middle, color=f"C{number}", ls=style, label=str(setting))
-                axis.fill_between(places, low, high, color=f"C{number}", alpha=0.12, lw=0)
-            axis.axhline(UNRELATED, color="black", lw=0.8, ls=":", label="unrelated gradients")
-            axis.set(title=title, xlabel="share of the run", ylabel="K", ylim=(1, 5))
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=6, loc="upper center")
-        figure.savefig(path, dpi=110)
+        gradient = [row for row in rows if row["form"] == GRADIENT]
+        names = [f"{row['data']}, batch {row['batch']}, peak {row['peak']}, {row['steps']} steps" for row in gradient]
+        sides = {kind: [row[key] for row in gradient] for kind, key in (("K", "k"), ("steady K", "k_steady"))}
+        page.bars(names, sides, path, f"K; {UNRELATED:.2f} for unrelated gradients")
 
     def claims(self) -> List[dict]:
         """By setting, a value a seed: the share of the distance at K = 1 that K leaves, and the paths' difference."""
@@ -219,7 +204,6 @@ def _rounded(value: object) -> object:
 
 
 def _path(own: dict, other: dict) -> float:
-    """Summed length of all updates relative to another run's."""
     return sum(own["update"]) / sum(other["update"])
 
 
@@ -234,13 +218,3 @@ def _phase(own: dict, start: float, end: float) -> float:
     steps = [number for number, step in enumerate(own["step"]) if start * total <= step < end * total]
     rates = [own["lr"][number] for number in steps]
     return sum(rate * own["steady"][number][1] for rate, number in zip(rates, steps)) / sum(rates)
-
-
-def _binned(records: Sequence[dict], kind: str, bins: int = 25) -> List[Tuple[float, ...]]:
-    """Share of the run, and quartiles of K averaged over the steps and runs that fall into each share."""
-    inside: Dict[int, list] = {}
-    for each in records:
-        for step, values in zip(each["step"], each[kind]):
-            inside.setdefault(step * bins // (each["step"][-1] + 1), []).append(values)
-    rows = [((number + 0.5) / bins, *map(statistics.mean, zip(*inside[number]))) for number in sorted(inside)]
-    return list(zip(*rows))

@@ -40,7 +40,6 @@ class MicroBatches(Experiment):
         return [*(run for series in _series(FEW) for run in series.runs), *super().wanted()]
 
     def rows(self) -> List[dict]:
-        """With the distances and equal bits of the final weights, against the first row's."""
         rows = super().rows()
         few, all_ = ([_distance(each, every[0]) for each in every] for every in (_series(FEW), _series(ALL)))
         for row, (first, _), (last, same) in zip(rows, few, all_):

@@ -65,6 +65,5 @@ class Norms(Experiment):
 
 
 def parameters(overrides: Sequence[str]) -> int:
-    """Of the recipe's model under overrides."""
     model = loading.load(ROOT / RECIPE, overrides).model
     return sum(block.parameters for block in blocks(model, model.image_size).values())

@@ -85,11 +85,9 @@ class Run(NamedTuple):
         return [*(["train.py"] if self.processes == 1 else launch), "--config", self.base, *self.arguments]
 
     def recipe(self) -> Recipe:
-        """The resolved recipe."""
         return loading.load(ROOT / self.base, [*self.arguments, *QUIET, f"run.output={self.folder}"])
 
     def command(self) -> List[str]:
-        """Command line that trains this run alone."""
         return [sys.executable, *self.program, *QUIET, f"run.output={self.folder}"]
 
 
@@ -231,9 +229,7 @@ def _serve(run: Run) -> None:
     os.chdir(ROOT)
     RUNS.mkdir(parents=True, exist_ok=True)
     log = f"{run.folder}.log"
-    with open(log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(
-        stream
-    ):
+    with open(log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         os.dup2(stream.fileno(), 1)  # what it starts, and libraries, write there too
         os.dup2(stream.fileno(), 2)
         try:

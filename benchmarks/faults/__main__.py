@@ -44,7 +44,6 @@ def main() -> int:
 
 
 def plan(names: Iterable[str] = tuple(KINDS)) -> List[Tuple[str, Topology, int]]:
-    """Kind, topology and number of each trial."""
     return [
         (name, topology, number)
         for name in names
@@ -71,7 +70,6 @@ def _all(names: List[str], seed: int) -> List[Trial]:
 
 
 def _rows(trials: List[Trial]) -> List[dict]:
-    """A row per kind and topology."""
     groups: Dict[Tuple[str, str], List[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.kind, trial.topology), []).append(trial)

@@ -147,7 +147,6 @@ def _compared(result: Result, reference: Result) -> Tuple[int, int, List[str]]:
 
 
 def _pack(folder: Path) -> None:
-    """The digits as PNG files in tar shards."""
     for split, name in (("train", "train"), ("validation", "val")):
         source = DigitsSource(split)
         for index in range(len(source)):
@@ -160,5 +159,4 @@ def _pack(folder: Path) -> None:
 
 
 def _tail(text: str) -> str:
-    """The last lines, in one."""
     return " | ".join(text.strip().splitlines()[-4:])[-600:]

@@ -114,7 +114,6 @@ def read_program(path: Path) -> None:
 
 
 def metadata(folder: Path) -> List[bytes]:
-    """The header of a file of safetensors."""
     tensor = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     return [json.dumps({"__metadata__": _described(), "a": tensor}).encode()]
 

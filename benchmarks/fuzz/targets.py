@@ -44,7 +44,6 @@ def _recipes(folder: Path) -> List[bytes]:
 
 
 def _read_recipe(path: Path) -> None:
-    """A file, then the arithmetic of its batch."""
     recipe = loading.load(path)
     divided = batch.divide(recipe, recipe.parallel.replicas or 1)
     assert divided.global_ == divided.micro * divided.accumulation * divided.replicas
@@ -123,7 +122,6 @@ def _read_tar(data: bytes, folder: Path) -> None:
 
 
 def _side_files(suffix: str, folder: Path) -> List[bytes]:
-    """The manifest or the index of a folder of shards."""
     _read_tar(_tars(folder)[0], folder)
     return [path.read_bytes() for path in _named(suffix, folder)]
 
@@ -154,7 +152,6 @@ def _checkpoints(folder: Path) -> List[bytes]:
 
 
 def _read_weights(path: Path) -> None:
-    """Of a checkpoint without its manifest, or of safetensors."""
     weights.read(str(path))
 
 

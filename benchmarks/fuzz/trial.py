@@ -50,12 +50,10 @@ class Found(NamedTuple):
 
 
 def made(name: str, seed: int, number: int, seeds: List[bytes]) -> bytes:
-    """Input `number` of a target."""
     return mutated(seeds, random.Random(f"{seed} {name} {number}"))
 
 
 def run(name: str, seed: int, inputs: int) -> Found:
-    """Gives a target its inputs."""
     sessions: List[List[Result]] = []
     while sum(map(len, sessions)) < inputs:
         sessions.append(list(_session(name, seed, sum(map(len, sessions)), inputs)))
@@ -96,7 +94,6 @@ def _results(name: str, seed: int, first: int, inputs: int) -> Iterator[Optional
 
 
 def _read(name: str, data: bytes, folder: Path) -> Tuple[str, str]:
-    """Kind and text of a result."""
     canary.calls.clear()
     kind, text = TAKEN, ""
     try:

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import claims, gpu_checks, gpu_measure, gpu_suite, gpu_training, ranks
+from benchmarks import gpu_checks, gpu_measure, gpu_suite, gpu_training, ranks
 from benchmarks.gpu_measure import DRY_PASS, Row, Session, missing
 from benchmarks.gpu_suite import Section
 from models.normalization import GroupNormAct
@@ -53,17 +53,16 @@ def test_each_section_gives_all_its_rows(section, monkeypatch):
             assert row.note.startswith("not measured: ") and any(what in row.what for what in ON_CUDA), row
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, None], ids=str)
-def test_a_layer_that_is_a_little_wrong_or_not_finite_does_not_pass(memory_format):
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_layer_that_is_a_little_wrong_does_not_pass(memory_format):
     """A variance that is too large by a hundredth makes outputs too small by half a hundredth: five roundings."""
-    error, bound = float("nan"), 1.0
-    if memory_format is not None:
-        norm, wrong = (GroupNormAct(16, 4, eps).half().to(DEVICE) for eps in (1e-3, 2e-2))
-        error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, memory_format)
-        assert error > bound
-    row = gpu_checks._row("norm", lambda: (error, bound, "output"), 0)
-    assert row.note.startswith("FAILED") and not gpu_checks.passed(row)
-    assert json.dumps(row.columns(), allow_nan=False)
+    norm, wrong = (GroupNormAct(16, 4, eps).half().to(DEVICE) for eps in (1e-3, 2e-2))
+    error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, memory_format)
+    assert error > bound
+    for value in (error, float("nan")):
+        row = gpu_checks._row("norm", lambda value=value: (value, bound, "output"), 0)
+        assert row.note.startswith("FAILED") and not gpu_checks.passed(row)
+        assert json.dumps(row.columns(), allow_nan=False)
 
 
 # Time and faults within a section.
@@ -88,13 +87,10 @@ def session(seconds=60.0, **changes):
 @pytest.mark.parametrize(("seconds", "turns"), [(1, 2), (45, 4), (1000, 9)])
 def test_the_time_ends_the_turns(seconds, turns, spend):
     """A warming call of 10 s, then turns of 10 s each until the time is over: at least 2, at most what is asked for."""
+    sides = dict.fromkeys(("side", "late"), lambda stack: lambda: spend(5))
     (row,) = session(seconds, turns=9).compare({"side": lambda stack: lambda: spend(10)}, abs, "s")
     assert len(row.repetitions) == turns
-
-
-def test_sides_for_which_no_time_is_left_say_so(spend):
-    sides = {name: lambda stack: lambda: spend(80) for name in ("slow", "late")}
-    slow, late = session(100).compare(sides, abs, "s")
+    slow, late = session(7).compare(sides, abs, "s")
     assert slow.repetitions and late.note == "not measured: no time was left"
 
 
@@ -147,32 +143,25 @@ def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
         stack.callback(closed.append, "good")
         return lambda: seen.append(left[0]() is not None)
 
-    rows = {row.what: row for row in session(turns=4).compare({"bad": failing, "good": other}, abs, "s", warm_up=2)}
-    assert rows["bad"].note == "not measured: out of memory" and len(rows["good"].repetitions) == 4
+    sides = {"bad": failing, "good": other}
+    good, bad = session(turns=4).compare(sides, abs, "s", warm_up=2)
+    assert bad.note == "not measured: out of memory" and len(good.repetitions) == 4
     # Turns begin from either end: two warming calls, bad and good, good and bad.
     assert seen == ([False] * 6 if fits == 1 else [True] * 4 + [False] * 2)
     assert closed == ["bad", "good"]
+    with pytest.raises(torch.OutOfMemoryError):
+        session(turns=4).compare(sides, abs, "s", warm_up=2, needs_all=True)
 
 
 def test_micro_batches_are_halved_until_both_sides_fit(monkeypatch):
-    """A size for which the first side has not the memory is not tried with the second."""
-    made = []
+    def compare(session, micro, *arguments, needs_all, **options):
+        if micro > 1 and needs_all:
+            raise torch.OutOfMemoryError
+        return [micro]
 
-    def sides(session, setting, micro):
-        def step():
-            if micro > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-        def theirs(stack):
-            made.append(micro)
-            return int
-
-        return {"ours": lambda stack: step, "timm": theirs}
-
-    monkeypatch.setattr(gpu_training, "_sides", sides)
-    rows = list(gpu_training.training(session(micro=4), gpu_training.SETTINGS[0]))
-    assert [row.what for row in rows] == ["ours", "timm"] and made == [1]
-    assert all(row.note == "32 px, micro batch 1" for row in rows)
+    monkeypatch.setattr(gpu_training, "_sides", lambda session, setting, micro: micro)
+    monkeypatch.setattr(Session, "compare", compare)
+    assert list(gpu_training.training(session(micro=4), gpu_training.SETTINGS[0])) == [1]
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(0, 0), (5, 4), (100, 8)])
@@ -274,10 +263,7 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
     assert "| g16_speedup_over_timm | 1.55 (1.5 to 1.6) | >= 1.5 | holds |" in page
     monkeypatch.setattr(gpu_suite, "measured", lambda *arguments: (WRITTEN, about))
     gpu_suite.main()
-    lines = capsys.readouterr().out.splitlines()
-    content = json.loads(files[0].read_text())
-    assert json.loads(lines[-1]) == content and content["benchmark"] == "gpu_suite" and not claims.quick()
-    assert any(line.startswith("g16_speedup_over_timm: 1.55 times") for line in lines)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(files[0].read_text())
 
 
 def test_without_cuda_it_is_refused(monkeypatch):

@@ -23,9 +23,8 @@ def folder(tmp_path):
 def test_files_are_decoded_that_the_reader_shows(folder, monkeypatch):
     monkeypatch.setattr(loader, "MICRO", 8)
     data = Data(root=str(folder.parent), train_folder=folder.name, workers=0)
-    monkeypatch.setattr(loader, "our_data", lambda reader: data)
     source = FolderSource(str(folder))
-    for step, batch in zip(range(4), loader.our_batches("ours, torch", 40)):
+    for step, batch in zip(range(4), loader.our_batches(data, 40, 8, 8)):
         files = [source.encoded(index) for index in batch.indices.tolist()]
         assert loader.encoded(source, step) == files and len(files) == 8
 

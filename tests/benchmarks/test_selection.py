@@ -11,9 +11,7 @@ from benchmarks.selection import DENSE, GRADIENT, UPDATE, Work
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     shapes = {"conv.weight": (40, 30), "conv.bias": (40,)}
-    monkeypatch.setattr(
-        selection, "b4_parameters", lambda: {n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()}
-    )
+    monkeypatch.setattr(selection, "b4_parameters", lambda: {n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()})
     monkeypatch.setattr(selection, "norm_parameters", lambda model: [])
     monkeypatch.setattr(selection, "build", lambda *_: None)
 
