@@ -81,10 +81,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def seconds(side: Callable[[int], object], number: int) -> float:
-    """Seconds of a call of a side in a round."""
+def seconds(side: Callable[..., object], *number: int) -> float:
+    """Seconds of a call of a side, by default with the number of the round."""
     start = time.perf_counter()
-    side(number)
+    side(*number)
     return time.perf_counter() - start
 
 
@@ -135,34 +135,25 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
     }
 
 
-def judged(made: dict) -> str:
-    """`holds` or `does not hold`."""
-    return "holds" if made["holds"] else "does not hold"
-
-
 def result(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], about: dict) -> dict:
     """The object that --json prints."""
-    return {
-        "benchmark": benchmark,
-        "machine": about,
-        "quick": quick(),
-        "rows": list(rows),
-        "claims": list(claims),
-    }
+    return {"benchmark": benchmark, "machine": about, "quick": quick(), "rows": list(rows), "claims": list(claims)}
 
 
 def report(
     benchmark: str, rows: Sequence[dict], claims: Sequence[dict], as_json: bool, about: Optional[dict] = None
 ) -> None:
-    """Print `rows` (all with the same keys, the columns), the claims, and where it was measured (machine())."""
+    """Print `rows` (their keys are the columns), the claims, and where it was measured (machine())."""
     about = machine() if about is None else about
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    rows = [{column: row.get(column) for column in columns} for row in rows]
     _print_table(rows)
     print()
     for each in claims:
         value, low, high = map(formats.number, (each["value"], *each["spread"]))
         print(
             f"{each['name']}: {value} {each['unit']} ({low} to {high}); "
-            f"goal {each['goal']}: {judged(each)}{less('', ' (quick: indicative only)')}"
+            f"goal {each['goal']}: {_judged(each)}{less('', ' (quick: indicative only)')}"
         )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     if quick():
@@ -192,7 +183,6 @@ def _cpu_model() -> str:
 
 
 def _print_table(rows: Sequence[dict]) -> None:
-    """Text to the left, numbers to the right."""
     lines = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     left = [isinstance(value, str) for value in rows[0].values()]
@@ -209,11 +199,16 @@ def cell(value: object) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def _judged(made: dict) -> str:
+    return "holds" if made["holds"] else "does not hold"
 
 
 def claims_table(claims: Sequence[dict], form: str = "{:.4g} ({:.4g} to {:.4g})") -> str:
     """Claims as Markdown: name, value and spread by `form`, goal, whether it holds."""
-    lines = [(each["name"], form.format(each["value"], *each["spread"]), each["goal"], judged(each)) for each in claims]
+    lines = [
+        (each["name"], form.format(each["value"], *each["spread"]), each["goal"], _judged(each)) for each in claims
+    ]
     return markdown(("claim", "value", "goal", ""), lines)

@@ -6,8 +6,6 @@ Each case is a whole run of the quickstart recipe, started as users start it, so
 compared. Sums depend on the CPU and on torch, so both sides are computed here and now and none is kept.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -22,7 +20,7 @@ import hashlib
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, NamedTuple, Tuple
 
 import torch
 
@@ -65,8 +63,8 @@ CASES: Dict[str, Case] = {
 }
 
 
-def digest_of(trees: Iterable[object]) -> str:
-    """SHA-256 of names, dtypes, shapes and values of all tensors in trees of dictionaries, such as checkpoints.
+def digest_of(trees: Iterable[dict]) -> str:
+    """SHA-256 of names, dtypes, shapes and values of all tensors in nested dictionaries, such as checkpoints.
 
     In the order of the names within each tree; equal only if all bits are.
     """
@@ -81,9 +79,8 @@ def digest_of(trees: Iterable[object]) -> str:
 def _tensors(tree: object, name: str = "") -> Iterator[Tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
         yield name, tree
-    elif isinstance(tree, dict):
-        for key, branch in tree.items():
-            yield from _tensors(branch, f"{name}/{key}")
+    for key, branch in tree.items() if isinstance(tree, dict) else ():
+        yield from _tensors(branch, f"{name}/{key}")
 
 
 def digest(checkout: Path, case: Case) -> str:
@@ -111,25 +108,16 @@ def digest(checkout: Path, case: Case) -> str:
 
 @contextlib.contextmanager
 def checkout_of(revision: str) -> Iterator[Path]:
-    """The program as it was at a revision, in a folder for the time being. Raises UserError."""
+    """The program as it was at a revision, in a folder that is removed again. Raises UserError."""
+    git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkout"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        made = subprocess.run([*git, "add", "--detach", str(path), revision], capture_output=True, text=True)
+        made = subprocess.run([*git, "add", "--detach", folder, revision], capture_output=True, text=True)
         if made.returncode:
             raise UserError(f"--against {revision}: {made.stderr.strip()}")
         try:
-            yield path
+            yield Path(folder)
         finally:
-            subprocess.run([*git, "remove", "--force", str(path)], check=True, capture_output=True)
-
-
-def _row(name: str, case: Case, earlier: Optional[Path]) -> dict:
-    row = {"case": name, "here": digest(ROOT, case)}
-    if earlier is not None:
-        row["there"] = digest(earlier, case)
-    print(name, *(value[:16] for key, value in row.items() if key != "case"), file=sys.stderr, flush=True)
-    return row
+            subprocess.run([*git, "remove", "--force", folder], check=True, capture_output=True)
 
 
 def main() -> None:
@@ -138,8 +126,13 @@ def main() -> None:
     arguments = claims.begin(parser, takes="3 minutes, twice that with --against", quick="1 minute")
     cases = claims.less(list(CASES.items()), list(CASES.items())[:2])
     with contextlib.ExitStack() as stack:
-        earlier = stack.enter_context(checkout_of(arguments.against)) if arguments.against else None
-        rows = [_row(name, case, earlier) for name, case in claims.progress(cases, "case")]
+        sides = {"here": ROOT}
+        if arguments.against:
+            sides["there"] = stack.enter_context(checkout_of(arguments.against))
+        rows = [
+            {"case": name, **{side: digest(checkout, case) for side, checkout in sides.items()}}
+            for name, case in claims.progress(cases, "case")
+        ]
     found = []
     if arguments.against:
         equal = sum(row["here"] == row["there"] for row in rows) / len(rows)

@@ -5,12 +5,10 @@ in the same dtype, or the spacing of the dtype's numbers at the largest one, whi
 is met by chance is no fault.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
-from typing import Callable, Dict, Iterator, List, Tuple
+from typing import Callable, Dict, Iterator, List, Sequence, Tuple
 from unittest import mock
 
 import torch
@@ -59,12 +57,11 @@ def _all_checks(session: Session) -> Dict[str, Callable[[], Found]]:
     plan, device = session.plan, session.device
     found: Dict[str, Callable[[], Found]] = {}
     for half, layout in itertools.product(plan.halves, FORMATS):
-        norm = functools.partial(_group_norm, plan.norm, device, getattr(torch, half), FORMATS[layout])
-        found[f"group norm, {half}, {layout}"] = norm
+        place = (device, getattr(torch, half), FORMATS[layout])
+        found[f"group norm, {half}, {layout}"] = functools.partial(_group_norm, plan.norm, *place)
         for kernel, stride in plan.convolutions:
-            found[f"group conv {kernel} x {kernel} / {stride}, {half}, {layout}"] = functools.partial(
-                _group_conv, plan.conv, kernel, stride, device, getattr(torch, half), FORMATS[layout]
-            )
+            check = functools.partial(_group_conv, plan.conv, *place, kernel, stride)
+            found[f"group conv {kernel} x {kernel} / {stride}, {half}, {layout}"] = check
     for trust in ("gradient", "momentum"):
         found[f"LARS ({trust}), float32 state"] = functools.partial(_lars, trust, device)
     found["LARS, bits rounded to float16"] = functools.partial(_rounding, device)
@@ -75,7 +72,7 @@ def _all_checks(session: Session) -> Dict[str, Callable[[], Found]]:
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _group_norm(shape, device: torch.device, dtype: torch.dtype, layout: torch.memory_format) -> Found:
+def _group_norm(shape: Sequence[int], device: torch.device, dtype: torch.dtype, layout: torch.memory_format) -> Found:
     from models.kernels.group_norm import FusedGroupNormAct
 
     norm = GroupNormAct(shape[1], 4, 1e-3).to(device, dtype)
@@ -85,7 +82,7 @@ def _group_norm(shape, device: torch.device, dtype: torch.dtype, layout: torch.m
     return compared(norm, FusedGroupNormAct.of(norm), shape, dtype, layout)
 
 
-def _group_conv(shape, kernel: int, stride: int, device, dtype: torch.dtype, layout) -> Found:
+def _group_conv(shape, device, dtype, layout, kernel: int, stride: int) -> Found:
     from models.kernels.group_conv import FusedGroupConv2d
 
     kind = Conv2dSame if stride == 2 else functools.partial(nn.Conv2d, padding=kernel // 2)
@@ -118,7 +115,6 @@ def compared(
 
 
 def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, torch.Tensor]:
-    """Output, and gradients of the input and the parameters."""
     x = x.detach().requires_grad_()
     y = layer(x)
     named = dict(layer.named_parameters())
@@ -132,55 +128,48 @@ def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, t
 
 def _lars(trust: str, device: torch.device) -> Found:
     """Each number of the state is a few roundings of numbers up to the largest weight away."""
-    from optim.kernels.lars import TritonLarsUpdate
-
     weights = {name: torch.randn(shape, device=device) for name, shape in _SHAPES.items()}
-    gradients = [[torch.randn(shape, device=device) * 8 for shape in _SHAPES.values()] for _ in range(_STEPS)]
-    states = []
-    for kind in (LarsUpdate, TritonLarsUpdate):
-        state = _weight_state(kind, weights, torch.float32, trust=trust, momentum=0.9, weight_decay=1e-3)
-        for step, values in enumerate(gradients):
-            for view, own in zip(state.gradients.views, values):
-                view.copy_(own)
-            state.update(step, 0.5, torch.tensor(8.0, device=device), True)
-        states.append(state.state_dict())
-    errors = {
-        f"{key} of {name}": (states[1][key][name] - expected).abs().max().item()
-        for key in states[0]
-        for name, expected in states[0][key].items()
-    }
-    name = max(errors, key=lambda each: errors[each])
-    largest_weight = max(1.0, *(each.abs().max().item() for each in states[0]["weights"].values()))
-    return errors[name], 8 * torch.finfo(torch.float32).eps * largest_weight, name
+    gradients = [{name: torch.randn_like(each) * 8 for name, each in weights.items()} for _ in range(_STEPS)]
+    theirs, ours = _states(weights, gradients, trust=trust, momentum=0.9, weight_decay=1e-3)
+    errors = {name: (ours[name] - each).abs().max().item() for name, each in theirs.items()}
+    worst = max(errors, key=errors.__getitem__)
+    largest_weight = max(1.0, *(each.abs().max().item() for name, each in theirs.items() if "weights" in name))
+    return errors[worst], 8 * torch.finfo(torch.float32).eps * largest_weight, worst
 
 
 def _rounding(device: torch.device) -> Found:
-    """Elements of float16 state that differ. Without momentum, decay and trust ratios, and from weights of 0, the
-    gradients are what is rounded: nothing is computed before."""
+    """Elements of float16 state that differ. Without momentum, decay and trust ratios, and from weights of 0, gradients
+    times a power of two are what is rounded: nothing is computed before."""
+    values = torch.randn(5000, device=device) * 10.0 ** torch.linspace(-9, 6, 5000, device=device)
+    theirs, ours = _states({"a": torch.zeros_like(values).half()}, [{"a": values}], adapt=False, momentum=0.0)
+    assert all(len(each.unique()) > 1000 for name, each in theirs.items() if "weights" in name), "nothing was rounded"
+    return float(sum(int((ours[name] != each).sum()) for name, each in theirs.items())), 0.0, "elements that differ"
+
+
+def _states(
+    weights: Dict[str, torch.Tensor], gradients, adapt: bool = True, **options
+) -> List[Dict[str, torch.Tensor]]:
+    """The state by torch's and by Triton's updates with these gradients, in the weights' dtype."""
     from optim.kernels.lars import TritonLarsUpdate
 
-    values = torch.randn(5000, device=device) * 10.0 ** torch.linspace(-9, 6, 5000, device=device)
     states = []
     for kind in (LarsUpdate, TritonLarsUpdate):
-        state = _weight_state(kind, {"a": torch.zeros(5000, device=device).half()}, torch.float16, adapt=False)
-        state.gradients.flat[:5000] = values
-        state.update(7, 1.0, torch.ones((), device=device), False)
-        states.append(state.state_dict())
-    differing = sum(int((states[0][key]["a"] != states[1][key]["a"]).sum()) for key in states[0])
-    assert len(states[0]["weights"]["a"].unique()) > 1000, "the values were not rounded"
-    return float(differing), 0.0, "elements that differ"
-
-
-def _weight_state(
-    kind: type, weights: Dict[str, torch.Tensor], dtype: torch.dtype, adapt=True, **options
-) -> WeightState:
-    own = {name: nn.Parameter(values.clone()) for name, values in weights.items()}
-
-    def create(named: Dict[str, nn.Parameter]) -> LARS:
-        return LARS([{"params": list(named.values()), "adapt": adapt}], lr=0.0, **{"momentum": 0.0, **options})
-
-    with mock.patch.object(lars, "update_class", lambda device: kind):  # whatever the device
-        return WeightState(own.items(), create, dtype=dtype, rounding="stochastic", seed=3)
+        own = {name: nn.Parameter(values.clone()) for name, values in weights.items()}
+        with mock.patch.object(lars, "update_class", lambda device, kind=kind: kind):  # whatever the device
+            state = WeightState(
+                own.items(),
+                lambda named: LARS([{"params": list(named.values()), "adapt": adapt}], lr=0.0, **options),
+                dtype=next(iter(weights.values())).dtype,
+                rounding="stochastic",
+                seed=3,
+            )
+        for step, given in enumerate(gradients):
+            for view, values in zip(state.gradients.views, given.values()):
+                view.copy_(values)
+            state.update(step, 0.5, torch.tensor(8.0, device=state.flat.device), True)
+        saved = state.state_dict()
+        states.append({f"{key} of {name}": each for key, named in saved.items() for name, each in named.items()})
+    return states
 
 
 # Selection ------------------------------------------------------------------------------------------------------------

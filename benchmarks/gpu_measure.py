@@ -1,7 +1,5 @@
 """Shared by the sections of benchmarks/gpu_suite.py: sizes, rows, and sides that take turns."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math
@@ -90,24 +88,15 @@ class Row(NamedTuple):
 
 
 def missing(section: str, what: str, why: str) -> Row:
-    """The row of what has no figure."""
     return Row(section, what, (), note=NOT_MEASURED + why)
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
     return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
 
 
 Side = Callable[[], object]
 Maker = Callable[[contextlib.ExitStack], Side]  # makes a side; leaves in the stack what must be done in the end
-
-
-class _Opened(NamedTuple):
-    """A side that is warm, and what must be done in the end."""
-
-    side: Side
-    stack: contextlib.ExitStack
 
 
 class Session:
@@ -123,16 +112,11 @@ class Session:
         return self._end - time.monotonic() <= kept * self._seconds
 
     def attempts(self, measures: Mapping[str, Callable[[], Row]]) -> Iterator[Row]:
-        """The rows one after the other; one that says why there is none where a measurement raises."""
-        rows: Dict[str, Row] = {}
-        faults: Dict[str, str] = {}
-
-        def measure(what: str) -> None:
-            rows[what] = measures[what]()
-
-        for what in measures:
-            self._attempt(what, measure, faults, {})
-            yield missing(self.section, what, faults[what]) if what in faults else rows[what]
+        """The rows one after the other; where a measurement raises, one with the reason."""
+        for what, measure in measures.items():
+            found: List[Row] = []
+            fault = self._fault(lambda measure=measure, found=found: found.append(measure()))
+            yield missing(self.section, what, fault) if fault else found[0]
 
     def compare(
         self,
@@ -152,36 +136,44 @@ class Session:
 
         Args:
             figure: of the seconds of a call.
-            needs_all: end at once where the memory does not suffice for all sides; then not all have a row.
+            needs_all: raise torch.OutOfMemoryError where the memory does not suffice for all sides.
         """
-        sides: Dict[str, _Opened] = {}
+        sides: Dict[str, Tuple[Side, contextlib.ExitStack]] = {}
         times: Dict[str, List[float]] = {}
         faults: Dict[str, str] = {}
 
-        def make(name: str) -> None:
-            sides[name], times[name] = self._opened(makers[name], warm_up), []
+        def opened(name: str) -> None:
+            with contextlib.ExitStack() as own:
+                side = makers[name](own)
+                for _ in range(warm_up):
+                    seconds_of(side, 1, self.device)
+                sides[name], times[name] = (side, own.pop_all()), []
 
-        def take_turn(name: str) -> None:
-            times[name].append(seconds_of(sides[name].side, calls, self.device))
+        def turned(name: str) -> None:
+            times[name].append(seconds_of(sides[name][0], calls, self.device))
 
-        def lacking() -> bool:
-            return needs_all and OUT_OF_MEMORY in faults.values()
+        def attempt(act: Callable[[str], None], name: str) -> None:
+            fault = self._fault(lambda: act(name), lambda: sides.pop(name)[1].close() if name in sides else None)
+            if fault == OUT_OF_MEMORY and needs_all:
+                raise torch.OutOfMemoryError
+            if fault:
+                faults[name] = fault
 
-        with contextlib.ExitStack() as stack:
-            stack.callback(_close, sides)
+        try:
             for name in makers:
-                if lacking():
-                    break
                 if sides and self.over(_SHARE_OF_TURNS):
                     faults[name] = "no time was left"
                 else:
-                    self._attempt(name, make, faults, sides)
+                    attempt(opened, name)
             for turn in range(self.plan.turns):
-                if lacking() or (turn >= _LEAST_TURNS and self.over()):
+                if turn >= _LEAST_TURNS and self.over():
                     break
                 for name in list(sides)[:: -1 if turn % 2 else 1]:
-                    self._attempt(name, take_turn, faults, sides)
-        free(self.device)
+                    attempt(turned, name)
+        finally:
+            while sides:
+                sides.popitem()[1][1].close()
+            free(self.device)
         rows = [
             Row(self.section, name, tuple(map(figure, seconds)), unit, limit, note)
             for name, seconds in times.items()
@@ -189,37 +181,22 @@ class Session:
         ]
         return rows + [missing(self.section, name, why) for name, why in faults.items()]
 
-    def _opened(self, make: Maker, warm_up: int) -> _Opened:
-        """A side that was called so many times; nothing is left of one that fails."""
-        with contextlib.ExitStack() as stack:
-            side = make(stack)
-            for _ in range(warm_up):
-                seconds_of(side, 1, self.device)
-            return _Opened(side, stack.pop_all())
-
-    def _attempt(
-        self, what: str, function: Callable[[str], None], faults: Dict[str, str], sides: Dict[str, _Opened]
-    ) -> None:
-        """function(what); if it raises, note why in `faults`, and close the side of that name and free its memory.
+    def _fault(self, act: Callable[[], None], close: Callable[[], object] = lambda: None) -> str:
+        """act(); if it raises, close() and free the memory. Returns the reason, empty if there is none.
 
         Raises:
             RuntimeError: after an error that CUDA does not survive.
         """
         try:
-            function(what)
-            return
+            act()
+            return ""
         except Exception as error:  # whatever is wrong with one figure, others are wanted
-            faults[what] = reason(error)
+            fault = reason(error)
         # Not within the handler, whose error holds what did not fit.
-        if what in sides:
-            sides.pop(what).stack.close()
+        close()
         free(self.device)
         synchronize(self.device)
-
-
-def _close(sides: Dict[str, _Opened]) -> None:
-    while sides:
-        sides.popitem()[1].stack.close()
+        return fault
 
 
 def free(device: torch.device) -> None:
@@ -232,19 +209,18 @@ def free(device: torch.device) -> None:
 
 def seconds_of(function: Side, calls: int, device: torch.device) -> float:
     """Seconds of a call, of so many that are queued one behind the other; on CUDA by the device's clock."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        synchronize(device)
-        start.record()
-        for _ in range(calls):
-            function()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000 / calls
+    cuda = device.type == "cuda"
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)
+    synchronize(device)
     began = time.perf_counter()
+    if cuda:
+        start.record()
     for _ in range(calls):
         function()
-    return (time.perf_counter() - began) / calls
+    if cuda:
+        end.record()
+        end.synchronize()
+    return (start.elapsed_time(end) / 1000 if cuda else time.perf_counter() - began) / calls
 
 
 def recipe(plan: Plan, micro: int, *overrides: str) -> Recipe:

@@ -10,8 +10,6 @@ Each section runs in a process of its own: a kernel that reads where it must not
 the rest of one section.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -21,17 +19,17 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import contextlib
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
 import re
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -54,10 +52,9 @@ _RESERVE = 20.0  # seconds before the end of all, in which the last section may 
 _BYTES = 18
 
 _HOW = """\
-Measured by `python -m benchmarks.gpu_suite`, all in one command of less than eight minutes; what there was no time for
-says so. Figures are medians over turns, in which the sides of a section are computed one after the other; CUDA's events
-are the clock, and what comes first (cuDNN's search, Triton's compiler) is left out. What the sides are, and what their
-limits are, is said in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
+Measured by `python -m benchmarks.gpu_suite` in less than eight minutes. Figures are medians over turns, in which the
+sides of a section are computed one after the other, by CUDA's events and without warm-up. Sides and limits are
+described in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
 
 
 class Section(NamedTuple):
@@ -114,20 +111,17 @@ def _in_graph(side: Side, device: torch.device) -> Side:
     return graph.replay
 
 
-def _training(number: int, seconds: float) -> Section:
-    setting = SETTINGS[number]
-    return Section(setting.name(), seconds, functools.partial(training, setting=setting))
-
-
+_TRAINING = [
+    Section(setting.name(), seconds, functools.partial(training, setting=setting))
+    for setting, seconds in zip(SETTINGS, (70, 40, 30, 300))
+]
+# Compiling is the last: nothing but its end ends a compiler, and it may take all that is left.
 SECTIONS = (
     Section(CHECKS, 45, checks),
-    _training(0, 70),
-    _training(1, 40),
-    _training(2, 30),
+    *_TRAINING[:-1],
     Section(UPDATE, 15, update),
     Section(MEMORY, 40, memory),
-    # Nothing but its end ends a compiler, and it may take all that is left.
-    _training(3, 300),
+    _TRAINING[-1],
 )
 
 
@@ -167,32 +161,25 @@ def _within(left: float, section: Section, plan: Plan, before: Sequence[Row]) ->
     section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
     try:
         yield from ranks.stream(left, perform, section, plan, before)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         yield missing(section.name, "the rest", reason(error))
 
 
 def perform(section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
-    """A section's rows; if it raises, the last one says why there are no more."""
-    try:
-        yield from section.measure(Session(section.name, plan, section.seconds, before))
-    except Exception as error:
-        yield missing(section.name, "the rest", reason(error))
+    return section.measure(Session(section.name, plan, section.seconds, before))
 
 
 def machine(name: str) -> Iterator[dict]:
     """The machine and the program, as `claims.machine` and more."""
     device = torch.device(name)
     cuda = device.type == "cuda"
-    triton = None
-    with contextlib.suppress(ImportError):
-        triton = importlib.import_module("triton").__version__
     yield {
         **claims.machine(),
         "device": torch.cuda.get_device_name(device) if cuda else name,
         "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if cuda else None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "triton": triton,
+        "triton": metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "revision": describe_environment()["revision"],
     }
 
@@ -207,8 +194,9 @@ def made_claims(rows: Sequence[Row]) -> List[dict]:
     if ours and timms:
         ratios = claims.ratios(ours.repetitions, timms.repetitions)
         made.append(claims.claim("g16_speedup_over_timm", ratios, "times", ">= 1.5"))
-    updates = [row for row in rows if row.section == UPDATE and row.what.startswith(OURS)]
-    updates = [row for row in updates if row.repetitions and row.limit]
+    updates = [
+        row for row in rows if row.section == UPDATE and row.what.startswith(OURS) and row.repetitions and row.limit
+    ]
     if updates:  # in a graph, where that was captured
         ratios = [each / updates[-1].limit for each in updates[-1].repetitions]
         made.append(claims.claim("update_over_byte_floor", ratios, "times", "<= 1.5"))
@@ -232,7 +220,6 @@ def write(rows: Sequence[Row], about: dict, folder: Path) -> List[Path]:
 
 
 def markdown(rows: Sequence[Row], about: dict) -> str:
-    """A page of tables, one for each section."""
     parts = [
         f"# {about['device']}",
         f"Measured on {about['date']} on {about['device']} ({about['memory_gib']} GiB): torch {about['torch']}, CUDA "
@@ -240,11 +227,9 @@ def markdown(rows: Sequence[Row], about: dict) -> str:
         f"{about['cores']} cores of {about['cpu']}.",
         _HOW,
     ]
-    by_section: Dict[str, list] = {}
-    for row in rows:
-        _, *columns = row.columns().values()
-        by_section.setdefault(row.section, []).append([claims.cell(each).replace("|", "/") for each in columns])
-    for section, lines in by_section.items():
-        head = ("", "median", "", "lowest", "highest", "limit", "")
+    head = ("", "median", "", "lowest", "highest", "limit", "")
+    for section in dict.fromkeys(row.section for row in rows):
+        columns = [list(row.columns().values())[1:] for row in rows if row.section == section]
+        lines = [[claims.cell(each).replace("|", "/") for each in line] for line in columns]
         parts += [f"## {section[0].upper()}{section[1:]}", claims.markdown(head, lines)]
     return "\n\n".join([*parts, "## Claims", claims.claims_table(made_claims(rows))]) + "\n"

@@ -6,8 +6,6 @@ the body of the loop in its train.py, with float32 weights, autocast (and its sc
 images are normalised already. Both with cuDNN's search for the fastest kernels, both counted by the device's clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -16,7 +14,7 @@ from typing import Dict, Iterator, NamedTuple
 
 import torch
 
-from benchmarks.gpu_measure import NOT_MEASURED, OUT_OF_MEMORY, Maker, Row, Session, Side, free, recipe
+from benchmarks.gpu_measure import Maker, Row, Session, Side, free, recipe
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
@@ -42,7 +40,6 @@ class Setting(NamedTuple):
     compiled: bool
 
     def name(self) -> str:
-        """Name of its section."""
         kind = "B4-G1-BN" if self.depthwise else "B4-G16-GN"
         return f"training {kind}, {self.dtype}" + (", compiled" if self.compiled else "")
 
@@ -60,17 +57,17 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
     """Images a second of each side; the micro batch is halved until all have the memory for it."""
     plan, micro = session.plan, session.plan.micro
     while True:
-        sides = _sides(session, setting, micro)
         note = f"{recipe(plan, micro).model.image_size} px, micro batch {micro}"
-        figure = functools.partial(operator.truediv, micro)
-        rows = session.compare(
-            sides, figure, "images/s", calls=plan.steps, warm_up=_WARM_UP, note=note, needs_all=micro > 1
-        )
-        if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
-            torch._dynamo.reset()
-        if micro == 1 or all(row.note != NOT_MEASURED + OUT_OF_MEMORY for row in rows):
-            return iter(rows)
-        micro //= 2
+        compare = functools.partial(session.compare, calls=plan.steps, warm_up=_WARM_UP, note=note, needs_all=micro > 1)
+        try:
+            return iter(
+                compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
+            )
+        except torch.OutOfMemoryError:
+            micro //= 2
+        finally:
+            if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
+                torch._dynamo.reset()
 
 
 def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
@@ -98,7 +95,6 @@ def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
 
 
 def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
-    """Random uint8 images as the loader gives them, on the device already."""
     images, labels = images_and_labels(plan, plan.batch.micro)
     if device.type == "cuda":
         labels = labels.pin_memory()
@@ -118,7 +114,6 @@ def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
 
 
 def _timms(plan: Recipe, setting: Setting, device: torch.device, layout: str, stack: contextlib.ExitStack) -> Side:
-    """One update from the same images each time."""
     torch.backends.cudnn.benchmark = True
     memory_format = FORMATS[layout]
     loop = Loop(plan.model, _LR, device.type, getattr(torch, setting.dtype), memory_format, setting.compiled)

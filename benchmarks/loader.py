@@ -3,16 +3,14 @@
     python -m benchmarks.loader [--quick] [--json]
 
 One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py), which are in the
-page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64.
-Times are CPU seconds of the whole process, with all its threads. All sides take turns; a ratio is of one turn.
+page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64. Times
+are CPU seconds of the whole process, with all its threads. All sides take turns; a ratio is of one turn.
 
 - `loader`: ours (by torch from files and from shards, by DALI) to uint8 micro batches, timm's and torchvision's to
-  normalised float32 ones. timm has its own defaults (interpolation "random", a prefetcher) and is
-  given bilinear, which is ours, and no prefetcher; it is compared as it is fastest.
+  normalised float32 ones. timm, whose default draws the interpolation and has a prefetcher, is compared as it is
+  fastest.
 - `decode only`: whole images decoded from memory. The fastest is the limit for loaders that decode whole images.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -78,35 +76,29 @@ class Side(NamedTuple):
 def sides() -> Dict[Key, Side]:
     """All that takes turns, by part and name; the decoders between the loaders of the two sizes."""
     large, small = (
-        {(f"loader {size} px", name): Side(functools.partial(_take, each)) for name, each in loaders(size).items()}
+        {(f"loader {size} px", name): Side(lambda _, each=each: next(each)) for name, each in loaders(size).items()}
         for size in SIZES
     )
     files = functools.partial(encoded, open_source(our_data("ours, torch"), len(CLASSES), "train"))
-    bare = {("decode only", name): Side(functools.partial(_each, each), files) for name, each in decoders().items()}
+    bare = {
+        ("decode only", name): Side(lambda given, each=each: list(map(each, given)), files)
+        for name, each in decoders().items()
+    }
     return {**large, **bare, **small}
-
-
-def _take(batches: Iterator[Any], turn: int) -> None:
-    next(batches)
-
-
-def _each(function: Callable[[bytes], object], files: List[bytes]) -> None:
-    for each in files:
-        function(each)
 
 
 def seconds_an_image(side: Side, turn: int) -> float:
     """CPU seconds of all threads for an image of one turn."""
     prepared = side.prepare(turn)
-    start = time.process_time()
+    start = now = time.process_time()
     side.run(prepared)
     # Threads that load ahead make up for what was taken from them, in this turn and not in the next side's.
-    now = time.process_time()
-    while True:
+    before = -1.0
+    while now - before >= _STILL / 4:
+        before = time.process_time()
         time.sleep(_STILL)  # at least once: they may not have noticed yet
-        before, now = now, time.process_time()
-        if now - before < _STILL / 4:
-            return (now - start) / MICRO
+        now = time.process_time()
+    return (now - start) / MICRO
 
 
 def fastest(times: Dict[Key, List[float]], part: str, start: str = "") -> List[float]:
@@ -139,17 +131,15 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
     ]
 
 
-def our_batches(reader: str, size: int) -> Iterator[MicroBatch]:
-    """Micro batches of the photographs by one of READERS, without end for our purposes."""
-    data = our_data(reader)
+def our_batches(data: Data, size: int, micro: int, batch: int) -> Iterator[MicroBatch]:
+    """Micro batches of the photographs, without end for our purposes. Args: batch: images of an update."""
     return training_batches(
-        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=MICRO, micro=MICRO, seed=0,
+        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=batch, micro=micro, seed=0,
         first_step=0, last_step=10**6,
     )  # fmt: skip
 
 
 def our_data(reader: str) -> Data:
-    """The data section of a recipe."""
     fixed = {"root": str(CACHE), "train_folder": FOLDER.name, "crop_area": AREA, "crop_aspect": ASPECT}
     return Data(**{**fixed, **READERS[reader]})
 
@@ -164,29 +154,25 @@ def pack() -> None:
 
 
 def loaders(size: int) -> Dict[str, Iterator[Any]]:
-    """Loaders of the photographs, one process each, without end. Crop and flip only.
-
-    timm's default interpolation is "random", bilinear or bicubic; its prefetcher normalises whole batches (what its
-    train.py does by default, also on a CPU).
-    """
-    timms = {
-        "timm": ("random", True),
-        "timm, bilinear": ("bilinear", True),
-        "timm, bilinear, no prefetcher": ("bilinear", False),
-    }
+    """Loaders of the photographs, one process each, without end. Crop and flip only."""
     return {
-        **{name: our_batches(name, size) for name in READERS},
-        **{name: _timm_batches(size, *options) for name, options in timms.items()},
+        **{name: our_batches(our_data(name), size, MICRO, MICRO) for name in READERS},
+        "timm": timm_batches(size, MICRO, interpolation="random"),
+        "timm, bilinear": timm_batches(size, MICRO),
+        "timm, bilinear, no prefetcher": timm_batches(size, MICRO, use_prefetcher=False),
         "torchvision, Pillow": _torchvision_batches(size, tensors=False),
         "torchvision, tensors": _torchvision_batches(size, tensors=True),
     }
 
 
-def _timm_batches(size: int, interpolation: str, prefetcher: bool) -> Iterator[Any]:
+def timm_batches(
+    size: int, micro: int, workers: int = 0, **options: Any
+) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """The same by timm. Args: options: of its loader."""
     loader = create_loader(
-        create_dataset("", root=str(FOLDER), is_training=True), (3, size, size), MICRO, is_training=True, scale=AREA,
-        ratio=ASPECT, hflip=FLIP, color_jitter=0.0, interpolation=interpolation, num_workers=0,
-        use_prefetcher=prefetcher, device=torch.device("cpu"),
+        create_dataset("", root=str(FOLDER), is_training=True), (3, size, size), micro, is_training=True, scale=AREA,
+        ratio=ASPECT, hflip=FLIP, color_jitter=0.0, num_workers=workers, persistent_workers=workers > 0,
+        device=torch.device("cpu"), **{"interpolation": "bilinear", **options},
     )  # fmt: skip
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -228,21 +214,12 @@ def _by_torchvision(data: bytes) -> torch.Tensor:
 
 
 def _nvimgcodec() -> Callable[[bytes], np.ndarray]:
-    from nvidia import nvimgcodec
+    from nvidia import nvimgcodec as codec
 
-    decoder = nvimgcodec.Decoder(
-        device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
-        max_num_cpu_threads=1,
-        backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)],
-    )
-    parameters = nvimgcodec.DecodeParams(apply_exif_orientation=False)
-    return lambda data: np.asarray(decoder.decode(nvimgcodec.CodeStream(data), params=parameters))
-
-
-def bytes_per_value() -> List[float]:
-    """Bytes of a channel value on its way to the device, for each size."""
-    batches = (next(our_batches("ours, torch", size)).images for size in SIZES)
-    return [images.untyped_storage().nbytes() / images.numel() for images in batches]
+    backends, device = [codec.Backend(codec.BackendKind.CPU_ONLY)], codec.NVIMGCODEC_DEVICE_CPU_ONLY
+    decoder = codec.Decoder(device_id=device, max_num_cpu_threads=1, backends=backends)
+    parameters = codec.DecodeParams(apply_exif_orientation=False)
+    return lambda data: np.asarray(decoder.decode(codec.CodeStream(data), params=parameters))
 
 
 def main() -> None:
@@ -257,10 +234,9 @@ def main() -> None:
     times = claims.in_turn(sides(), TURNS, seconds_an_image)
     bare = fastest(times, "decode only")
     rows = [row(key, values, bare) for key, values in times.items()]
-    made = [
-        *speed_claims(times),
-        claims.claim("bytes_per_channel_value", bytes_per_value(), "bytes", "<= 1"),
-    ]
+    images = [next(our_batches(our_data("ours, torch"), size, MICRO, MICRO)).images for size in SIZES]
+    bytes_per_value = [each.untyped_storage().nbytes() / each.numel() for each in images]
+    made = [*speed_claims(times), claims.claim("bytes_per_channel_value", bytes_per_value, "bytes", "<= 1")]
     size = statistics.mean(path.stat().st_size for path in paths)
     print(f"{len(paths)} JPEG files of {size / 1000:.1f} kB; turns of {MICRO} images")
     claims.report("loader", rows, made, as_json)

@@ -38,7 +38,7 @@ _TCP = {
     "tcp_slow_start_after_idle": "0",
 }
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_PATIENCE = datetime.timedelta(seconds=300)
+_PATIENCE = 300.0  # seconds
 
 
 class Network:
@@ -55,25 +55,19 @@ class Network:
         self.hosts, self.rate = hosts, rate
         prefix = f"{_PREFIX}{os.getpid()}"
         self._switch, self._names = f"{prefix}-switch", [f"{prefix}-{number}" for number in range(hosts)]
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Network:
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-        if os.geteuid() or missing:
-            raise ConfigError(
-                f"emulated hosts need {' and '.join(missing)} of iproute2; install it"
-                if missing
-                else "emulated hosts need network namespaces, which root alone may make; run as root"
-            )
+        if missing:
+            raise ConfigError(f"emulated hosts need {' and '.join(missing)} of iproute2; install it")
+        if os.geteuid():
+            raise ConfigError("emulated hosts need network namespaces, which root alone may make; run as root")
         _remove_leftovers()
-        before = signal.signal(signal.SIGTERM, _exit)
-        self._stack.callback(signal.signal, signal.SIGTERM, before)
-        self._stack.callback(self._remove)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _exit))
+            stack.callback(self._remove)
             self._build()
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,12 +81,8 @@ class Network:
 
     def dropped(self) -> int:
         """Packets that queues have dropped since the network was made."""
-        queues = [
-            queue
-            for name in (self._switch, *self._names)
-            for queue in json.loads(_call("tc", "-n", name, "-s", "-j", "qdisc", "show"))
-        ]
-        return sum(queue["drops"] for queue in queues)
+        shown = (_call("tc", "-n", name, "-s", "-j", "qdisc", "show") for name in (self._switch, *self._names))
+        return sum(queue["drops"] for text in shown for queue in json.loads(text))
 
     def _build(self) -> None:
         _batch("ip", [f"netns add {name}" for name in (self._switch, *self._names)])
@@ -112,10 +102,10 @@ class Network:
 
     def _remove(self) -> None:
         # A second signal would leave the rest behind.
-        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         for name in (*self._names, self._switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        for number, handler in before:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -132,7 +122,7 @@ def run(network: Network, function: Callable, *args: Any, connect: bool = True) 
     Raises:
         RuntimeError: a rank failed or died; the others are killed before.
     """
-    barrier = multiprocessing.Barrier(network.hosts, timeout=_PATIENCE.total_seconds())
+    barrier = multiprocessing.Barrier(network.hosts, timeout=_PATIENCE)
     with tempfile.TemporaryDirectory() as folder:
         prepare = functools.partial(_join, network, f"{folder}/store" if connect else None)
         return ranks.results_of("fork", network.hosts, prepare, _meeting, barrier.wait, function, args)
@@ -154,13 +144,8 @@ def _join(network: Network, store: Optional[str], rank: int) -> None:
         os.environ.update(MASTER_ADDR=_ADDRESS.format(1), MASTER_PORT="29500", RANK=str(rank), LOCAL_RANK="0")
         os.environ.update(WORLD_SIZE=str(network.hosts), LOCAL_WORLD_SIZE="1")
         return
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(store, network.hosts),
-        rank=rank,
-        world_size=network.hosts,
-        timeout=_PATIENCE,
-    )
+    shared, patience = distributed.FileStore(store, network.hosts), datetime.timedelta(seconds=_PATIENCE)
+    distributed.init_process_group("gloo", store=shared, rank=rank, world_size=network.hosts, timeout=patience)
 
 
 def traffic() -> Tuple[int, int]:

@@ -3,21 +3,16 @@
     python -m benchmarks.noise_scale [--quick] [--json]
 
 - `noise_scale_error`: a small model on the digits, as they are (no crops, no mixing), with its weights held where they
-  are after 0, 60 and 240 updates, which gives three sizes of noise. The meter of the engine (`log.noise_scale`) sees
-  updates of 8 micro batches of 8; its |G|^2 and S are averaged over the run. Beside it the definition: the gradient of
-  each of the 1,437 images by itself, their mean and the trace of their covariance, in float64. The error is relative,
-  the largest of the three.
-- `meter_overhead`: four updates with the meter over four without, less 1, in turns, by the engine: the quickstart's
-  model with its batch of 64 in 2 micro batches, and EfficientNet-B4 G16 at 64 px in 4 micro batches of 3. One update in
-  four is measured.
-- `predicted_updates_error`: updates to a target at four larger batches, as predicted from the smallest batch's runs,
-  against those that they take at their best rates; the median of the relative errors. Not with --quick. The setting
-  is that of benchmarks/evidence/predicted_updates.py; finished runs are kept under benchmarks/cache/.
+  are after 0, 60 and 240 updates, which gives three sizes of noise. |G|^2 and S of the engine's meter, over updates of
+  8 micro batches of 8, are averaged over the run. Beside it the definition: the gradient of each of the 1,437 images by
+  itself, their mean and the trace of their covariance, in float64. The error is relative, the largest of the three.
+- `meter_overhead`: four updates with the meter over four without, less 1, in turns: the quickstart's model with its
+  batch of 64 in 2 micro batches, and EfficientNet-B4 G16 at 64 px in 4 micro batches of 3. One update in four is
+  measured.
+- `predicted_updates_error`: median relative error of benchmarks/evidence/predicted_updates.py. Not with --quick.
 """
 
-from __future__ import annotations
-
-import itertools
+import functools
 import os
 import statistics
 import sys
@@ -28,7 +23,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -36,6 +31,7 @@ from torch.nn import functional as F
 from benchmarks import QUICKSTART, claims
 from benchmarks.evidence import predicted_updates
 from benchmarks.evidence.runs import train_all
+from benchmarks.ranks import Ours
 from data.batches import MicroBatch
 from data.sources import open_source
 from engines import factory
@@ -63,7 +59,6 @@ CLAIMED = "quickstart"
 
 
 def recipe(*overrides: str) -> Recipe:
-    """The quickstart's, in batches of 64."""
     return loading.load(QUICKSTART, ["run.device=cpu", *overrides])
 
 
@@ -131,28 +126,12 @@ def errors() -> Tuple[List[dict], List[float]]:
     return rows, [abs(row["error"]) for row in rows]
 
 
-class Updates:
-    """Four updates of the engine, with the meter or without."""
-
-    def __init__(self, plan: Recipe):
-        self._engine = factory.create(plan, divide(plan, 1), steps_per_epoch=100)
-        count, size = plan.batch.global_, plan.model.image_size
-        images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
-        labels = torch.randint(0, plan.model.classes, (count,))
-        self._given, self._steps = (images, labels, plan.batch.micro, count // plan.batch.micro), itertools.count()
-
-    def __call__(self, number: int) -> None:
-        for _ in range(4):
-            step = next(self._steps)
-            self._engine.train_step(drawn(*self._given, step), step, 0.01)
-
-
 def overheads() -> Tuple[List[dict], List[float]]:
     """A row for each model, and what the meter adds to the claimed one's updates, turn by turn."""
     rows: List[dict] = []
     for name, overrides in claims.less(OVERHEAD, {CLAIMED: OVERHEAD[CLAIMED]}).items():
-        sides = {on: Updates(recipe(*overrides, f"log.noise_scale={on}")) for on in ("true", "false")}
-        times = claims.in_turn(sides, TURNS[name], at_most=5)
+        sides = {on: Ours(recipe(*overrides, f"log.noise_scale={on}")) for on in ("true", "false")}
+        times = claims.in_turn(sides, TURNS[name], lambda side, _: claims.seconds(side.updates, 4), at_most=5)
         more = [ratio - 1 for ratio in claims.ratios(times["true"], times["false"])]
         rows += [
             {"side": f"{name}, {'with' if on == 'true' else 'without'} the meter", **claims.milliseconds(seconds)}
@@ -165,10 +144,7 @@ def overheads() -> Tuple[List[dict], List[float]]:
 
 def predictions() -> Tuple[List[dict], List[float]]:
     """A row for each batch, and the relative errors of the larger ones."""
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr)
-
+    report = functools.partial(print, file=sys.stderr)
     train_all(predicted_updates.wanted, len(os.sched_getaffinity(0)), report, keep=True)
     found = predicted_updates.found()
     rows = [
@@ -176,12 +152,6 @@ def predictions() -> Tuple[List[dict], List[float]]:
         for row in found
     ]
     return rows, predicted_updates.errors(found)
-
-
-def table(rows: Sequence[dict]) -> List[dict]:
-    """All rows with all columns."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return [{column: row.get(column) for column in columns} for row in rows]
 
 
 def main() -> None:
@@ -198,4 +168,4 @@ def main() -> None:
         predicted, far = predictions()
         rows += predicted
         found.append(claims.claim("predicted_updates_error", [statistics.median(far)], "relative, median", "<= 0.25"))
-    claims.report("noise_scale", table(rows), found, as_json)
+    claims.report("noise_scale", rows, found, as_json)

@@ -6,8 +6,6 @@ the highest at which a file does not exceed a size drawn for it; half of the fil
 them larger, because how long decoding takes depends on what the bits say. Grey photographs are tinted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -55,7 +53,6 @@ def _described(paths: List[Path]) -> Dict[str, str]:
 
 
 def make(paths: List[Path]) -> None:
-    """Write the files."""
     sources = [_opened(name) for name in _SOURCES]
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,6 @@
 Calibrated on the smallest machine of each published series (one rate), on nothing else of it. No time is measured here.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

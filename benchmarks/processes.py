@@ -1,7 +1,5 @@
 """Running processes, read from Linux's /proc."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Dict, List, Union
@@ -15,7 +13,6 @@ def children(parent: int) -> List[int]:
 
 
 def tree(root: int) -> List[int]:
-    """A process and all below it."""
     return [root, *(process for child in children(root) for process in tree(child))]
 
 

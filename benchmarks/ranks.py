@@ -1,7 +1,5 @@
 """Shared by benchmarks with processes of their own: how these start, ranks that take turns, and our engine in them."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os
@@ -11,7 +9,7 @@ import socket
 import time
 import traceback
 from multiprocessing import connection
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -20,6 +18,7 @@ from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
 from parallel.parent_death import die_with_parent
 from parallel.processes import Processes
+from parallel.topology import Topology
 from recipe.batch import divide
 from recipe.config import Recipe
 from recipe.errors import first_line
@@ -76,19 +75,21 @@ def results_of(way: str, size: int, prepare: Callable[[int], None], function: Ca
             process.join()
 
 
-def stream(seconds: float, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-    """What function(*args) yields in a fresh process, as it comes.
+def stream(
+    seconds: float, function: Callable[..., Iterator[Any]], *args: Any, way: str = "spawn", each: bool = False
+) -> Iterator[Any]:
+    """What function(*args) yields in a process of its own, as it comes. Args: each: `seconds` are for each value.
 
     Raises:
-        RuntimeError: it raised, died, or took longer than `seconds`; the process is killed before.
+        RuntimeError: it raised or died. TimeoutError: it took longer than `seconds`. The process is killed before.
     """
-    context, end = multiprocessing.get_context("spawn"), time.monotonic() + seconds
+    context, end = multiprocessing.get_context(way), time.monotonic() + seconds
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(writer, functools.partial(function, *args)))
     process.start()
     writer.close()
     try:
-        while reader.poll(max(0.0, end - time.monotonic())):
+        while reader.poll(seconds if each else max(0.0, end - time.monotonic())):
             try:
                 failed, value = pickle.loads(reader.recv_bytes())
             except EOFError:
@@ -99,7 +100,7 @@ def stream(seconds: float, function: Callable[..., Iterator[Any]], *args: Any) -
             if failed:
                 raise RuntimeError(value)
             yield value
-        raise RuntimeError(f"not done after {seconds:.0f} s")
+        raise TimeoutError(f"not done after {seconds:.0f} s")
     finally:
         process.kill()
         process.join()
@@ -169,7 +170,8 @@ def images_and_labels(plan: Recipe, count: int) -> Tuple[torch.Tensor, torch.Ten
 class Ours:
     """Our engine, one stage of one replica; the images that each step takes lie in memory."""
 
-    def __init__(self, plan: Recipe, processes: Processes):
+    def __init__(self, plan: Recipe, processes: Optional[Processes] = None):
+        processes = processes or Processes(Topology(), torch.device("cpu"))
         place = processes.topology
         self.engine = TorchEngine(plan, divide(plan, place.replicas), processes)
         batch = self.engine.batch
@@ -185,3 +187,7 @@ class Ours:
         """One step: all micro batches forward and backward, exchange, update."""
         self.engine.train_step(iter(self._images), self._step, lr=0.1)
         self._step += 1
+
+    def updates(self, count: int) -> None:
+        for _ in range(count):
+            self.update()

@@ -5,14 +5,11 @@
 EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro batches of 16 that lie in memory,
 1 and 4 of them to a step, float32. All sides take turns in the same processes; a step's time is that of the slower one.
 - `ddp`: torch's DistributedDataParallel around the same module, all backward passes but the last under no_sync, and our
-  LARS (timm's, which takes one parameter after the other, would be an easier peer). `ddp, views` has
-  gradient_as_bucket_view=True, which saves a copy.
+  LARS. `ddp, views` has gradient_as_bucket_view=True, which saves a copy.
 - `dense`: a training step of our engine, gradients summed by all-reduce, which overlaps the last backward pass.
   `half`: float16 travels. `dense, tree`: a sum of one order for every number of replicas. `none`: no gradients travel.
 The claim is about the faster of both forms of DDP, and the number of micro batches where we do worse.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -55,7 +52,6 @@ SIDES = {
 
 
 def recipe(accumulation: int, *overrides: str) -> Recipe:
-    """B0 with micro batches of 16."""
     batch = (f"batch.micro={MICRO}", f"batch.global={MICRO * accumulation * REPLICAS}")
     return of_step(*B0, *batch, f"parallel.replicas={REPLICAS}", *overrides)
 
@@ -76,7 +72,6 @@ class Ddp:
         self._batches = list(zip(images.split(MICRO), labels.split(MICRO)))
 
     def update(self) -> None:
-        """One training step."""
         last = len(self._batches) - 1
         for number, (images, labels) in enumerate(self._batches):
             with contextlib.nullcontext() if number == last else self._model.no_sync():
@@ -87,7 +82,6 @@ class Ddp:
 
 
 def rank_takes_turns(rank: int) -> Dict[Tuple[int, str], List[ranks.Turn]]:
-    """This rank's turns by (micro batches, side)."""
     processes = Processes(Topology(REPLICAS, 1, rank, rank), torch.device("cpu"))
     turns = {}
     for count, rounds in ROUNDS.items():

@@ -3,14 +3,11 @@
     python -m benchmarks.soak [--quick] [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
-memory, open files and threads of all their processes are read from /proc. Memory is what is no page of a file, and what
-a worker has inherited counts for it as well as for the training process: each such page becomes two once either writes
-to it, so that distinct pages, which are shown beside it, grow for long while nobody keeps more. glibc's allocator gives
-back what is free, so that what grows is held by somebody. Claims are slopes: least squares over the updates, without
-the first tenth (with --quick the first half), in which caches fill.
+memory, open files and threads of all their processes are read from /proc. Memory is anonymous or shared pages; pages
+that a worker has inherited count for both processes, because each becomes two once either writes to it. Distinct pages
+are shown beside it. glibc's allocator gives back what is free. Claims are slopes: least squares over the updates,
+without the first tenth (with --quick the first half), in which caches fill.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -64,7 +61,6 @@ class Sample(NamedTuple):
 
 
 def steps() -> int:
-    """Updates of a run."""
     return claims.less(STEPS, 500)
 
 
@@ -82,27 +78,17 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
         *(*RECIPE, *overrides, *QUIET, f"run.steps={steps()}", f"run.output={folder}"),
     ]
     samples: List[Sample] = []
-    shown, seen = claims.progress(range(steps() // _LOGGED), f"{_LOGGED} updates,"), 0
     environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            step = _step(folder)
-            while seen < step:
-                next(shown, None)
-                seen += _LOGGED
+            log = folder / "metrics.jsonl"
+            step = _LOGGED * (log.read_bytes().count(b'"event": "train"') if log.exists() else 0)
             if step:
                 samples.append(sample(process.pid, step))
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return [each for each in samples if each.step < steps()]  # later ones are of a run that is ending
-
-
-def _step(folder: Path) -> int:
-    """That the run has told of."""
-    with contextlib.suppress(OSError):
-        return _LOGGED * (folder / "metrics.jsonl").read_bytes().count(b'"event": "train"')
-    return 0
 
 
 def sample(root: int, step: int) -> Sample:
@@ -119,7 +105,6 @@ def sample(root: int, step: int) -> Sample:
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
-    """Growth per 1,000 updates."""
     late = [each for each in samples if each.step >= warm_up()]
     fitted = statistics.linear_regression([each.step for each in late], [getattr(each, name) for each in late])
     return 1000 * fitted.slope
@@ -144,7 +129,8 @@ def main() -> None:
             }
         )
         word = name.replace(", ", "_").replace(" ", "_")
-        for what, unit, goal in (("memory", "kB ", "<= 256"), ("files", "", "<= 0.05"), ("threads", "", "<= 0.05")):
-            slopes = [grown["memory_kb" if what == "memory" else what]]
-            made.append(claims.claim(f"{what}_{word}", slopes, f"{unit}per 1,000 updates", goal))
+        units = {"memory_kb": ("kB per 1,000 updates", "<= 256")}
+        for key in ("memory_kb", "files", "threads"):
+            unit, goal = units.get(key, ("per 1,000 updates", "<= 0.05"))
+            made.append(claims.claim(f"{key.partition('_')[0]}_{word}", [grown[key]], unit, goal))
     claims.report("soak", rows, made, as_json)

@@ -5,9 +5,10 @@
 The same EfficientNet G16 with LARS, the same batch, float32 arithmetic and weights on both sides, in turn:
 - `step`: EfficientNet-B0 at 64 px, images that lie in memory. timm's loop gets normalised float32 images, ours gets
   uint8 and normalises them. Beside them our step with float16 weights rounded stochastically, which timm has not.
-- `files`: a folder of JPEG files, decoded, cropped and flipped by each side's own workers. Each side is given the
-  threads and workers with which it is fastest here, found first. The claim is about the quickstart's model at 32 px,
-  where two cores spend most of their time on files, as those beside a GPU do; EfficientNet-B0 at 64 px is shown, too.
+- `files`: JPEG files (benchmarks/photographs.py), decoded, cropped and flipped by each side's own workers. Each side
+  has the threads and workers with which it is fastest here, found first. The claim is about the quickstart's model at
+  32 px, where two cores spend most of their time on files, as those beside a GPU do; EfficientNet-B0 at 64 px is shown,
+  too.
 timm's side is the loop of its train.py (accumulation, meters) around timm's model, timm's Lars and timm's loader.
 """
 
@@ -28,25 +29,20 @@ import statistics
 import time
 from typing import Iterator, List, Tuple
 
-import numpy as np
 import timm
 import torch
-from PIL import Image
-from timm.data import create_dataset, create_loader
 
-from benchmarks import CACHE, ROOT, claims
+from benchmarks import ROOT, claims, ranks
+from benchmarks.loader import our_batches, timm_batches
+from benchmarks.photographs import CLASSES, FOLDER, photographs
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
-from data.loader import training_batches
-from data.sources import open_source
 from engines import factory
 from recipe import loading
 from recipe.batch import divide
 from recipe.config import Recipe
 
-PHOTOS = CACHE / "photos"
-CLASSES, IMAGES = 10, 640
 MICRO, ACCUMULATION = 32, 2
 STEP_ROUNDS = 40  # of one update each: the shorter the turns, the less the machine changes from one to the next
 FILE_ROUNDS = 9
@@ -61,10 +57,10 @@ SMALL = ("model.image_size=32", "model.width=0.5", "model.depth=0.4", "model.dro
 def recipe(*overrides: str) -> Recipe:
     """A small G16 model with LARS; an update of 2 micro batches of 32."""
     fixed = [
-        "model.name=efficientnet_b0", f"model.classes={CLASSES}",
+        "model.name=efficientnet_b0", f"model.classes={len(CLASSES)}",
         f"batch.micro={MICRO}", f"batch.global={MICRO * ACCUMULATION}", "precision.weights=float32", "run.device=cpu",
-        "data.mixup=0", "data.cutmix=null", "average.epoch_decay=null", f"data.root={PHOTOS}", "data.train_images=null",
-        "data.validation_images=null",
+        "data.mixup=0", "data.cutmix=null", "average.epoch_decay=null", f"data.root={FOLDER.parent}",
+        f"data.train_folder={FOLDER.name}", "data.train_images=null", "data.validation_images=null",
     ]  # fmt: skip
     return loading.load(ROOT / "configs" / "gpu.yaml", [*fixed, *overrides])
 
@@ -77,17 +73,11 @@ class Ours:
         self._steps = itertools.count()
 
     def update(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """One update from the next micro batches."""
         self._engine.train_step(micro_batches, next(self._steps), lr=0.1)
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
-        """Micro batches from the folder, without end for our purposes."""
-        plan = self._plan
-        data = plan.data.model_copy(update={"workers": workers})
-        return training_batches(
-            open_source(data, CLASSES, "train"), data=data, image_size=plan.model.image_size,
-            global_batch=plan.batch.global_, micro=MICRO, seed=0, first_step=0, last_step=10**6,
-        )  # fmt: skip
+        data = self._plan.data.model_copy(update={"workers": workers})
+        return our_batches(data, self._plan.model.image_size, MICRO, self._plan.batch.global_)
 
 
 class Timms:
@@ -97,28 +87,10 @@ class Timms:
         self._plan, self._loop = plan, Loop(plan.model, lr=0.1)
 
     def update(self, micro_batches: Iterator[Tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """One update from the next micro batches."""
         self._loop.update(list(itertools.islice(micro_batches, ACCUMULATION)))
 
     def batches(self, workers: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        """Micro batches from the folder: timm's loader with crop and flip only, as the recipe has it."""
-        dataset = create_dataset("", root=str(PHOTOS / "train"), is_training=True)
-        data, size = self._plan.data, self._plan.model.image_size
-        loader = create_loader(
-            dataset, (3, size, size), MICRO, is_training=True, scale=data.crop_area, ratio=data.crop_aspect,
-            hflip=data.flip, color_jitter=None, interpolation="bilinear", num_workers=workers,
-            mean=self._plan.model.mean, std=self._plan.model.std, persistent_workers=workers > 0,
-            device=torch.device("cpu"),
-        )  # fmt: skip
-        return itertools.chain.from_iterable(itertools.repeat(loader))
-
-
-def synthetic(plan: Recipe) -> Tuple[Iterator, Iterator]:
-    """The same images for both sides, without end: (ours, timm's)."""
-    images, labels = images_and_labels(plan, MICRO)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
-    ours = (MicroBatch(images, labels, labels, MICRO, number % 2, 0, ()) for number in itertools.count())
-    return ours, itertools.repeat(((images / 255 - mean) / std, labels))
+        return timm_batches(self._plan.model.image_size, MICRO, workers)
 
 
 def measure_steps() -> Tuple[List[dict], List[float]]:
@@ -127,14 +99,15 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
     torch.set_num_threads(threads)
     model = claims.less(B0, SMALL)
     plan = recipe(*model)
-    ours, timms, ours_half = Ours(plan), Timms(plan), Ours(recipe(*model, "precision.weights=float16"))
-    our_images, their_images = synthetic(plan)
+    timms, (images, labels) = Timms(plan), images_and_labels(plan, MICRO)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
+    theirs = itertools.repeat(((images / 255 - mean) / std, labels))
     sides = {
-        "timm": lambda _: timms.update(their_images),
-        "ours": lambda _: ours.update(our_images),
-        "ours, float16 weights": lambda _: ours_half.update(our_images),
+        "timm": lambda: timms.update(theirs),
+        "ours": ranks.Ours(plan).update,
+        "ours, float16 weights": ranks.Ours(recipe(*model, "precision.weights=float16")).update,
     }
-    times = claims.in_turn(sides, STEP_ROUNDS)
+    times = claims.in_turn(sides, STEP_ROUNDS, lambda side, _: claims.seconds(side))
     rows = [row(part, name, (threads, 0), values, times["timm"]) for name, values in times.items()]
     return rows, claims.ratios(times["timm"], times["ours"])
 
@@ -168,23 +141,6 @@ def seconds_with_files(side: Ours | Timms, setting: Tuple[int, int]) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def make_photos() -> None:
-    """JPEG files of 500 x 375 pixels, quality 90, with the spectrum of photographs (amplitude 1 / frequency)."""
-    if (PHOTOS / "val").exists():
-        return
-    generator = np.random.default_rng(0)
-    frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.fftfreq(500)[None])
-    frequency[0, 0] = 1
-    for number in claims.progress(range(IMAGES), "image made"):
-        folder = PHOTOS / ("train" if number >= CLASSES else "val") / f"class{number % CLASSES}"
-        folder.mkdir(parents=True, exist_ok=True)
-        noise = np.fft.ifft2(np.fft.fft2(generator.normal(size=(3, 375, 500))) / frequency).real
-        common = noise.mean(0, keepdims=True)  # the colours of a photograph go together
-        pixels = 128 + 50 * (0.25 * noise + common) / common.std()
-        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
-        image.save(folder / f"{number:04d}.jpg", quality=90)
-
-
 def row(part: str, side: str, setting: Tuple[int, int], values: List[float], reference: List[float]) -> dict:
     images = MICRO * ACCUMULATION
     return {
@@ -201,10 +157,10 @@ def row(part: str, side: str, setting: Tuple[int, int], values: List[float], ref
 def main() -> None:
     as_json = claims.begin(__doc__, takes="10 to 15 minutes", quick="2 minutes").json
     step_rows, step_ratios = measure_steps()
-    make_photos()
+    count = len(photographs())
     file_rows, file_ratios = measure_files("files, quickstart's 32 px", SMALL)
     large_rows, _ = claims.less(lambda: measure_files("files, B0 64 px", B0), lambda: ([], []))()
-    print(f"timm {timm.__version__}; {IMAGES - CLASSES} JPEG files of 500 x 375 pixels")
+    print(f"timm {timm.__version__}; {count} JPEG files of 500 x 375 pixels")
     made = [
         claims.claim("step_speedup_over_timm", step_ratios, "times", ">= 1.0"),
         claims.claim("end_to_end_speedup_over_timm", file_ratios, "times", ">= 1.4"),

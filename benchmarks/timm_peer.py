@@ -1,7 +1,5 @@
 """timm as the peer: its model with groups of 16 channels, and the body of the loop in its train.py."""
 
-from __future__ import annotations
-
 import functools
 from typing import Optional, Sequence, Tuple
 

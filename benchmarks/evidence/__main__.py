@@ -9,8 +9,6 @@ keeps what pages need of them. Without both, everything is trained anew, and com
 before these are replaced.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -20,6 +18,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import functools
 import signal
 from typing import Callable, Dict
 
@@ -38,14 +37,21 @@ from benchmarks.evidence.resolution import Resolution
 from benchmarks.evidence.runs import Lost, outcome, train_all
 from benchmarks.evidence.staleness import Staleness
 from recipe.errors import FAILED, STOPPED
+from training.command import fail
 
-EXPERIMENTS: Dict[str, Experiment] = {
-    each.name: each
-    for each in (
-        Ladder(), Ladder2(), Ablations(), HalfWeights(), Norms(), MicroBatches(), Resolution(), LarsForms(),
-        ExchangeLearning(), Staleness(),
-    )
-}  # fmt: skip
+_ALL = (
+    Ladder,
+    Ladder2,
+    Ablations,
+    HalfWeights,
+    Norms,
+    MicroBatches,
+    Resolution,
+    LarsForms,
+    ExchangeLearning,
+    Staleness,
+)
+EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in (*_ALL, ExchangeLearning, Staleness)}
 
 
 def main() -> int:
@@ -82,14 +88,12 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     quick = experiment.quick() if claims.quick() else []
     wanted = [run for series in quick for run in series.runs]
     try:
-        at_once = len(os.sched_getaffinity(0))
-        train_all((lambda: wanted) if quick else experiment.wanted, at_once, _progress, keep=not quick)
+        at_once, report = len(os.sched_getaffinity(0)), functools.partial(print, file=sys.stderr, flush=True)
+        train_all((lambda: wanted) if quick else experiment.wanted, at_once, report, keep=not quick)
     except Lost as error:
-        _progress(str(error))
-        return FAILED
+        return fail(error, FAILED)
     except KeyboardInterrupt:
-        _progress("stopped; the same command goes on")
-        return STOPPED
+        return fail("stopped; the same command goes on", STOPPED)
     if quick:
         print("quick: short runs only, so no page is written")
         claims.report(experiment.name, experiment.rows_of(quick), [], as_json)
@@ -105,7 +109,3 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     print(f"written: docs/results/{experiment.name}.md, .csv, .png")
     claims.report(experiment.name, rows, experiment.claims(), as_json)
     return 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,5 @@
 """Exchanges for slow networks: what each learns beside a dense one, from the same weights and images."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from pathlib import Path
@@ -11,9 +9,9 @@ import torch
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Series
-from benchmarks.evidence.quickstart import DIGITS, MODEL, QuickstartExperiment
+from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import Run, outcome
+from benchmarks.evidence.staleness import DIGITS, MODEL, Staleness
 from models.families import build
 from parallel import exchange
 from parallel.exchange import Gradient
@@ -66,21 +64,21 @@ CLAIMS = {
 NEEDED = {DENSE, *(method for _, method, _ in CLAIMS.values())}
 
 
-class ExchangeLearning(QuickstartExperiment):
-    """The same images and batch for all methods."""
+class ExchangeLearning(Experiment):
+    """4 replicas in 4 processes with 16 images each, so a batch of 64; LARS as in the quickstart, float32, 5 seeds;
+    3 of digits and 2 of glyphs for methods that no claim needs. Digits: an EfficientNet-B0 G16 of width 0.35 and depth
+    0.3 (0.48 M parameters), 12 epochs, 264 updates, 360 images for validation. Glyphs: the quickstart's model (1.03 M),
+    100 classes at difficulty 0.4 and 24 px, 10,240 images for training and 4,000 for validation, 8 epochs, 1,280
+    updates, no mixup, rate 1 that falls linearly. That was chosen on dense runs alone, as the steadiest of those tried
+    that stay well below 100 %. Losses are paired by seed, because the five dense runs on glyphs lie more than a point
+    and a half apart. Runs on glyphs still learn at their end, so whatever slows learning costs accuracy; digits settle
+    before their end. `lost mean` and `lost error`: points of top-1 lost against dense, and their standard error.
+    """
 
     name = "exchange_learning"
     question = "Exchanges for slow networks: what they learn"
     takes, quick_takes = "five hours, less for cached runs", "3 minutes"
-    about = f"""{REPLICAS} replicas in {REPLICAS} processes with 16 images each, so a batch of 64; LARS as in the \
-quickstart, float32, {len(SEEDS)} seeds; {len(COMPARED["digits"])} of digits and {len(COMPARED["glyphs"])} of glyphs \
-for methods that no claim needs. Digits: an EfficientNet-B0 G16 of width 0.35 and depth 0.3 (0.48 M \
-parameters), 12 epochs, 264 updates, 360 images for validation. Glyphs: the quickstart's model (1.03 M), 100 classes \
-at difficulty 0.4 and 24 px, 10,240 images for training and 4,000 for validation, 8 epochs, 1,280 updates, no mixup, \
-rate 1 that falls linearly. That was chosen on dense runs alone, as the steadiest of those that were tried and stay \
-well below 100 %, and yet its five dense runs lie further apart than the point and a half that were asked for. Losses \
-are paired by seed, which takes most of that away. These runs still learn at their end, so whatever slows learning \
-costs accuracy; digits settle before their end."""
+    base, columns = Staleness.base, Staleness.columns
 
     def series(self) -> List[Series]:
         return [self._series(*each) for each in itertools.product(SETTINGS, METHODS)]
@@ -95,7 +93,7 @@ costs accuracy; digits settle before their end."""
         labels = {"setting": setting, "exchange": method[0], "size": method[1]}
         overrides = ("batch.micro=16", *SETTINGS[setting], *METHODS[method])
         seeds = SEEDS if method in NEEDED else COMPARED[setting]
-        return Series(labels, overrides, seeds, replicas=REPLICAS, base=QuickstartExperiment.base)
+        return Series(labels, overrides, seeds, replicas=REPLICAS, base=Staleness.base)
 
     def quick(self) -> List[Series]:
         return [each.shortened("run.epochs=1", "schedule.warmup_epochs=0.2", seeds=2) for each in self.series()[:2]]
@@ -120,37 +118,11 @@ costs accuracy; digits settle before their end."""
             found.append({**made, "spread": [mean - error, mean + error]})
         return found
 
-    def table(self, rows: Sequence[dict]) -> str:
-        head = [
-            "setting",
-            "exchange",
-            "density, steps or bits",
-            "kB sent in an update",
-            "seeds",
-            "final top-1 (%)",
-            "lost (points, ± standard error)",
-            "loss",
-        ]
-        lines = [
-            (
-                row["setting"], row["exchange"], row["size"], f"{row['kb_sent']:,.0f}", row["seeds"],
-                f"{100 * row['top1_mean']:.1f} ± {100 * row['top1_sd']:.1f}",
-                f"{row['lost_mean']:.2f} ± {row['lost_error']:.2f}",
-                f"{row['train_loss_mean']:.3f}",
-            )
-            for row in rows
-        ]  # fmt: skip
-        return claims.markdown(head, lines)
-
     def more(self, rows: Sequence[dict]) -> str:
         return claims.claims_table(self.claims(), "{:.2f}")
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        panels: Dict[str, dict] = {setting: {} for setting in SETTINGS}
-        for series in self.series():
-            setting, name, size = series.labels.values()
-            panels[setting][f"{name} {size}".strip()] = series.runs
-        page.draw_curves(panels, path)
+        page.draw_curves(self.series(), path)
 
     def verdict(self, rows: Sequence[dict]) -> str:
         kept = [
@@ -168,7 +140,6 @@ def _lost(series: Series, dense: Series) -> List[float]:
 
 
 def _bytes_sent(series: Series) -> float:
-    """By the formulae of the method."""
     recipe = series.runs[0].recipe()
     with torch.device("meta"):
         parameters = list(build(recipe.model, 0).parameters())

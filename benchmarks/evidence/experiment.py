@@ -11,11 +11,11 @@ from benchmarks import claims
 from benchmarks.evidence.runs import RECIPE, Run, outcome
 
 SEEDS = (0, 1, 2)
-Label = Union[str, int, float]
+CLEAR = 3.0  # standard errors; between three seeds and three, chance exceeds this once in 25 times
 _LEARNED = 0.05  # of the loss, below that of guessing: less is chance
 _SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")  # with --quick
 _AVERAGES = ("epoch_average", "step_average")
-FACTOR = 2.0  # between two peak rates that are tried
+_FACTOR = 2.0  # between two peak rates that are tried
 _FARTHEST = 6  # exponents from the first guess that a search goes
 
 
@@ -25,7 +25,7 @@ class Series(NamedTuple):
     labels: column -> value that distinguishes it from other series. The other fields are those of Run.
     """
 
-    labels: Mapping[str, Label]
+    labels: Mapping[str, Union[str, int, float]]
     overrides: Tuple[str, ...]
     seeds: Tuple[int, ...] = SEEDS
     stages: int = 1
@@ -45,27 +45,24 @@ class Series(NamedTuple):
 
 
 class Experiment(abc.ABC):
-    """One question, the runs that answer it, and the answer.
+    """One question, the runs that answer it, and the answer. A new page begins with the docstring of the class.
 
     Attributes:
-        name: of the command line and of the files of docs/results. question: the page's title. about: setup of the
-            runs, as Markdown. published: results of others, with source.
+        name: of the command line and of the files of docs/results. question: the page's title.
         takes, quick_takes: times of the command, whole and with --quick.
-        base: the recipe. columns: of the page's table: key of a row, heading, digits, factor; the first is top-1.
+        base: the recipe. columns: of the page's table: key of a row, heading, digits; the first is top-1.
         compared: keys of a row: top-1, and its spread over the seeds.
     """
 
     name: str
     question: str
-    about: str
-    published: str = ""
     takes, quick_takes = "one to two hours an experiment, less for cached runs", "1 minute"
     base = RECIPE
-    columns: Sequence[Tuple[str, str, int, float]] = (
-        ("top1", "top-1 (%)", 1, 1),
-        ("loss", "validation loss", 3, 1),
-        ("train_loss", "training loss", 3, 1),
-        ("behind", "behind float32", 4, 1),
+    columns: Sequence[Tuple[str, str, int]] = (
+        ("top1", "top-1 (%)", 1),
+        ("loss", "validation loss", 3),
+        ("train_loss", "training loss", 3),
+        ("behind", "behind float32", 4),
     )
     compared: Tuple[str, str] = ("top1_mean", "top1_sd")
 
@@ -79,7 +76,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def verdict(self, rows: Sequence[dict]) -> str:
-        """One sentence that follows from the figures."""
+        """The answer in a sentence, computed from the rows."""
 
     def trials(self) -> Iterable[Run]:
         """Runs whose outcome decides which series there are; all that are known by now."""
@@ -91,7 +88,6 @@ class Experiment(abc.ABC):
         return [Series({"run": "the first, shortened"}, first.overrides, (first.seed,), *first[2:]).shortened(*_SHORT)]
 
     def more(self, rows: Sequence[dict]) -> str:
-        """Further tables, as Markdown."""
         return ""
 
     def claims(self) -> List[dict]:
@@ -103,7 +99,6 @@ class Experiment(abc.ABC):
         return [*self.trials(), *(run for series in self.series() for run in series.runs)]
 
     def rows(self) -> List[dict]:
-        """A row per series."""
         return self.rows_of(self.series())
 
     def rows_of(self, series: Sequence[Series]) -> List[dict]:
@@ -113,14 +108,15 @@ class Experiment(abc.ABC):
     def table(self, rows: Sequence[dict]) -> str:
         """Markdown: labels, mean ± standard deviation over the seeds of the columns, how many runs diverged."""
         measured = [each for each in self.columns if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
-        known = {f"{key}_{kind}" for key, *_ in self.columns for kind in ("mean", "sd")} | {"seeds", "diverged"}
-        labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in known]
+        names = ("top1", "loss", "train_loss", "behind")
+        hidden = {f"{key}_{kind}" for key in names for kind in ("mean", "sd")} | {"seeds", "diverged"}
+        labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
         diverged = any(row.get("diverged") for row in rows)
-        head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, *_ in measured)]
+        head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, _ in measured)]
         lines = []
         for row in rows:
             line = [cell(row.get(label)) for label in labels]
-            line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], *form) for key, _, *form in measured]
+            line += [plus_minus(row[f"{key}_mean"], row[f"{key}_sd"], digits) for key, _, digits in measured]
             lines.append(line + ([f"{row['diverged']} of {row['seeds']}"] if diverged else []))
         return claims.markdown(head + ["diverged"] * diverged, lines)
 
@@ -132,9 +128,9 @@ def cell(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
-def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int, factor: float = 1) -> str:
-    """`mean ± deviation`, both times `factor`; empty without a mean."""
-    values = [f"{factor * value:.{digits}f}" for value in (mean, deviation) if value is not None]
+def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int) -> str:
+    """`mean ± deviation`; empty without a mean."""
+    values = [f"{value:.{digits}f}" for value in (mean, deviation) if value is not None]
     return " ± ".join(values) if mean is not None else ""
 
 
@@ -157,15 +153,10 @@ def row(series: Series) -> dict:
     }
 
 
-def losses(series: Series) -> List[float]:
-    """Validation loss of each run."""
-    return [outcome(run).loss for run in series.runs]
-
-
-def two(name: str, values: Sequence[float], digits: int = 4) -> Dict[str, Optional[float]]:
+def two(name: str, values: Sequence[float]) -> Dict[str, Optional[float]]:
     """Mean and standard deviation, rounded as in the CSV: a rerun is compared with that."""
-    mean = round(statistics.mean(values), digits) if values else None
-    return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), digits) if len(values) > 1 else None}
+    mean = round(statistics.mean(values), 4) if values else None
+    return {f"{name}_mean": mean, f"{name}_sd": round(statistics.stdev(values), 4) if len(values) > 1 else None}
 
 
 def changed(overrides: Sequence[str], by: Sequence[str]) -> Tuple[str, ...]:
@@ -181,6 +172,12 @@ def standard_errors(one: dict, other: dict) -> float:
     return difference / error if error else float("inf") * (1 if difference >= 0 else -1)
 
 
+def points(one: dict, other: dict) -> str:
+    """Difference of two rows' top-1 in points, and whether it is more than chance explains."""
+    clear = abs(standard_errors(one, other)) > CLEAR
+    return f"{one['top1_mean'] - other['top1_mean']:+.1f} ({'clear' if clear else 'within the spread'})"
+
+
 class Climb:
     """A search for the peak rate with the lowest validation loss, one run each, until both neighbours are worse.
 
@@ -188,12 +185,8 @@ class Climb:
     """
 
     def __init__(self, start: float, overrides: Sequence[str], guessing: float):
-        """Args: start: the peak rate of exponent 0. guessing: the loss of guesses."""
+        """Args: start: the peak rate that is tried first. guessing: the loss of guesses."""
         self._start, self._overrides, self._guessing = start, tuple(overrides), guessing
-
-    def value(self, exponent: int) -> float:
-        """What an exponent stands for."""
-        return float(f"{self._start * FACTOR**exponent:.4g}")
 
     def runs(self) -> List[Run]:
         """Those known to be needed by now, those that are done included."""
@@ -204,12 +197,15 @@ class Climb:
         return self._tried()[1]
 
     def losses(self) -> Dict[float, float]:
-        """Value -> validation loss, of the runs that are done; in the order of the values."""
-        found = {self.value(each): outcome(self._run(each)) for each in sorted(self._tried()[0])}
+        """Peak rate -> validation loss, of the runs that are done; in the order of the rates."""
+        found = {self._value(each): outcome(self._run(each)) for each in sorted(self._tried()[0])}
         return {value: each.loss for value, each in found.items() if each is not None}
 
+    def _value(self, exponent: int) -> float:
+        return float(f"{self._start * _FACTOR**exponent:.4g}")
+
     def _run(self, exponent: int) -> Run:
-        return Run((*self._overrides, f"schedule.peak={self.value(exponent):g}"), SEEDS[0])
+        return Run((*self._overrides, f"schedule.peak={self._value(exponent):g}"), SEEDS[0])
 
     def _loss(self, exponent: int) -> Optional[float]:
         """Infinite where nothing was learned."""
@@ -231,5 +227,16 @@ class Climb:
                 continue
             around = [each for each in (best - 1, best + 1) if each not in tried and abs(each) <= _FARTHEST]
             if not around:
-                return tried, self.value(best)
+                return tried, self._value(best)
             tried += around
+
+
+def search_table(searches: Mapping[Tuple[str, int], object]) -> str:
+    """Markdown: each search's peak rates and losses, the best one bold. Args: searches: by optimizer and batch."""
+    lines = []
+    for (optimizer, batch), search in searches.items():
+        best = search.best()
+        texts = [f"{rate:g}: {loss:.3f}" for rate, loss in search.losses().items()]
+        marked = [f"**{text}**" if float(text.partition(":")[0]) == best else text for text in texts]
+        lines.append((optimizer, batch, ", ".join(marked)))
+    return claims.markdown(("optimizer", "batch", "peak: loss"), lines)

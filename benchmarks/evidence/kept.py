@@ -4,8 +4,6 @@ A line has the name of the run's folder, what it ran and with which torch, and w
 log. To train a run anew, remove its line and its folder in the cache.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,28 +1,22 @@
 """The batch ladder: which optimizer holds its accuracy from a batch of 768 to 6144?"""
 
-from __future__ import annotations
-
-import functools
 import itertools
 import math
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from benchmarks import ROOT, claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import FACTOR, SEEDS, Climb, Experiment, Series, standard_errors
-from benchmarks.evidence.runs import RECIPE, Run, curve
-from recipe import loading
+from benchmarks.evidence.experiment import CLEAR, Climb, Experiment, Series, search_table, standard_errors
+from benchmarks.evidence.runs import Run, curve
 from recipe.batch import steps_per_epoch
-from recipe.config import Recipe
 
+CLASSES = 50  # of configs/evidence.yaml
 BATCHES = (768, 1536, 3072, 6144)
 SMALLEST, LARGEST = BATCHES[0], BATCHES[-1]
 LINEAR, RMSPROP, SGD, LARS, LARS_MOMENTUM = "RMSprop, linear", "RMSprop", "SGD", "LARS gradient", "LARS momentum"
 K = 1.75  # of docs/results/lars_forms.md: by how much the gradient form steps farther
 TARGET = 50.0  # percent of the validation images, of which it is told after how many updates they are right
 _EVALUATED = ("evaluation.every_epochs=0.5",)
-CLEAR = 3.0  # standard errors; between three seeds and three, chance exceeds this once in 25 times
 
 
 class Rule(NamedTuple):
@@ -41,16 +35,15 @@ _MOMENTUM_FORM = ("optimizer.trust=momentum", "optimizer.momentum=0.885", f"opti
 
 
 class Ladder(Experiment):
-    """The recipe with each optimizer at each batch."""
+    """The recipe with each optimizer at each batch. Peak rates are searched at the two ends."""
 
     name = "ladder"
     question = "From a batch of 768 to 6144 at equal epochs: which optimizer holds its accuracy?"
 
     def climbs(self) -> Dict[Tuple[str, int], Climb]:
         """The searches for peak rates, by optimizer and batch: at the two ends, with the first seed."""
-        guessing = math.log(_recipe().model.classes)
         return {
-            (name, batch): Climb(guess, overrides(name, batch), guessing)
+            (name, batch): Climb(guess, overrides(name, batch), math.log(CLASSES))
             for name, rule in RULES.items()
             for batch, guess in rule.guesses.items()
         }
@@ -95,80 +88,28 @@ class Ladder(Experiment):
             row["updates_to_target"] = None if middle == float("inf") else int(middle)
         return rows
 
-    @property
-    def about(self) -> str:
-        recipe = _recipe()
-        data, images = recipe.data, round(recipe.run.epochs * recipe.data.train_images)
-        searched = sum(len(climb.losses()) for climb in self.climbs().values())
-        return f"""An EfficientNet-B0 G16 of width {recipe.model.width:g} and depth {recipe.model.depth:g} at \
-{recipe.model.image_size} px; {data.train_images:,} training and {data.validation_images:,} validation images of \
-{recipe.model.classes} kinds of glyphs at difficulty {data.glyph_difficulty:g}. Every run sees {images:,} images \
-({recipe.run.epochs:g} epochs): {images // SMALLEST} updates at {SMALLEST}, {images // LARGEST} at {LARGEST}. \
-Linear warm-up over {recipe.schedule.warmup_epochs:g} epochs, then decay with power {recipe.schedule.power:g}, for all \
-optimizers; float32. Seeds {", ".join(map(str, SEEDS))}; mean ± standard deviation.
-
-The peak rate of each optimizer is searched at the smallest and at the largest batch, in steps of {FACTOR:g}, by the \
-validation loss of the first seed, until both neighbours are worse: {searched} runs. Between the two it is \
-interpolated. "{LINEAR}" has the peak found at {SMALLEST}, in proportion to the batch. RMSprop's average of squares \
-spans as many images at every batch (alpha 1 − 2⁻¹⁴ × batch, the published rule). The momentum form of LARS has the \
-peak of the gradient form and a trust coefficient of {K} × 0.001. "Updates to target": after how many half of the \
-seeds had {TARGET:g} % of the validation images right, looked at twice an epoch."""
-
-    published = (
-        "EfficientNets on ImageNet. RMSprop with the rate in proportion to the batch is as good at 16,384 as at 4,096 "
-        "(B2: 80.1 to 79.9 %), LARS was used from 16,384 to 65,536 (B5: 83.3 to 83.0 %; Wongpanich et al., 2011.00071, "
-        "table values recalled, not confirmed). Graphcore (2022): B4 G16 with LARS loses nothing from 768 to 6144 "
-        "(82.54 ± 0.13 %)."
-    )
-
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        panels = {
-            title: {
-                name: [
-                    (row["batch"], row[f"{key}_mean"], row[f"{key}_sd"])
-                    for row in own
-                    if row[f"{key}_mean"] is not None
-                ]
-                for name in dict.fromkeys(row["optimizer"] for row in rows)
-                for own in [[row for row in rows if row["optimizer"] == name]]
-            }
-            for title, key in (("validation top-1 (%)", "top1"), ("validation loss", "loss"))
-        }
-        page.draw(panels, path, x="global batch", y="mean ± standard deviation over seeds", log_x=True)
+        titles = {"validation top-1 (%)": "top1", "validation loss": "loss"}
+        panels = {title: page.lines(rows, "optimizer", "batch", key) for title, key in titles.items()}
+        page.draw(panels, path, x="global batch", y="mean ± standard deviation over seeds")
 
     def more(self, rows: Sequence[dict]) -> str:
-        lines = []
-        for (optimizer, batch), climb in self.climbs().items():
-            best, tried = climb.best(), climb.losses().items()
-            texts = [
-                f"**{value:g}: {loss:.3f}**" if value == best else f"{value:g}: {loss:.3f}" for value, loss in tried
-            ]
-            lines.append((optimizer, batch, ", ".join(texts)))
-        return "The search: validation loss of the first seed at each peak rate that was tried.\n\n" + claims.markdown(
-            ("optimizer", "batch", "peak: loss"), lines
-        )
+        head = "The search: validation loss of the first seed at each peak rate that was tried."
+        return f"{head}\n\n{search_table(self.climbs())}"
 
     def verdict(self, rows: Sequence[dict]) -> str:
         at = {(row["optimizer"], row["batch"]): row for row in rows}
         behind = {name: self._falls(at, name) for name in (LINEAR, RMSPROP)}
         loses = standard_errors(at[LARS, SMALLEST], at[LARS, LARGEST]) > CLEAR
-        if all(batch is None for batch in behind.values()):
+        word = "Reproduced in part" if loses else "Reproduced"
+        if not any(behind.values()):
             word = "Did not reproduce"
-        else:
-            word = "Reproduced in part" if loses else "Reproduced"
-        said = "; ".join(
-            f"{name} {f'is clearly behind LARS from {batch} on' if batch else 'is never clearly behind LARS'}"
-            for name, batch in behind.items()
-        )
+        first = ", ".join(f"{name} {batch or 'none'}" for name, batch in behind.items())
         lost = ", ".join(
             f"{name} {at[name, SMALLEST]['top1_mean'] - at[name, LARGEST]['top1_mean']:.1f}"
             for name in (LINEAR, *RULES, LARS_MOMENTUM)
         )
-        best = max((name for name, batch in at if batch == LARGEST), key=lambda name: at[name, LARGEST]["top1_mean"])
-        return (
-            f"{word}: {said}; LARS itself {'loses clearly' if loses else 'loses nothing clearly'}; points lost from "
-            f"{SMALLEST} to {LARGEST}: {lost}; best at {LARGEST}: {best}."
-        )
+        return f"{word}: LARS is clearly ahead from batch: {first}; points lost from {SMALLEST} to {LARGEST}: {lost}."
 
     @staticmethod
     def _falls(at: Dict[Tuple[str, int], dict], optimizer: str) -> Optional[int]:
@@ -177,11 +118,6 @@ seeds had {TARGET:g} % of the validation images right, looked at twice an epoch.
         while behind and not all(behind):
             behind = behind[1:]
         return BATCHES[-len(behind)] if behind else None
-
-
-@functools.lru_cache(maxsize=None)
-def _recipe() -> Recipe:
-    return loading.load(ROOT / RECIPE, _EVALUATED)
 
 
 def overrides(optimizer: str, batch: int) -> Tuple[str, ...]:

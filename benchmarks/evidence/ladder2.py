@@ -1,7 +1,5 @@
 """The second ladder: batches of 96 to 1536 with at least 600 updates, six optimizers, and equal tuning for all."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -10,12 +8,14 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series
-from benchmarks.evidence.runs import Run, events_of, outcome, updates_to
+from benchmarks.evidence.experiment import Experiment, Series, search_table
+from benchmarks.evidence.predicted_updates import until_target
+from benchmarks.evidence.runs import Run, outcome, updates_to
 from recipe.batch import lengths
 from recipe.course import Course
 from tools.planning import batches
 
+CLASSES = 50
 BATCHES = (96, 192, 384, 768, 1536)
 TUNED = (96, 384, 1536)  # between them a rate is interpolated
 SMALLEST, LARGEST = BATCHES[0], BATCHES[-1]
@@ -28,8 +28,8 @@ NESTEROV, LARS, LARS_MOMENTUM = "SGD, Nesterov", "LARS gradient", "LARS momentum
 REPLICAS, LOCAL_STEPS = 4, 4  # of SMALLEST images each: between two means as many images as in an update of LARGEST
 _SHARES = ((0, 1), (0.4, 2), (0.6, 4), (0.8, 8))  # of the growing batch: share of the images, times the smallest
 _BASE = (
-    f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5", "model.classes=50",
-    "log.noise_scale=false", "log.every_steps=20",
+    f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5",
+    f"model.classes={CLASSES}", "log.noise_scale=false", "log.every_steps=20",
 )  # fmt: skip
 
 
@@ -80,12 +80,14 @@ class Trials:
     def loss(self, rate: float) -> Optional[float]:
         """None until both runs are done."""
         found = [outcome(run) for run in self._runs(rate)]
-        guessing = math.log(50)
-        return None if None in found else statistics.mean(min(each.loss, guessing) for each in found)
+        return None if None in found else statistics.mean(min(each.loss, math.log(CLASSES)) for each in found)
+
+    def losses(self) -> Dict[float, Optional[float]]:
+        return {rate: self.loss(rate) for rate in sorted(self.rates())}
 
     def best(self) -> Optional[float]:
         """The rate with the lowest loss, once all four are tried."""
-        losses = {rate: self.loss(rate) for rate in self.rates()}
+        losses = self.losses()
         done = len(losses) == 4 and None not in losses.values()
         return min(losses, key=losses.__getitem__) if done else None
 
@@ -97,12 +99,30 @@ class Trials:
 
 
 class Ladder2(Experiment):
-    """Each optimizer at each batch: at equal epochs, and at equal updates."""
+    """An EfficientNet-B0 G16 of width 0.2 and depth 0.1 at 16 px; 61,440 training and 4,096 validation images of 50
+    kinds of glyphs at difficulty 0.6. "equal epochs": 15 epochs, 9,600 updates at 96 and 600 at 1536. "equal updates":
+    600 updates at every batch, at the same rates. A tenth of a run is warm-up, then the rate decays with power 2.
+
+    The rule of tuning, written before the runs: for every optimizer, at 96, 384 and 1536, four peak rates, each with
+    seeds 0 and 1 over 5 epochs: a third of a guess, the guess and three times it, then one beside the best (by √3
+    towards its better neighbour, or by 3 beyond the end). The lowest mean validation loss wins; a run that diverges
+    counts as guessing. At the batches between, the rate is the geometric mean of its neighbours'. All other keys are
+    those of the recipes. Then seeds 2, 3, 4 at full length: mean ± standard deviation; "lost" is against the smallest
+    batch at equal epochs, "interval" its 95 % interval (Student's t). "to target": updates until 80 % top-1, of the
+    middle seed.
+
+    "growing batch": `batch.schedule` with 96 images at first, twice, four and eight times as many from 40, 60 and 80 %
+    of the images on. "local steps": 4 replicas with batches of 96 and means of their weights after 4 steps, so that as
+    many images lie between two exchanges as in an update of 1536.
+
+    **Published elsewhere**: Nado et al. (2102.06356): Nesterov momentum and Adam match LARS and LAMB where all are
+    tuned equally; ResNet-50 in 2,512 steps at 32,768. Graphcore (2022): B4 G16 with LARS loses nothing from 768 to
+    6144.
+    """
 
     name = "ladder2"
     question = "From a batch of 96 to 1536 with enough updates and equal tuning: what does a large batch cost?"
     takes = "eight hours, less for cached runs"
-    columns = (("top1", "top-1 (%)", 1, 1), ("loss", "validation loss", 3, 1))
 
     def trials(self) -> Iterable[Run]:
         return [run for at in itertools.product(RULES, TUNED) for run in Trials(*at).runs()]
@@ -171,90 +191,29 @@ class Ladder2(Experiment):
             row["to_target"] = None if reached == math.inf else round(reached)
         return rows
 
-    @property
-    def about(self) -> str:
-        return f"""An EfficientNet-B0 G16 of width 0.2 and depth 0.1 at 16 px; {IMAGES:,} training and 4,096 \
-validation images of 50 kinds of glyphs at difficulty 0.6. "{EPOCHS_EQUAL}": {EPOCHS} epochs, \
-{IMAGES * EPOCHS // SMALLEST:,} updates at {SMALLEST} and {IMAGES * EPOCHS // LARGEST} at {LARGEST}. \
-"{UPDATES_EQUAL}": {IMAGES * EPOCHS // LARGEST} updates at every batch, at the same rates. \
-A tenth of a run is warm-up, then the rate decays with power 2; float32.
-
-The rule of tuning, written before the runs: for every optimizer, at {TUNED[0]}, {TUNED[1]} and {TUNED[2]}, four peak \
-rates, each with seeds {TRIAL_SEEDS[0]} and {TRIAL_SEEDS[1]} over {TRIAL_EPOCHS} epochs: a third of a guess, the \
-guess and three times it, then one beside the best (by √3 towards its better neighbour, or by 3 beyond the end). The \
-lowest mean validation loss wins; a run that diverges counts as guessing. At the batches between, the rate is the \
-geometric mean of its neighbours'. All other keys are those of the recipes. Then seeds \
-{", ".join(map(str, SEEDS))} at full length: mean ± standard deviation; "lost" is against the smallest batch at equal \
-epochs, with a 95 % interval (Student's t). "Updates to target": until {TARGET:.0%} top-1, of the middle seed.
-
-"{GROWING}": `batch.schedule` with {SMALLEST} images at first, twice, four and eight times as many from 40, 60 and \
-80 % of the images on. "{LOCAL}": {REPLICAS} replicas with batches of {SMALLEST} and means of their weights after \
-{LOCAL_STEPS} steps, so that as many images lie between two exchanges as in an update of {LARGEST}."""
-
-    published = (
-        "Nado et al. (2102.06356): Nesterov momentum and Adam match LARS and LAMB where all are tuned equally; "
-        "ResNet-50 in 2,512 steps at 32,768. Graphcore (2022): B4 G16 with LARS loses nothing from 768 to 6144."
-    )
-
-    def table(self, rows: Sequence[dict]) -> str:
-        lines = [
-            (
-                row["kind"], row["optimizer"], row["batch"], f"{row['peak']:g}", f"{row['updates']:,}",
-                f"{row['top1_mean']:.1f} ± {row['top1_sd'] or 0:.1f}",
-                "" if row["lost"] is None else f"{row['lost']:.1f} ± {row['interval']:.1f}",
-                "" if row["to_target"] is None else f"{row['to_target']:,}",
-            )
-            for row in rows
-        ]  # fmt: skip
-        head = ("runs", "optimizer", "batch", "peak", "updates", "top-1 (%)", "lost (points)", "updates to target")
-        return claims.markdown(head, lines)
-
     def more(self, rows: Sequence[dict]) -> str:
-        tried = []
-        for optimizer, batch in itertools.product(RULES, TUNED):
-            trials = Trials(optimizer, batch)
-            best, losses = trials.best(), {rate: trials.loss(rate) for rate in sorted(trials.rates())}
-            texts = [
-                f"**{rate:g}: {loss:.3f}**" if rate == best else f"{rate:g}: {loss:.3f}"
-                for rate, loss in losses.items()
-            ]
-            tried.append((optimizer, batch, ", ".join(texts)))
-        predicted = [
-            (row["batch"], "" if row["to_target"] is None else f"{row['to_target']:,}", f"{expected:,.0f}")
-            for row, expected in self._predicted(rows)
-        ]
-        return "\n\n".join(
-            (
-                "Tuning: peak rate and mean validation loss of two seeds.",
-                claims.markdown(("optimizer", "batch", "peak: loss"), tried),
-                f"Updates of {NESTEROV} to the target, and those that the noise scale of one run at {SMALLEST} "
-                "predicts (`tools.batch`), which takes rates to be constant:",
-                claims.markdown(("batch", "trained", "predicted"), predicted),
-            )
-        )
-
-    def _predicted(self, rows: Sequence[dict]) -> List[Tuple[dict, float]]:
         run = self.metered(self.peak(NESTEROV, SMALLEST))
-        left, kept = to_target(run), []
-        for each in batches.intervals(events_of(run)["train"], SMALLEST):
-            kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
-            left -= each.updates
-        own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]
-        return [(row, batches.updates(kept, row["batch"])) for row in own]
+        until = until_target(run, to_target(run), SMALLEST)
+        predicted = [
+            (row["batch"], row["to_target"], f"{batches.updates(until, row['batch']):,.0f}")
+            for row in rows
+            if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)
+        ]
+        return f"""Tuning: peak rate and mean validation loss of two seeds.
+
+{search_table({at: Trials(*at) for at in itertools.product(RULES, TUNED)})}
+
+Updates of {NESTEROV} to the target, and those that the noise scale of one run at {SMALLEST} predicts (`tools.batch`), \
+which takes rates to be constant:
+
+{claims.markdown(("batch", "trained", "predicted"), predicted)}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         panels = {
-            kind: {
-                name: [
-                    (row["batch"], row["top1_mean"], row["top1_sd"])
-                    for row in rows
-                    if (row["kind"], row["optimizer"]) == (kind, name)
-                ]
-                for name in RULES
-            }
+            kind: page.lines([row for row in rows if row["kind"] == kind], "optimizer", "batch")
             for kind in (EPOCHS_EQUAL, UPDATES_EQUAL)
         }
-        page.draw(panels, path, x="global batch", y="validation top-1 (%)", log_x=True)
+        page.draw(panels, path, x="global batch", y="validation top-1 (%)")
 
     def verdict(self, rows: Sequence[dict]) -> str:
         """The largest batch within a point of the smallest, by optimizer, and what the growing batch loses."""
@@ -283,17 +242,12 @@ epochs, with a 95 % interval (Student's t). "Updates to target": until {TARGET:.
 
 def kept(rows: Sequence[dict], optimizer: str) -> int:
     """The largest batch up to which no batch loses more than a point at equal epochs."""
-    found = SMALLEST
-    for row in rows:
-        if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, optimizer) and row["batch"] != SMALLEST:
-            if row["lost"] > 1:
-                break
-            found = row["batch"]
-    return found
+    own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, optimizer)]
+    within = itertools.takewhile(lambda row: row["batch"] == SMALLEST or row["lost"] <= 1, own)
+    return max(row["batch"] for row in within)
 
 
 def updates_of(run: Run) -> int:
-    """Updates of a run, whose batch may grow."""
     recipe = run.recipe()
     length = lengths(recipe, recipe.data.train_images)
     return sum(1 for _ in Course(recipe, length.steps_per_epoch, length.total).updates())

@@ -4,19 +4,18 @@ Runs of the gradient form measure K. Runs of the momentum form with the trust co
 it show whether K makes the two forms equal.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import claims
-from benchmarks.evidence.experiment import Experiment, Series
+from benchmarks.evidence import page
+from benchmarks.evidence.experiment import Experiment, Series, cell, plus_minus
 from benchmarks.evidence.runs import Run, curve, outcome
 
 MOMENTUM, COEFFICIENT = 0.885, 0.001  # of the pod recipes
-UNRELATED, ALIGNED = (1 - MOMENTUM**2) ** -0.5, 1 / (1 - MOMENTUM)
+UNRELATED = (1 - MOMENTUM**2) ** -0.5  # K of unrelated gradients
 PHASES = {"warmup": (0.0, 0.2), "early_decay": (0.2, 0.6), "late_decay": (0.6, 1.0)}  # shares of the run
 DATA = {
     "digits": ("model.image_size=28", "model.classes=10"),
@@ -26,6 +25,7 @@ DATA = {
     ),
 }  # fmt: skip
 SEEDS = (0, 1)
+ENDS = ("distance", "loss", "top1")
 
 
 class Setting(NamedTuple):
@@ -36,9 +36,6 @@ class Setting(NamedTuple):
     peak: int
     epochs: int
     depth: float = 0.3
-
-    def __str__(self) -> str:
-        return f"{self.data}, batch {self.batch}, peak {self.peak}, {self.epochs} epochs, depth {self.depth}"
 
 
 SETTINGS = (
@@ -62,21 +59,7 @@ class LarsForms(Experiment):
     question = "The two forms of LARS: by which factor their steps differ"
     takes = "an hour, less for cached runs"
     base = "configs/quickstart.yaml"
-    columns, compared = (("top1", "top-1 (%)", 1, 100),), ("top1", "top1_half_range")
-    about = f"""An EfficientNet-B0 G16 of width 0.35 and depth 0.3 (B4: 1.4 and 1.8) on one thread, float32, momentum \
-{MOMENTUM}, weight decay 2.5e-6, linear warm-up over a fifth of the run and decay with power 2 as in the pod recipes; \
-1,437 digits at 28 px and 4,000 glyphs of 20 classes at 32 px.
-
-With the same peak and trust coefficient η the `momentum` form (`docs/optimizer.md`), the one that IPUs can run, \
-moves a tensor by lr·η‖w‖, and the `gradient` form by the length of its momentum buffer ‖m‖. K = ‖m‖ / (lr·η‖w‖), by \
-tensor and step. It is 1/√(1−μ²) = {UNRELATED:.2f} for unrelated gradients, 1/(1−μ) = {ALIGNED:.2f} for aligned ones, \
-and less than {UNRELATED:.2f} where successive gradients point against each other. *Steady K* leaves the learning \
-rate out of the buffer: it is K under a schedule that does not change within the buffer's memory of some nine steps. \
-A pod's run of 73,000 steps has such a schedule. The runs here have 60 to 880 steps, so K is smaller in their warm-up \
-and larger at their end.
-
-K along runs of the gradient form: one value a run, the median over the trusted tensors of their averages over the \
-run, with the learning rate as weight (in brackets the quartiles over the tensors); then steady K by phase."""
+    compared = ("top1", "top1_half_range")
 
     def series(self) -> List[Series]:
         found = [self._series(setting, SEEDS) for setting in SETTINGS]
@@ -95,7 +78,7 @@ run, with the learning rate as weight (in brackets the quartiles over the tensor
         """The published trust coefficient times `factor`."""
         overrides = (
             "model.width=0.35", f"model.depth={setting.depth}", f"data.source={setting.data}", *DATA[setting.data],
-            f"batch.global={setting.batch}", f"batch.micro={min(setting.batch, 128) if setting.batch != 96 else 96}",
+            f"batch.global={setting.batch}", f"batch.micro={min(setting.batch, 128)}",
             "precision.weights=float32", f"optimizer.trust={form.partition(' ')[0]}",
             f"optimizer.trust_coefficient={COEFFICIENT * factor:.6g}", f"optimizer.momentum={MOMENTUM}",
             "optimizer.weight_decay=2.5e-6", f"schedule.peak={setting.peak}",
@@ -111,19 +94,16 @@ run, with the learning rate as weight (in brackets the quartiles over the tensor
         """K along the runs, and their ends; `path` and `distance`: to the gradient form's run of the same seed."""
         references = {_setting(each): each for each in series if each.labels["form"] == GRADIENT}
         rows = [_row(each, references[_setting(each)]) for each in series]
-        return [{key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in row.items()}
-                for row in rows]  # fmt: skip
+        return [{key: _rounded(each) for key, each in row.items()} for row in rows]
 
     def table(self, rows: Sequence[dict]) -> str:
         head = ("data", "batch", "peak", "depth", "steps", "seeds", "K", "steady K", "warm-up", "decay, first half",
                 "second half")  # fmt: skip
         lines = [
             (
-                *(row["data"], row["batch"], row["peak"], f"{row['depth']:g}", row["steps"], row["seeds"]),
-                *(
-                    f"{row['k']:.2f}",
-                    f"{row['k_steady']:.2f} ({row['k_steady_low']:.2f} to {row['k_steady_high']:.2f})",
-                ),
+                *(cell(row[key]) for key in ("data", "batch", "peak", "depth", "steps", "seeds")),
+                f"{row['k']:.2f}",
+                f"{row['k_steady']:.2f} ({row['k_steady_low']:.2f} to {row['k_steady_high']:.2f})",
                 *(f"{row[f'k_{phase}']:.2f}" for phase in PHASES),
             )
             for row in rows
@@ -134,9 +114,9 @@ run, with the learning rate as weight (in brackets the quartiles over the tensor
     def more(self, rows: Sequence[dict]) -> str:
         ends = [
             (
-                *(row["data"], row["batch"], row["form"], row["seeds"], f"{row['k']:.2f}", f"{row['path']:.2f}"),
-                *(_with_range(row, key, 3) for key in ("distance", "loss")),
-                _with_range(row, "top1", 1, 100),
+                *(row[key] for key in ("data", "batch", "form", "seeds")),
+                *(f"{row[key]:.2f}" for key in ("k", "path")),
+                *(plus_minus(row[key], row[f"{key}_half_range"], 1 if key == "top1" else 3) for key in ENDS),
             )
             for setting in SETTINGS
             for row in rows
@@ -145,12 +125,6 @@ run, with the learning rate as weight (in brackets the quartiles over the tensor
         head = ("data", "batch", "form", "seeds", "K", "path", "distance", "final training loss", "top-1 (%)")
         return f"""## Effect of the factor
 
-Runs of both forms; ± is half the range over the seeds. "x K" multiplies the trust coefficient by the K of that \
-setting's gradient form, rounded to two decimals; "gradient x 1.01" shows the distance of runs that hardly differ. K \
-is measured along the run of the row. "Path" is the summed length of the trusted tensors' updates relative to the \
-gradient form's, "distance" that of the curves of training loss: the mean absolute difference at the same steps. \
-Final loss: mean over the last fifth.
-
 {claims.markdown(head, ends)}
 
 Distance with K instead of 1, relative to that with 1, and the difference of the paths that K leaves (range over seeds):
@@ -158,23 +132,10 @@ Distance with K instead of 1, relative to that with 1, and the difference of the
 {claims.claims_table(self.claims(), "{:.2f} ({:.2f} to {:.2f})")}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        """K over the run, with the schedule in it and without: median over the tensors and, shaded, their quartiles."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        titles = {"steady": "under a slow schedule (steady K)", "scheduled": "under this run's schedule (K)"}
-        gradient = [each for each in self.series() if each.labels["form"] == GRADIENT]
-        for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items()):
-            for number, (setting, series) in enumerate(zip((*SETTINGS, *MEASURED), gradient)):
-                places, low, middle, high = _binned([record(run) for run in series.runs], kind)
-                style = "-" if setting in SETTINGS else "--"
-                axis.plot(places, middle, color=f"C{number}", ls=style, label=str(setting))
-                axis.fill_between(places, low, high, color=f"C{number}", alpha=0.12, lw=0)
-            axis.axhline(UNRELATED, color="black", lw=0.8, ls=":", label="unrelated gradients")
-            axis.set(title=title, xlabel="share of the run", ylabel="K", ylim=(1, 5))
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=6, loc="upper center")
-        figure.savefig(path, dpi=110)
+        gradient = [row for row in rows if row["form"] == GRADIENT]
+        names = [f"{row['data']}, batch {row['batch']}, peak {row['peak']}, {row['steps']} steps" for row in gradient]
+        sides = {kind: [row[key] for row in gradient] for kind, key in (("K", "k"), ("steady K", "k_steady"))}
+        page.bars(names, sides, path, f"K; {UNRELATED:.2f} for unrelated gradients")
 
     def claims(self) -> List[dict]:
         """By setting, a value a seed: the share of the distance at K = 1 that K leaves, and the paths' difference."""
@@ -191,15 +152,10 @@ Distance with K instead of 1, relative to that with 1, and the difference of the
 
     def verdict(self, rows: Sequence[dict]) -> str:
         """With K for the pods, whose peak is 8.485: steady K of the settings at peak 8."""
-        gradient = [row for row in rows if row["form"] == GRADIENT]
-        steady = [row["k_steady"] for row in gradient if row["peak"] == 8]
-        k, lowest = statistics.mean(steady), min(row["k_early_decay"] for row in gradient)
+        steady = [row["k_steady"] for row in rows if row["form"] == GRADIENT and row["peak"] == 8]
         return (
-            f"The pods' `trust_coefficient` is {COEFFICIENT} x K with K {k:.2f}, the mean of steady K at peak 8 (the "
-            f"pods': 8.485), from {min(steady):.2f} to {max(steady):.2f}; their peak stays, because biases and norms "
-            f"take plain momentum in both forms. If noise rules on ImageNet, K is {UNRELATED:.2f} and the steps are "
-            f"{100 * (1 - k / UNRELATED):.0f} % too short; with less noise than here K may be {lowest:.1f} after the "
-            f"warm-up, and the steps are {100 * (k / lowest - 1):.0f} % too long there."
+            f"The pods' `trust_coefficient` is {COEFFICIENT} x K with K {statistics.mean(steady):.2f}, the mean of "
+            f"steady K at peak 8 (the pods': 8.485), from {min(steady):.2f} to {max(steady):.2f}."
         )
 
 
@@ -237,18 +193,17 @@ def _row(series: Series, reference: Series) -> dict:
         "path": [_path(*pair) for pair in zip(records, others)],
         "distance": [_distance(*pair) for pair in zip(records, others)],
         "loss": [statistics.mean(each["losses"][-max(1, len(each["losses"]) // 5) :]) for each in records],
-        "top1": [each["top1"] for each in records],
+        "top1": [100 * each["top1"] for each in records],
     }.items():
         row.update({name: statistics.mean(values), f"{name}_half_range": (max(values) - min(values)) / 2})
     return row
 
 
-def _with_range(row: dict, key: str, digits: int, factor: float = 1) -> str:
-    return " ± ".join(f"{factor * row[name]:.{digits}f}" for name in (key, f"{key}_half_range"))
+def _rounded(value: object) -> object:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _path(own: dict, other: dict) -> float:
-    """Summed length of all updates relative to another run's."""
     return sum(own["update"]) / sum(other["update"])
 
 
@@ -263,13 +218,3 @@ def _phase(own: dict, start: float, end: float) -> float:
     steps = [number for number, step in enumerate(own["step"]) if start * total <= step < end * total]
     rates = [own["lr"][number] for number in steps]
     return sum(rate * own["steady"][number][1] for rate, number in zip(rates, steps)) / sum(rates)
-
-
-def _binned(records: Sequence[dict], kind: str, bins: int = 25) -> List[Tuple[float, ...]]:
-    """Share of the run, and quartiles of K averaged over the steps and runs that fall into each share."""
-    inside: Dict[int, list] = {}
-    for each in records:
-        for step, values in zip(each["step"], each[kind]):
-            inside.setdefault(step * bins // (each["step"][-1] + 1), []).append(values)
-    rows = [((number + 0.5) / bins, *map(statistics.mean, zip(*inside[number]))) for number in sorted(inside)]
-    return list(zip(*rows))

@@ -1,12 +1,11 @@
 """Micro batch, stages and replicas change where a gradient is computed; do they change what is learned?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import Run
 from training import weights
@@ -23,27 +22,16 @@ class Way(NamedTuple):
     stages: int = 1
     replicas: int = 1
 
-    def __str__(self) -> str:
-        return f"micro batch {self.micro}, stages {self.stages}, replicas {self.replicas}"
-
 
 REFERENCE = Way(384)
 WAYS = (REFERENCE, Way(384, stages=2), Way(384, replicas=2), Way(192), Way(96), Way(96, stages=2), Way(48), Way(12))
 
 
 class MicroBatches(Experiment):
-    """Mixing and stochastic depth are off: they draw by micro batch."""
+    """The same updates computed in several ways. Mixing and stochastic depth are off: they draw by micro batch."""
 
     name = "micro"
     question = "Micro batch, stages and replicas: do they change what is learned?"
-    about = f"""{ALL} updates of 768 images, LARS, float32, no mixing, no dropout: what is drawn for a micro batch \
-would otherwise change with its size. Replicas add up their gradients in a tree (`exchange.order=tree`). "Distance": \
-of the final weights from those of the first row with the same seed, as a share of their norm; after {FEW} updates it \
-is that of runs so short."""
-    published = (
-        "Graphcore (2022) gives one accuracy, 82.54 ± 0.13 %, for all sizes of pods, so for 8 to 128 replicas; "
-        "gradients are sums over micro batches, whose order is all that changes."
-    )
 
     def series(self) -> List[Series]:
         return _series(ALL)
@@ -52,7 +40,6 @@ is that of runs so short."""
         return [*(run for series in _series(FEW) for run in series.runs), *super().wanted()]
 
     def rows(self) -> List[dict]:
-        """With the distances and equal bits of the final weights, against the first row's."""
         rows = super().rows()
         few, all_ = ([_distance(each, every[0]) for each in every] for every in (_series(FEW), _series(ALL)))
         for row, (first, _), (last, same) in zip(rows, few, all_):
@@ -60,34 +47,19 @@ is that of runs so short."""
         return rows
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 0.4 * len(rows) + 1.6), layout="constrained")
-        axis = figure.subplots()
-        for number, updates in enumerate((FEW, ALL)):
-            # Rows without a distance have no place on such an axis: nothing is drawn of them.
-            places = [place + 0.2 * (2 * number - 1) for place in range(len(rows))]
-            widths = [row[f"distance_after_{updates}"] for row in rows]
-            axis.barh(places, widths, 0.4, color=f"C{number}", label=f"after {updates} updates")
-        axis.set_yticks(range(len(rows)), [str(way) for way in WAYS])
-        axis.invert_yaxis()
-        axis.set_xscale("log")
-        axis.set_xlabel("distance of the final weights, largest over seeds")
-        axis.legend()
-        axis.grid(alpha=0.3)
-        figure.savefig(path, dpi=110)
+        names = [", ".join(f"{name} {value}" for name, value in way._asdict().items()) for way in WAYS]
+        sides = {f"after {each} updates": [row[f"distance_after_{each}"] for row in rows] for each in (FEW, ALL)}
+        page.bars(names, sides, path, "distance of the final weights, largest over seeds", xscale="log")
 
     def verdict(self, rows: Sequence[dict]) -> str:
-        same = dict(zip(WAYS, rows))
-        placed = [row for way, row in same.items() if way.micro == REFERENCE.micro]
+        placed = [row for row in rows if row["micro"] == REFERENCE.micro]
         bits = all(row["same_bits"] == row["seeds"] for row in placed)
-        others = [row for way, row in same.items() if way.micro != REFERENCE.micro]
-        few, all_ = (max(row[f"distance_after_{updates}"] for row in others) for updates in (FEW, ALL))
-        points = max(abs(row["top1_mean"] - rows[0]["top1_mean"]) for row in rows)
+        few, all_ = (max(row[f"distance_after_{updates}"] for row in rows) for updates in (FEW, ALL))
+        lost = max(abs(row["top1_mean"] - rows[0]["top1_mean"]) for row in rows)
         return (
             f"Stages and replicas {'leave the weights the same to the bit' if bits else 'change bits of the weights'}; "
             f"other micro batches move them by up to {few:.0e} of their norm after {FEW} updates and {all_:.0e} after "
-            f"{ALL}, and mean top-1 by up to {points:.2f} points, beside {rows[0]['top1_sd']:.2f} between seeds."
+            f"{ALL}, and mean top-1 by up to {lost:.2f} points, beside {rows[0]['top1_sd']:.2f} between seeds."
         )
 
 

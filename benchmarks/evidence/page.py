@@ -1,22 +1,25 @@
 """Results of an experiment: a CSV file, a figure, and a page that ends with a verdict."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
+import inspect
 import statistics
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from benchmarks import RESULTS, claims
-from benchmarks.evidence.experiment import Experiment, cell
+from benchmarks.evidence.experiment import Experiment, Series, cell
 from benchmarks.evidence.runs import Run, curve
 
 _EXAMPLE = "The last row's last run by itself:"
+_MEASURED = "one thread a run.\n\n"
 
 
 def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> None:
-    """Write NAME.csv, NAME.png and NAME.md; the section "Findings" of a page that is there is kept as it is."""
+    """Write NAME.csv, NAME.png and NAME.md.
+
+    Of a page that is there the text before the table and the section "Findings" are kept: they are written by hand.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(folder / f"{experiment.name}.csv", "w", newline="") as stream:
@@ -26,20 +29,19 @@ def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) 
     experiment.draw(rows, folder / f"{experiment.name}.png")
     path = folder / f"{experiment.name}.md"
     before = path.read_text() if path.exists() else ""
+    about = before.partition(_MEASURED)[2].partition("\n\n| ")[0]
     _, heading, after = before.partition("## Findings\n")
-    findings = heading + after.partition(_EXAMPLE)[0]
-    about, base, example = claims.machine(), experiment.base, experiment.wanted()[-1]
+    machine, base = claims.machine(), experiment.base
     parts = [
         f"# {experiment.question}",
-        f"Measured on {about['date']}, {about['cpu']}, torch {about['torch']}, by `python -m benchmarks.evidence "
-        f"{experiment.name}`; recipe [`{base}`](../../{base}), one thread a run.",
-        experiment.about,
-        f"**Published elsewhere**: {experiment.published}" if experiment.published else "",
+        f"Measured on {machine['date']}, {machine['cpu']}, torch {machine['torch']}, by `python -m benchmarks.evidence "
+        f"{experiment.name}`; recipe [`{base}`](../../{base}), {_MEASURED}".strip(),
+        about or inspect.cleandoc(experiment.__doc__),
         experiment.table(rows),
         f"![the same as a figure]({experiment.name}.png)",
         experiment.more(rows),
-        findings.strip(),
-        f"{_EXAMPLE} `{' '.join(['python', *example.program])}`",
+        (heading + after.partition(_EXAMPLE)[0]).strip(),
+        f"{_EXAMPLE} `{' '.join(['python', *experiment.wanted()[-1].program])}`",
         f"**Verdict.** {experiment.verdict(rows)}",
     ]
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -77,8 +79,7 @@ def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RES
         if then is None:
             found.append(f"{name}: not there before")
         elif abs(row[mean] - then[mean]) > max(row[spread] or 0, then[spread] or 0):
-            ours, theirs = (f"{experiment.columns[0][-1] * each[mean]:.2f} %" for each in (row, then))
-            found.append(f"{name}: top-1 {ours}, before {theirs}")
+            found.append(f"{name}: top-1 {row[mean]:.2f} %, before {then[mean]:.2f} %")
     return found
 
 
@@ -89,20 +90,24 @@ def _named(row: dict, labels: Sequence[str]) -> str:
 Points = Sequence[Tuple[float, float, Optional[float]]]  # x, mean, standard deviation
 
 
-def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: str, log_x: bool = False) -> None:
-    """Points with error bars, a panel per title, a line per name; a name has one colour in all panels."""
+def lines(rows: Sequence[dict], line: str, x: str, y: str = "top1") -> Dict[str, Points]:
+    """Points of `y` by the value of the column `line`; without rows that have no mean, as where all runs diverged."""
+    found: Dict[str, list] = {}
+    for row in rows:
+        if row[f"{y}_mean"] is not None:
+            found.setdefault(row[line], []).append((row[x], row[f"{y}_mean"], row[f"{y}_sd"]))
+    return found
+
+
+def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: str, log_x: bool = True) -> None:
+    """Points with error bars, a panel per title side by side, a line per name."""
     from matplotlib.figure import Figure
 
-    columns = min(len(panels), 4)
-    height = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(5.0, 4.2 * columns), 3.6 * height + 0.6), layout="constrained")
-    axes = figure.subplots(height, columns, squeeze=False)
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    figure = Figure(figsize=(max(5.0, 4.2 * len(panels)), 4.2), layout="constrained")
+    names = list(dict.fromkeys(name for each in panels.values() for name in each))
     legend: Dict[str, object] = {}
-    for axis, (title, lines) in zip(axes.flat, panels.items()):
-        for name, points in lines.items():
-            if not points:  # nothing was measured, as where all runs diverged
-                continue
+    for axis, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
+        for name, points in found.items():
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
             legend[name] = axis.errorbar(
@@ -111,40 +116,59 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
         axis.set(title=title, xlabel=x, ylabel=y)
         if log_x:
             axis.set_xscale("log", base=2)
-            every = sorted({point[0] for points in lines.values() for point in points})
+            every = sorted({point[0] for points in found.values() for point in points})
             axis.set_xticks(every, [f"{value:g}" for value in every])
             axis.minorticks_off()
         axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
     if len(names) > 1:
         figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
 
 
-def draw_curves(panels: Mapping[str, Mapping[str, Sequence[Run]]], path: Path) -> None:
+def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path, x: str, **options: str) -> None:
+    """A group of horizontal bars for each name, a bar for each side. Args: options: of the axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.4 * len(names) + 1.6), layout="constrained")
+    axis = figure.subplots()
+    for number, (side, widths) in enumerate(sides.items()):
+        height = 0.8 / len(sides)
+        axis.barh([place + height * number for place in range(len(names))], widths, height, label=side)
+    axis.set(xlabel=x, **options)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def draw_curves(series: Sequence[Series], path: Path) -> None:
     """Training loss and validation accuracy over epochs, the mean over seeds bold and each seed thin.
 
-    Args:
-        panels: title -> name of a line -> its runs.
+    The first label of a series is its panel, the others name its line.
     """
     from matplotlib.figure import Figure
 
+    panels: Dict[str, Dict[str, List[Run]]] = {}
+    for each in series:
+        title, *labels = each.labels.values()
+        panels.setdefault(title, {})[" ".join(map(str, labels)).strip()] = each.runs
     figure = Figure(figsize=(min(5.5 * len(panels), 24), 7), layout="constrained")
     axes = figure.subplots(2, len(panels), squeeze=False)
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))  # a colour each in all panels
+    names = list(dict.fromkeys(name for each in panels.values() for name in each))  # a colour each in all panels
     legend: Dict[str, object] = {}
-    for column, (title, lines) in enumerate(panels.items()):
+    for column, (title, found) in enumerate(panels.items()):
         top, bottom = axes[0][column], axes[1][column]
         top.set(title=title, xlabel="epoch", ylabel="training loss", yscale="log")
         bottom.set(title=title, xlabel="epoch", ylabel="validation top-1")
         for axis, kind, key in ((top, "train", "loss"), (bottom, "eval", "top1")):
-            for name, runs in lines.items():
+            for name, runs in found.items():
                 colour, curves = f"C{names.index(name)}", [curve(run, kind, key) for run in runs]
                 for epochs, values in curves:
                     axis.plot(epochs, values, color=colour, lw=0.5, alpha=0.5)
                 means = [statistics.mean(values) for values in zip(*(values for _, values in curves))]
                 (legend[name],) = axis.plot(curves[0][0][: len(means)], means, color=colour)
             axis.grid(alpha=0.3)
-    figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=4)
+    title = ", ".join([*series[0].labels][1:])
+    figure.legend(list(legend.values()), list(legend), title=title, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)

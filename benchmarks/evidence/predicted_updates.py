@@ -7,10 +7,8 @@ reached where the mean of five evaluations is above it, because at a constant ra
 is made from runs at the smallest batch alone: their noise scale from the first update to the target (`tools.batch`).
 """
 
-from __future__ import annotations
-
 import statistics
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Sequence
 
 from benchmarks.evidence.runs import Run, events_of, updates_to
 from tools.planning import batches
@@ -55,21 +53,16 @@ def wanted() -> List[Run]:
     return [run_of(batch, rate, seed) for batch in sorted(UPDATES, reverse=True) for rate in RATES for seed in SEEDS]
 
 
-def to_target(run: Run) -> Optional[float]:
-    """Updates until the moving mean of top-1 is at the target; None if it never is."""
-    return updates_to(run, TARGET, _WINDOW)
-
-
 def found() -> List[Found]:
     """A row for each batch; all runs are finished. Raises ValueError if a batch never reaches the target."""
     best = {batch: _best(batch) for batch in UPDATES}
     rate, _ = best[SMALLEST]
     small = [run_of(SMALLEST, rate, seed) for seed in SEEDS]
-    rows = []
-    for batch, (chosen, updates) in best.items():
-        predicted = statistics.mean(batches.updates(_until_target(run), batch) for run in small)
-        rows.append(Found(batch, chosen, updates, predicted))
-    return rows
+    scales = [until_target(run, updates_to(run, TARGET, _WINDOW), SMALLEST) for run in small]
+    return [
+        Found(batch, chosen, updates, statistics.mean(batches.updates(each, batch) for each in scales))
+        for batch, (chosen, updates) in best.items()
+    ]
 
 
 def errors(rows: Sequence[Found]) -> List[float]:
@@ -81,7 +74,7 @@ def _best(batch: int) -> tuple:
     """Rate, and mean updates to the target, of the rate whose runs all come there and take the fewest."""
     means: Dict[float, float] = {}
     for rate in RATES:
-        updates = [to_target(run_of(batch, rate, seed)) for seed in SEEDS]
+        updates = [updates_to(run_of(batch, rate, seed), TARGET, _WINDOW) for seed in SEEDS]
         if None not in updates:
             means[rate] = statistics.mean(updates)
     if not means:
@@ -89,13 +82,10 @@ def _best(batch: int) -> tuple:
     return min(means.items(), key=lambda item: item[1])
 
 
-def _until_target(run: Run) -> List[batches.Interval]:
-    """Of the run's log, as many updates as it takes to the target."""
-    whole = batches.intervals(events_of(run)["train"], SMALLEST)
-    left, kept = to_target(run), []
-    for each in whole:
-        if left <= 0:
-            break
-        kept.append(each._replace(updates=min(left, each.updates)))
+def until_target(run: Run, left: float, batch: int) -> List[batches.Interval]:
+    """The noise scales of a run's log over the `left` updates that it takes to the target."""
+    kept = []
+    for each in batches.intervals(events_of(run)["train"], batch):
+        kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
         left -= each.updates
     return kept

@@ -4,8 +4,6 @@ A run's folder is named after its content: experiments that need the same run sh
 What was trained on another machine is found by the same name: see kept.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -72,11 +70,6 @@ class Run(NamedTuple):
         return self.folder / "step_ratio.json"
 
     @property
-    def log(self) -> Path:
-        """File of the run's output."""
-        return self.folder.with_suffix(".log")
-
-    @property
     def processes(self) -> int:
         return self.stages * self.replicas
 
@@ -92,11 +85,9 @@ class Run(NamedTuple):
         return [*(["train.py"] if self.processes == 1 else launch), "--config", self.base, *self.arguments]
 
     def recipe(self) -> Recipe:
-        """The resolved recipe."""
         return loading.load(ROOT / self.base, [*self.arguments, *QUIET, f"run.output={self.folder}"])
 
     def command(self) -> List[str]:
-        """Command line that trains this run alone."""
         return [sys.executable, *self.program, *QUIET, f"run.output={self.folder}"]
 
 
@@ -120,7 +111,10 @@ class Lost(RuntimeError):
 
 def outcome(run: Run) -> Optional[Outcome]:
     """None as long as the run is not finished."""
-    why = _divergence(run)
+    line, diverged = _kept(run), run.folder / _DIVERGED
+    why = line["diverged"] if line and not run.folder.exists() else ""
+    if diverged.exists():
+        why = diverged.read_text().strip()
     if why:
         return Outcome(1 / run.recipe().model.classes, float("inf"), float("inf"), {}, why)
     found = events_of(run)
@@ -137,14 +131,6 @@ def events_of(run: Run) -> Dict[str, List[dict]]:
         return read_events(run.folder)
     line = _kept(run)
     return line["events"] if line else {}
-
-
-def _divergence(run: Run) -> str:
-    """Why the run diverged; empty as long as it did not."""
-    if (run.folder / _DIVERGED).exists():
-        return (run.folder / _DIVERGED).read_text().strip()
-    line = _kept(run)
-    return line["diverged"] if line and not run.folder.exists() else ""
 
 
 def _kept(run: Run) -> Optional[dict]:
@@ -207,7 +193,7 @@ def train_all(
                 if process.exitcode == STOPPED:
                     raise KeyboardInterrupt
                 if process.exitcode or found is None:
-                    raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.log}")
+                    raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.folder}.log")
                 if keep and not run.measured:
                     kept.keep(run.folder.name, run.program, events_of(run), found.diverged)
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
@@ -242,7 +228,8 @@ def _serve(run: Run) -> None:
         library.mallopt(_M_TRIM_THRESHOLD, -1)
     os.chdir(ROOT)
     RUNS.mkdir(parents=True, exist_ok=True)
-    with open(run.log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+    log = f"{run.folder}.log"
+    with open(log, "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         os.dup2(stream.fileno(), 1)  # what it starts, and libraries, write there too
         os.dup2(stream.fileno(), 2)
         try:

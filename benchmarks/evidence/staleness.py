@@ -1,7 +1,5 @@
 """Cost of gradients that are applied some steps late, with momentum and without."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import List, Sequence
@@ -10,10 +8,11 @@ import numpy as np
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Series
-from benchmarks.evidence.quickstart import DIGITS, MODEL, QuickstartExperiment
+from benchmarks.evidence.experiment import Experiment, Series
 
 DELAYS = (0, 1, 4, 16)
+MODEL = ("model.width=0.35", "model.depth=0.3", "precision.weights=float32", "batch.global=64")
+DIGITS = ("run.epochs=12", "schedule.warmup_epochs=2")
 GLYPHS = (
     "data.source=glyphs", "data.train_images=2560", "data.validation_images=600", "data.glyph_difficulty=0.6",
     "data.crop_area=[0.6,1]", "model.classes=20", "model.image_size=32", "run.epochs=8", "schedule.warmup_epochs=1",
@@ -31,16 +30,14 @@ SETTINGS = {
 }
 
 
-class Staleness(QuickstartExperiment):
+class Staleness(Experiment):
     """In one process: the delay does not depend on the number of replicas."""
 
     name = "staleness"
     question = "Late gradients: what they cost, and what momentum makes of it"
     takes, quick_takes = "an hour, less for cached runs", "2 minutes"
-    about = """An EfficientNet-B0 G16 of width 0.35 and depth 0.3 (0.48 M parameters), a batch of 64 in one process. \
-Digits: the quickstart recipe with 12 epochs, 264 updates. Glyphs: 20 classes at difficulty 0.6, 2,560 images for \
-training and 600 for validation, 8 epochs, 320 updates. `exchange.delay` applies a gradient so many updates after the \
-one whose weights it was computed with. Three seeds, mean ± standard deviation."""
+    base = "configs/quickstart.yaml"
+    columns = (("top1", "final top-1 (%)", 1), ("train_loss", "final training loss", 3))
 
     def series(self) -> List[Series]:
         return [
@@ -64,16 +61,12 @@ not diverge, from the roots of its recurrence (`largest_stable_rate`, tested aga
 {claims.markdown(["delay", *(f"momentum {momentum:g}" for momentum in MOMENTA)], theory)}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        panels = {setting: {} for setting in SETTINGS}
-        for series in self.series():
-            panels[series.labels["setting"]][f"delay {series.labels['delay']}"] = series.runs
-        page.draw_curves(panels, path)
+        page.draw_curves(self.series(), path)
 
     def verdict(self, rows: Sequence[dict]) -> str:
-        top1 = {(row["setting"], row["delay"]): 100 * row["top1_mean"] for row in rows}
+        top1 = {(row["setting"], row["delay"]): row["top1_mean"] for row in rows}
         lost = [
-            f"{delay} {'step' if delay == 1 else 'steps'} late "
-            f"{' and '.join(f'{top1[each, 0] - top1[each, delay]:.1f}' for each in (WITHOUT, WITH))}"
+            f"{delay} late {top1[WITHOUT, 0] - top1[WITHOUT, delay]:.1f} and {top1[WITH, 0] - top1[WITH, delay]:.1f}"
             for delay in DELAYS[1:]
         ]
         return f"Points of top-1 lost on the digits by LARS, without momentum and with 0.9: {', '.join(lost)}."
@@ -86,14 +79,10 @@ def largest_stable_rate(momentum: float, delay: int) -> float:
     delay 0 those of this times z.
     """
     low, high = 0.0, 2.0 * (1.0 + momentum)  # the limit without delay
-
-    def stable(rate: float) -> bool:
-        coefficients = np.zeros(delay + 3)
-        coefficients[:3] = 1.0, -1.0 - momentum, momentum
-        coefficients[delay + 1] += rate
-        return bool(np.abs(np.roots(coefficients)).max() <= 1 + 1e-9)
-
     while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if stable(middle) else (low, middle)
+        middle, coefficients = (low + high) / 2, np.zeros(delay + 3)
+        coefficients[:3] = 1.0, -1.0 - momentum, momentum
+        coefficients[delay + 1] += middle
+        stable = np.abs(np.roots(coefficients)).max() <= 1 + 1e-9
+        low, high = (middle, high) if stable else (low, middle)
     return low

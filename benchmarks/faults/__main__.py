@@ -8,8 +8,6 @@ and words, and, mended and started again, end with the bits of the undisturbed r
 disk) and a C compiler (for a clock that jumps). Takes about half an hour on two cores.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -21,7 +19,6 @@ if __name__ == "__main__":  # before the imports: see run
 
 import random
 import tempfile
-import time
 from pathlib import Path
 from typing import Dict, Iterable, List, Tuple
 
@@ -47,7 +44,6 @@ def main() -> int:
 
 
 def plan(names: Iterable[str] = tuple(KINDS)) -> List[Tuple[str, Topology, int]]:
-    """Kind, topology and number of each trial."""
     return [
         (name, topology, number)
         for name in names
@@ -59,24 +55,21 @@ def plan(names: Iterable[str] = tuple(KINDS)) -> List[Tuple[str, Topology, int]]
 def _all(names: List[str], seed: int) -> List[Trial]:
     planned = plan(names)
     planned = claims.less(planned, planned[:: max(1, len(planned) // 4)])  # of several kinds
-    trials, began = [], time.monotonic()
+    trials = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
-        for name, topology, number in planned:
+        for name, topology, number in claims.progress(planned, "fault"):
             trial = bench.trial(name, topology, random.Random(f"{seed} {name} {topology} {number}"))
             trials.append(trial)
-            word = f"NOT SURVIVED: {trial.wrong}" if trial.wrong else "survived"
-            noticed = f", noticed by another after {trial.noticed:.2f} s" if trial.noticed else ""
             print(
-                f"{len(trials)} of {len(planned)}, {time.monotonic() - began:.0f} s: {name}, {topology}, at step "
-                f"{trial.step}, code {trial.code} after {trial.detection:.1f} s{noticed}: {word}",
+                f"{name}, {topology}, at step {trial.step}, code {trial.code} after {trial.detection:.1f} s: "
+                f"{f'NOT SURVIVED: {trial.wrong}' if trial.wrong else 'survived'}",
                 flush=True,
             )
     return trials
 
 
 def _rows(trials: List[Trial]) -> List[dict]:
-    """A row per kind and topology."""
     groups: Dict[Tuple[str, str], List[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.kind, trial.topology), []).append(trial)

@@ -1,8 +1,7 @@
 """Kinds of faults: how each strikes, the message that must follow, and its repair before the run is resumed."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import os
 import random
 import re
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
-from benchmarks.faults.site import STEPS, Ending, Session, Site, Topology
+from benchmarks.faults.site import STEPS, Session, Site, Topology
 from benchmarks.processes import children
 
 ONE, REPLICAS, BOTH = Topology(1, 1), Topology(2, 1), Topology(2, 2)
@@ -21,32 +20,36 @@ KILLED = -signal.SIGKILL
 _YEAR = 365 * 86_400.0
 
 
-class Struck(NamedTuple):
-    """When a fault struck, and how the session then ended.
+class Effect(NamedTuple):
+    """What differs from the kind's defaults once a fault has struck.
 
-    said: regular expression that must be found in that. noticed: seconds until the first of the other ranks had ended.
+    session, since: the session that must end, and the moment it is timed from. said: regular expression that must be
+    found in its output. noticed: seconds until the first of the other ranks had ended.
     """
 
-    step: int
-    ending: Ending
-    said: str = ""
+    session: Optional[Session] = None
+    since: Optional[float] = None
+    said: Optional[str] = None
     noticed: Optional[float] = None
-
-
-Strike = Callable[[Site, Session, random.Random], Struck]
 
 
 class Kind(NamedTuple):
     """One kind of fault.
 
     trials: how often it is tried on each topology. codes: exit codes that are right. strike: makes it happen in a
-    session. mend: makes the run fit to be resumed. resumed: what the resumed session must say, as a regular expression.
-    overrides: of the recipe. shim, disk, shards: what its site needs.
+    session. said: what the session must print, as a regular expression. first, last: steps between which it strikes
+    at random (0: also before the first). afterwards: is done to the newest checkpoint once the session has ended.
+    mend: makes the run fit to be resumed. resumed: what the resumed session must print. overrides: of the recipe.
+    shim, disk, shards: what its site needs.
     """
 
     trials: Mapping[Topology, int]
     codes: Tuple[int, ...]
-    strike: Strike
+    strike: Callable[[Site, Session, random.Random], Optional[Effect]]
+    said: str = ""
+    first: int = 1
+    last: int = STEPS - 2
+    afterwards: Optional[Callable[[Path, random.Random], None]] = None
     mend: Callable[[Site], None] = lambda site: None
     resumed: str = ""
     overrides: Tuple[str, ...] = ()
@@ -55,55 +58,16 @@ class Kind(NamedTuple):
     shards: bool = False
 
 
-def _moment(site: Site, session: Session, draws: random.Random, first: int = 0, last: int = STEPS - 2) -> int:
-    """Wait for a random moment of the run: before its first step, or amid or between any of its steps."""
-    step = draws.randint(first, last)
-    session.reach(step, delay=draws.uniform(0, 8.0 if step == 0 else 0.15))
-    return site.steps()
-
-
-def _striking(
-    act: Callable[[Site, Session, random.Random], None],
-    message: str = "",
-    first: int = 1,
-    last: int = STEPS - 2,
-    afterwards: Optional[Callable[[Path, random.Random], None]] = None,
-) -> Strike:
-    """act() at a random moment; `afterwards` is done to the newest checkpoint once the session has ended."""
-
-    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
-        step = _moment(site, session, draws, first, last)
-        since = time.monotonic()
-        act(site, session, draws)
-        ending = session.wait(since)
-        if afterwards is not None:
-            afterwards(site.checkpoints()[-1], draws)
-        return Struck(step, ending, message)
-
-    return strike
-
-
 def _kill(site: Site, session: Session, draws: random.Random) -> None:
     session.process.kill()  # the launcher alone: its ranks are to die with it
 
 
-def _terminate(site: Site, session: Session, draws: random.Random) -> None:
-    session.process.terminate()
-
-
-def _signalling_rank(number: int, message: str) -> Strike:
-    """One rank is sent a signal. Args: message: of the rank, as a regular expression with {rank} in it."""
-
-    def strike(site: Site, session: Session, draws: random.Random) -> Struck:
-        step = _moment(site, session, draws, first=1)
-        ranks = session.ranks()
-        rank = draws.choice(sorted(ranks))
-        since = time.monotonic()
-        _signal(ranks.pop(rank), number)
-        noticed = session.noticed(ranks, since)
-        return Struck(step, session.wait(since), message.format(rank=rank), noticed)
-
-    return strike
+def _signal_rank(number: int, said: str, site: Site, session: Session, draws: random.Random) -> Effect:
+    """One rank is sent a signal. Args: said: with {rank} in it."""
+    ranks, since = session.ranks(), time.monotonic()
+    rank = draws.choice(sorted(ranks))
+    _signal(ranks.pop(rank), number)
+    return Effect(said=said.format(rank=rank), noticed=session.noticed(ranks, since))
 
 
 def _fill_disk(site: Site, session: Session, draws: random.Random) -> None:
@@ -113,20 +77,10 @@ def _fill_disk(site: Site, session: Session, draws: random.Random) -> None:
                 stream.write(bytes(size))
 
 
-def _break_disk(site: Site, session: Session, draws: random.Random) -> None:
-    site.control(0, broken_disk=True)
-
-
 def _flip(path: Path, draws: random.Random) -> None:
-    with open(path, "r+b") as stream:
-        stream.seek(draws.randrange(path.stat().st_size))
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1 << draws.randrange(8)]))
-
-
-def _truncate(path: Path, draws: random.Random) -> None:
-    os.truncate(path, draws.randrange(path.stat().st_size))
+    data = bytearray(path.read_bytes())
+    data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+    path.write_bytes(data)
 
 
 def _jump(site: Site, session: Session, draws: random.Random) -> None:
@@ -142,20 +96,14 @@ def _kill_worker(site: Site, session: Session, draws: random.Random) -> None:
         _signal(draws.choice(workers), signal.SIGKILL)
 
 
-def _delete_shard(site: Site, session: Session, draws: random.Random) -> Struck:
+def _delete_shard(site: Site, session: Session, draws: random.Random) -> Effect:
     """Deleted while the run goes on, which is killed a little later; the next session is to name the shard."""
-    step = _moment(site, session, draws, first=1, last=STEPS - 8)
     shard = draws.choice(sorted((site.folder / "shards" / "train").glob("*.tar")))
     shard.rename(shard.with_suffix(".away"))
-    session.reach(step + 2, delay=0.0)
+    session.reach(site.steps() + 2, delay=0.0)
     session.process.kill()
     session.wait(time.monotonic())
-    since = time.monotonic()
-    return Struck(step, site.start().wait(since), re.escape(shard.name))
-
-
-def _restore_control(site: Site) -> None:
-    site.control(0, broken_disk=False)
+    return Effect(site.start(), time.monotonic(), re.escape(shard.name))
 
 
 def _restore_shard(site: Site) -> None:
@@ -168,34 +116,39 @@ def _signal(process: int, number: int) -> None:
         os.kill(process, number)
 
 
-_PASSED_OVER = "damaged.*trying the one before"
-_FULL, _BROKEN = "No space left on device", "Input/output error"
-_ENDED = r"rank {rank} \(host .*\) was killed"
+_damaged = functools.partial(
+    Kind, {ONE: 2, BOTH: 1}, (KILLED,), _kill, first=8, resumed="damaged.*trying the one before"
+)
+_on_shim = functools.partial(Kind, mend=lambda site: site.control(0, broken_disk=False), shim=True)
 KINDS: Dict[str, Kind] = {
-    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _striking(_kill, first=0)),
-    "rank killed": Kind({REPLICAS: 4, BOTH: 4}, (1,), _signalling_rank(signal.SIGKILL, _ENDED)),
-    "run told to stop": Kind({ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), _striking(_terminate, r"SIGTERM: .*finish")),
+    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _kill, first=0),
+    "rank killed": Kind(
+        {REPLICAS: 4, BOTH: 4}, (1,),
+        functools.partial(_signal_rank, signal.SIGKILL, r"rank {rank} \(host .*\) was killed"),
+    ),
+    "run told to stop": Kind(
+        {ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), lambda site, session, draws: session.process.terminate(),
+        r"SIGTERM: .*finish",
+    ),
     "rank stopped": Kind(
-        {REPLICAS: 3, BOTH: 3}, (1,), _signalling_rank(signal.SIGSTOP, r"rank {rank} has said nothing for \d+ s")
+        {REPLICAS: 3, BOTH: 3}, (1,),
+        functools.partial(_signal_rank, signal.SIGSTOP, r"rank {rank} has said nothing for \d+ s"),
     ),
     "disk full": Kind(
-        {ONE: 2, REPLICAS: 2}, (1,), _striking(_fill_disk, _FULL, last=STEPS - 6),
-        lambda site: (site.folder / "filler").unlink(), disk=True,
+        {ONE: 2, REPLICAS: 2}, (1,), _fill_disk, "No space left on device", last=STEPS - 6,
+        mend=lambda site: (site.folder / "filler").unlink(), disk=True,
     ),
-    "disk fails": Kind(
-        {ONE: 2, REPLICAS: 2}, (1,), _striking(_break_disk, _BROKEN, last=STEPS - 6), _restore_control, shim=True
+    "disk fails": _on_shim(
+        {ONE: 2, REPLICAS: 2}, (1,), lambda site, session, draws: site.control(0, broken_disk=True),
+        "Input/output error", last=STEPS - 6,
     ),
-    "checkpoint truncated": Kind(
-        {ONE: 2, BOTH: 1}, (KILLED,), _striking(_kill, first=8, afterwards=_truncate), resumed=_PASSED_OVER
+    "checkpoint truncated": _damaged(
+        afterwards=lambda path, draws: os.truncate(path, draws.randrange(path.stat().st_size))
     ),
-    "checkpoint's bit flipped": Kind(
-        {ONE: 2, BOTH: 1}, (KILLED,), _striking(_kill, first=8, afterwards=_flip), resumed=_PASSED_OVER
-    ),
-    "clock jumps": Kind(
-        {ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _striking(_jump, first=0), _restore_control, shim=True
-    ),
-    "worker killed": Kind({ONE: 3}, (1,), _striking(_kill_worker, "worker"), overrides=("data.workers=1",)),
-    "shard deleted": Kind({ONE: 2}, (2,), _delete_shard, _restore_shard, shards=True),
+    "checkpoint's bit flipped": _damaged(afterwards=_flip),
+    "clock jumps": _on_shim({ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _jump, first=0),
+    "worker killed": Kind({ONE: 3}, (1,), _kill_worker, "worker", overrides=("data.workers=1",)),
+    "shard deleted": Kind({ONE: 2}, (2,), _delete_shard, last=STEPS - 8, mend=_restore_shard, shards=True),
 }  # fmt: skip
 
 

@@ -80,7 +80,6 @@ class Site:
             stream.write(struct.pack("qq", int(clock * 1e9), broken_disk))
 
     def start(self) -> Session:
-        """One session of the run."""
         shape = ["--replicas", str(self.topology.replicas), "--stages", str(self.topology.stages)]
         recipe = ["--config", "configs/quickstart.yaml", *RECIPE, *self._overrides, f"run.output={self.run}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: str(self.folder)}
@@ -89,10 +88,8 @@ class Site:
         return Session(self, [sys.executable, "-m", "tools.launch", *shape, *recipe], environment)
 
     def steps(self) -> int:
-        """Steps that the metrics tell of, at this moment."""
-        with contextlib.suppress(OSError):
-            return (self.run / "metrics.jsonl").read_bytes().count(b'"event": "train"')
-        return 0
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b'"event": "train"') if path.exists() else 0
 
     def checkpoints(self) -> List[Path]:
         """Files of those that count, the oldest first."""
@@ -100,7 +97,6 @@ class Site:
         return [folder.path(manifest.step) for manifest in folder.manifests()]
 
     def result(self) -> Result:
-        """The result of a finished run."""
         content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)
         events = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         told = [{key: value for key, value in event.items() if key not in TIMING_FIELDS} for event in events]

@@ -1,7 +1,5 @@
 """One trial: a run is struck, mended, resumed until it ends, and compared with the undisturbed run."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re
@@ -10,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from PIL import Image
 
-from benchmarks.faults.kinds import KINDS, Kind, small_disk
-from benchmarks.faults.site import ROOT, Result, Site, Topology
+from benchmarks import ROOT
+from benchmarks.faults.kinds import KINDS, Effect, Kind, small_disk
+from benchmarks.faults.site import Ending, Result, Site, Topology
 from data.digits import DigitsSource
 from parallel.parent_death import bound_to_parent
 
@@ -52,7 +51,6 @@ class Bench:
         self._shim = folder / "shim.so"
         source = Path(__file__).with_name("shim.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", self._shim, source, "-ldl"], check=True)
-        self._shards: Optional[Path] = None
         self._undisturbed: Dict[bool, Result] = {}
         self._number = 0
 
@@ -68,47 +66,36 @@ class Bench:
         kind = KINDS[name]
         reference = self._reference(kind.shards)
         with self._site(kind, topology) as site:
-            struck = kind.strike(site, site.start(), draws)
-            ending = struck.ending
+            step, ending, effect = _struck(kind, site, draws)
             if ending.code == 0 and 0 not in kind.codes:
                 return None
-            wrong = []
+            wrong, tail = [], _tail(ending.said)
             if ending.code not in kind.codes:
-                wrong.append(
-                    f"exit code {ending.code} instead of {' or '.join(map(str, kind.codes))}: {_tail(ending.said)}"
-                )
-            if not re.search(struck.said, ending.said, re.DOTALL):
-                wrong.append(f"not said: {struck.said}; but: {_tail(ending.said)}")
+                wrong.append(f"exit code {ending.code} instead of {' or '.join(map(str, kind.codes))}: {tail}")
+            said = kind.said if effect.said is None else effect.said
+            if not re.search(said, ending.said, re.DOTALL):
+                wrong.append(f"not said: {said}; but: {tail}")
             kind.mend(site)
             wrong += _resumed(site, kind)
             repeated, lost = 0, 0
             if not wrong:
-                repeated, lost, differing = _compared(site.result(), reference)
-                wrong += differing
+                repeated, lost, wrong = _compared(site.result(), reference)
         detection = ending.seconds if kind.codes != (0,) else 0.0
-        return Trial(
-            name, str(topology), struck.step, ending.code, detection, repeated, lost, "; ".join(wrong), struck.noticed
-        )
+        outcome = (repeated, lost, "; ".join(wrong), effect.noticed)
+        return Trial(name, str(topology), step, ending.code, detection, *outcome)
 
     @contextlib.contextmanager
     def _site(self, kind: Kind, topology: Topology):
         self._number += 1
-        folder = self._folder / f"trial-{self._number}"
+        folder, data = self._folder / f"trial-{self._number}", ()
         with small_disk(folder) if kind.disk else contextlib.nullcontext():
-            site = Site(
-                folder, topology, (*kind.overrides, *self._data(kind, folder)), self._shim if kind.shim else None
-            )
-            yield site
+            if kind.shards:  # copied, as some will be missing
+                if not (self._folder / "shards").exists():
+                    _pack(self._folder)
+                shutil.copytree(self._folder / "shards", folder / "shards")
+                data = ("data.source=shards", f"data.root={folder / 'shards'}")
+            yield Site(folder, topology, (*kind.overrides, *data), self._shim if kind.shim else None)
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _data(self, kind: Kind, folder: Path) -> List[str]:
-        """Overrides; shards are copied, as some will be missing."""
-        if not kind.shards:
-            return []
-        if self._shards is None:
-            self._shards = _packed(self._folder)
-        shutil.copytree(self._shards, folder / "shards")
-        return ["data.source=shards", f"data.root={folder / 'shards'}"]
 
     def _reference(self, shards: bool) -> Result:
         """The result of an undisturbed run in one process; every topology must end like it."""
@@ -119,6 +106,18 @@ class Bench:
                     raise RuntimeError(f"the undisturbed run ended with {ending.code}: {_tail(ending.said)}")
                 self._undisturbed[shards] = site.result()
         return self._undisturbed[shards]
+
+
+def _struck(kind: Kind, site: Site, draws: random.Random) -> Tuple[int, Ending, Effect]:
+    """Start a session and strike before its first step, or amid or between its steps; return the step and the end."""
+    session, step = site.start(), draws.randint(kind.first, kind.last)
+    session.reach(step, delay=draws.uniform(0, 8.0 if step == 0 else 0.15))
+    step, since = site.steps(), time.monotonic()
+    effect = kind.strike(site, session, draws) or Effect()
+    ending = (effect.session or session).wait(effect.since or since)
+    if kind.afterwards is not None:
+        kind.afterwards(site.checkpoints()[-1], draws)
+    return step, ending, effect
 
 
 def _resumed(site: Site, kind: Kind) -> List[str]:
@@ -134,10 +133,9 @@ def _resumed(site: Site, kind: Kind) -> List[str]:
     return wrong
 
 
-def _compared(result: Result, reference: Result) -> tuple:
-    """(updates that are told twice, updates that are missing or other, what differs)."""
+def _compared(result: Result, reference: Result) -> Tuple[int, int, List[str]]:
+    """(updates that are logged twice, updates that are missing or other, what differs)."""
     steps = [event["step"] for event in result.events if event["event"] == "train"]
-    repeated = len(steps) - len(set(steps))
     ours, theirs = ({e["step"]: e for e in each.events if e["event"] == "train"} for each in (result, reference))
     lost = sum(ours.get(step) != event for step, event in theirs.items())
     wrong = []
@@ -145,11 +143,10 @@ def _compared(result: Result, reference: Result) -> tuple:
         wrong.append("other weights, momentum or averages than the undisturbed run's")
     if result.events != reference.events:
         wrong.append("other events than the undisturbed run's")
-    return repeated, lost, wrong
+    return len(steps) - len(set(steps)), lost, wrong
 
 
-def _packed(folder: Path) -> Path:
-    """The digits as PNG files in tar shards."""
+def _pack(folder: Path) -> None:
     for split, name in (("train", "train"), ("validation", "val")):
         source = DigitsSource(split)
         for index in range(len(source)):
@@ -159,9 +156,7 @@ def _packed(folder: Path) -> Path:
         pack = ["pack", folder / "digits" / name, folder / "shards" / name, "--images-per-shard", "200"]
         command = bound_to_parent([sys.executable, "-m", "tools.shards", *pack])
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return folder / "shards"
 
 
 def _tail(text: str) -> str:
-    """The last lines, in one."""
     return " | ".join(text.strip().splitlines()[-4:])[-600:]

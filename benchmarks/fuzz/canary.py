@@ -12,5 +12,4 @@ TEXTS = (f"__import__('{_HERE}').fuzz.canary.trip()".encode(), f"!!python/object
 
 
 def trip() -> None:
-    """Records that code of a file has run."""
     calls.append(b"executed")

@@ -1,7 +1,5 @@
 """Damaged run folders and studies: one of their files each time, the others whole."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import List
 from unittest import mock
 
-from benchmarks import ROOT
+from benchmarks import QUICKSTART
 from recipe import loading
 from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import report
@@ -26,19 +24,19 @@ _METRICS = "metrics.jsonl"
 
 def runs(folder: Path) -> List[bytes]:
     """The files of a run, each after its name; the run itself is put into the folder."""
-    recipe = loading.load(ROOT / "configs" / "quickstart.yaml", ["run.epochs=null", "run.steps=60"])
-    train = {"epoch": 0.5, "loss": 2.0, "top1": 0.5, "lr": 0.1, "gradient_norm": 1.0, "weight_norm": 9.0}
-    train.update(update_norm=0.1, skipped_steps=0, unreadable_images=0, loss_scale=128.0, images_per_second=48.0)
-    train.update(mfu=0.3, data_wait=0.1, seconds=1.0, trust={"blocks.0.conv.weight": 0.01})
+    recipe = loading.load(QUICKSTART, ["run.epochs=null", "run.steps=60"])
+    numbers = ("top1", "lr", "gradient_norm", "weight_norm", "update_norm", "loss_scale", "images_per_second", "mfu")
+    train = {"event": "train", "epoch": 0.5, "loss": 2.0, **dict.fromkeys((*numbers, "data_wait"), 0.5)}
+    train.update(skipped_steps=0, unreadable_images=0, trust={"blocks.0.conv.weight": 0.01})
     scores = {"top1": 0.5, "top5": 0.9, "loss": 1.0}
-    end = {"event": "end", "step": 60, **scores, "best_top1": 0.5, "images": 1440, "images_per_second": 48.0}
     events = [
-        *({"event": "train", "step": step, **train, "seconds": step / 2} for step in (10, 30)),
+        *({**train, "step": step, "seconds": step / 2} for step in (10, 30)),
         {"event": "eval", "step": 30, "epoch": 0.5, **scores, "step_average": scores},
         {"event": "checkpoint", "step": 30, "path": "checkpoints/step-00000030.pt"},
-        {"event": "train", "step": 60, **train, "seconds": 30.0},
+        {**train, "step": 60, "seconds": 30.0},
     ]
-    last = {**end, "seconds": 31.0, "data_wait": 0.1, "input_bound": False, "workers_needed": None}
+    last = {"event": "end", "step": 60, **scores, "best_top1": 0.5, "images": 1440, "images_per_second": 48.0}
+    last.update(seconds=31.0, data_wait=0.1, input_bound=False, workers_needed=None)
     start = {"started": "2026-01-02T03:04:05+00:00", "command": ["train.py"], "revision": "abc", "python": "3.11.7"}
     start.update(torch="2.14.1", cpus=2, threads=1, devices=[], step=0, replicas=1)
     files = {
@@ -78,7 +76,7 @@ def studies(folder: Path) -> List[bytes]:
     from tools.sweeping.study import Study
 
     (folder / "sweep.yaml").write_text(
-        f"recipe: {ROOT / 'configs' / 'quickstart.yaml'}\nmetric: top1\ntrials: 9\nspace:\n"
+        f"recipe: {QUICKSTART}\nmetric: top1\ntrials: 9\nspace:\n"
         "  batch.global: {choices: [32, 64]}\n  optimizer.momentum: {low: 0.1, high: 0.9}\n"
     )
     study = Study(folder / "whole.db", read_definition(folder / "sweep.yaml"))

@@ -1,18 +1,16 @@
 """Damaged programs, metadata and devkits: parts of whole files, packed anew so that no checksum hides them."""
 
-from __future__ import annotations
-
 import io
 import json
-import struct
 import tarfile
 import zipfile
 from pathlib import Path
 from typing import Dict, List, Tuple
 
+import numpy as np
 import torch
 
-from benchmarks import ROOT
+from benchmarks import QUICKSTART
 from data.batches import MicroBatch
 from recipe import loading
 from tools import imagenet
@@ -34,7 +32,7 @@ class _Means(torch.nn.Module):
 
 
 def _described() -> Dict[str, str]:
-    recipe = loading.load(ROOT / "configs" / "quickstart.yaml", _OVERRIDES)
+    recipe = loading.load(QUICKSTART, _OVERRIDES)
     return {"recipe": loading.dump(recipe), "weights": "trained", "classes": json.dumps(["r", "g", "b"])}
 
 
@@ -43,10 +41,6 @@ def torch_programs(folder: Path) -> List[bytes]:
     program = torch.export.export(_Means(), (torch.zeros(2, 3, 16, 16, dtype=torch.uint8),))
     torch.export.save(program, stream, extra_files=_described())
     return with_members(folder, stream.getvalue(), (".json", ".pt", "weight_0", "/recipe", "/weights", "/classes"))
-
-
-def read_torch_program(data: bytes, folder: Path) -> None:
-    _read_program(with_member(data, folder), folder / "damaged.pt2")
 
 
 def with_members(folder: Path, whole: bytes, ends: Tuple[str, ...]) -> List[bytes]:
@@ -99,25 +93,18 @@ def onnx_programs(folder: Path) -> List[bytes]:
 def read_onnx(data: bytes, folder: Path) -> None:
     """A whole file, or all of one but the metadata: these are the most of its bytes."""
     if data.startswith(b"bare "):
-        data = data[len(b"bare ") :]
-        for key, value in _described().items():
-            entry = b"".join(_field(number, text.encode()) for number, text in ((1, key), (2, value)))
-            data += _field(14, entry)
-    _read_program(data, folder / "damaged.onnx")
+        import onnx
 
-
-def _field(number: int, content: bytes) -> bytes:
-    """A field of a message of protobuf."""
-    length, digits = len(content), bytearray()
-    while length > 127:
-        digits.append(length & 127 | 128)
-        length >>= 7
-    return bytes([number << 3 | 2, *digits, length]) + content
-
-
-def _read_program(data: bytes, path: Path) -> None:
-    """Opened, compared with its recipe, and asked for one image."""
+        described = [onnx.StringStringEntryProto(key=key, value=value) for key, value in _described().items()]
+        # What follows in a message of protobuf is merged with what comes before.
+        data = data[len(b"bare ") :] + onnx.ModelProto(metadata_props=described).SerializeToString()
+    path = folder / "damaged.onnx"
     path.write_bytes(data)
+    read_program(path)
+
+
+def read_program(path: Path) -> None:
+    """Opened, compared with its recipe, and asked for one image."""
     model = exported.read(str(path))
     recipe = weights.recipe_of(model, None, ())
     model.check(recipe)
@@ -127,13 +114,12 @@ def _read_program(data: bytes, path: Path) -> None:
 
 
 def metadata(folder: Path) -> List[bytes]:
-    """The header of a file of safetensors."""
     tensor = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     return [json.dumps({"__metadata__": _described(), "a": tensor}).encode()]
 
 
-def read_metadata(data: bytes, folder: Path) -> None:
-    path = folder / "damaged.safetensors"
+def read_metadata(path: Path) -> None:
+    data = path.read_bytes()
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(24))
     stored = weights.read(str(path))
     recipe = weights.recipe_of(stored, None, ())
@@ -141,26 +127,14 @@ def read_metadata(data: bytes, folder: Path) -> None:
 
 
 def devkits(folder: Path) -> List[bytes]:
-    """The meta.mat of a devkit of two classes and a group, written by hand."""
-    rows = [(1, b"n01440764", 0), (2, b"n01443537", 0), (1001, b"n00001740", 2)]
-    fields = b"".join(name.ljust(32, b"\0") for name in (b"ILSVRC2012_ID", b"WNID", b"num_children"))
-    values = b"".join(
-        _matrix(6, [1, 1], _element(9, struct.pack("<d", number)))
-        + _matrix(4, [1, len(wnid)], _element(16, wnid))
-        + _matrix(9, [1, 1], _element(2, bytes([children])))
-        for number, wnid, children in rows
-    )
-    content = struct.pack("<HHI", 5, 4, 32) + _element(1, fields) + values
-    return [bytes(124) + b"\0\1IM" + _matrix(2, [3, 1], content, b"synsets")]
+    """The meta.mat of a devkit of two classes and a group."""
+    from scipy.io import savemat
 
-
-def _element(kind: int, data: bytes) -> bytes:
-    return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
-
-
-def _matrix(kind: int, shape: List[int], content: bytes, name: bytes = b"") -> bytes:
-    head = _element(6, struct.pack("<II", kind, 0)) + _element(5, struct.pack("<ii", *shape)) + _element(1, name)
-    return _element(14, head + content)
+    kinds = [("ILSVRC2012_ID", "f8"), ("WNID", object), ("num_children", "u1")]
+    rows = np.array([(1, "n01440764", 0), (2, "n01443537", 0), (1001, "n00001740", 2)], dtype=kinds)
+    stream = io.BytesIO()
+    savemat(stream, {"synsets": rows[:, None]})
+    return [stream.getvalue()]
 
 
 def read_devkit(data: bytes, folder: Path) -> None:

@@ -1,10 +1,9 @@
 """Targets of damaged input: each either takes it, or refuses it by the error that it promises."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Tuple, Type
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import ROOT
+from benchmarks import QUICKSTART, ROOT
 from benchmarks.fuzz import folders, programs
 from data.base import Box
 from data.encoded import EncodedImage
@@ -44,10 +43,7 @@ def _recipes(folder: Path) -> List[bytes]:
     return written + [loading.dump(loading.load(path)).encode() for path in paths]
 
 
-def _read_recipe(data: bytes, folder: Path) -> None:
-    """A file, then the arithmetic of its batch."""
-    path = folder / "recipe.yaml"
-    path.write_bytes(data)
+def _read_recipe(path: Path) -> None:
     recipe = loading.load(path)
     divided = batch.divide(recipe, recipe.parallel.replicas or 1)
     assert divided.global_ == divided.micro * divided.accumulation * divided.replicas
@@ -62,7 +58,7 @@ def _overrides(folder: Path) -> List[bytes]:
 
 
 def _read_override(data: bytes, folder: Path) -> None:
-    recipe = loading.load(ROOT / "configs" / "quickstart.yaml", [data.decode(errors="surrogateescape")])
+    recipe = loading.load(QUICKSTART, [data.decode(errors="surrogateescape")])
     batch.divide(recipe, 1)
 
 
@@ -125,25 +121,19 @@ def _read_tar(data: bytes, folder: Path) -> None:
     _read_all(folder)
 
 
-def _manifests(folder: Path) -> List[bytes]:
+def _side_files(suffix: str, folder: Path) -> List[bytes]:
     _read_tar(_tars(folder)[0], folder)
-    return [(folder / "shards.json").read_bytes()]
+    return [path.read_bytes() for path in _named(suffix, folder)]
 
 
-def _read_manifest(data: bytes, folder: Path) -> None:
-    (folder / "shards.json").write_bytes(data)
+def _read_side_file(suffix: str, data: bytes, folder: Path) -> None:
+    for path in _named(suffix, folder):
+        path.write_bytes(data)
     _read_all(folder)
 
 
-def _indexes(folder: Path) -> List[bytes]:
-    _read_tar(_tars(folder)[0], folder)
-    return [path.read_bytes() for path in folder.iterdir() if path.suffix not in (".tar", ".json")]
-
-
-def _read_index(data: bytes, folder: Path) -> None:
-    (path,) = (path for path in folder.iterdir() if path.suffix not in (".tar", ".json"))
-    path.write_bytes(data)
-    _read_all(folder)
+def _named(suffix: str, folder: Path) -> List[Path]:
+    return [path for path in folder.iterdir() if (path.suffix if path.suffix in (".json", ".tar") else "") == suffix]
 
 
 def _read_all(folder: Path) -> None:
@@ -161,10 +151,7 @@ def _checkpoints(folder: Path) -> List[bytes]:
     return programs.with_members(folder, path.read_bytes(), ("data.pkl",))
 
 
-def _read_checkpoint(data: bytes, folder: Path) -> None:
-    """As weights, where no manifest stands before it."""
-    path = folder / "damaged.pt"
-    path.write_bytes(programs.with_member(data, folder))
+def _read_weights(path: Path) -> None:
     weights.read(str(path))
 
 
@@ -175,25 +162,31 @@ def _tensors(folder: Path) -> List[bytes]:
     return [save({"a": torch.arange(120.0).view(3, 40), "b": torch.zeros(2)}, metadata)]
 
 
-def _read_tensors(data: bytes, folder: Path) -> None:
-    path = folder / "damaged.safetensors"
-    path.write_bytes(data)
-    weights.read(str(path))
+def _file(name: str, read: Callable[[Path], None]) -> Callable[[bytes, Path], None]:
+    """A reader of damaged bytes, from one of a file. Of a zip file the bytes may be those of a member."""
+
+    def reading(data: bytes, folder: Path) -> None:
+        (folder / name).write_bytes(programs.with_member(data, folder))
+        read(folder / name)
+
+    return reading
 
 
 TARGETS: Dict[str, Target] = {
-    "recipes": Target(_recipes, _read_recipe, share=0.15),
+    "recipes": Target(_recipes, _file("recipe.yaml", _read_recipe), share=0.15),
     "overrides": Target(_overrides, _read_override, share=0.1),
     "images": Target(_images, _read_image, share=0.3),
     "tars": Target(_tars, _read_tar, share=0.1),
-    "shard manifests": Target(_manifests, _read_manifest, share=0.1),
-    "shard indexes": Target(_indexes, _read_index, share=0.1),
+    "shard manifests": Target(partial(_side_files, ".json"), partial(_read_side_file, ".json"), share=0.1),
+    "shard indexes": Target(partial(_side_files, ""), partial(_read_side_file, ""), share=0.1),
     "run folders": Target(folders.runs, folders.read_run, share=0.01),
     "studies": Target(folders.studies, folders.read_study, share=0.01),
     "devkits": Target(programs.devkits, programs.read_devkit, share=0.05),
-    ".pt2": Target(programs.torch_programs, programs.read_torch_program, share=0.05),
+    ".pt2": Target(programs.torch_programs, _file("damaged.pt2", programs.read_program), share=0.05),
     ".onnx": Target(programs.onnx_programs, programs.read_onnx, share=0.05),
-    "safetensors' metadata": Target(programs.metadata, programs.read_metadata, share=0.05),
-    "checkpoints": Target(_checkpoints, _read_checkpoint, share=0.1),
-    "safetensors": Target(_tensors, _read_tensors, share=0.05),
+    "safetensors' metadata": Target(
+        programs.metadata, _file("damaged.safetensors", programs.read_metadata), share=0.05
+    ),
+    "checkpoints": Target(_checkpoints, _file("damaged.pt", _read_weights), share=0.1),
+    "safetensors": Target(_tensors, _file("damaged.safetensors", _read_weights), share=0.05),
 }

@@ -16,7 +16,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
         dense = not any(text.startswith("exchange.") for text in run.overrides)
         return Outcome(0.9 + run.seed / 100 - (0 if dense else lost[run.seed] / 100), 1.0, 1.0, {})
 
-    for module in ("quickstart", "exchange_learning"):
+    for module in ("experiment", "exchange_learning"):
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
     found = {claim["name"]: claim for claim in made.claims()}
     assert found.keys() == {
@@ -27,17 +27,9 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     local = found["top1_loss_local_8_glyphs"]
     assert (local["value"], local["holds"]) == (pytest.approx(2), False)
     assert local["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
-    rows = made.rows()
+    rows, needed = made.rows(), {each.labels["exchange"]: len(each.seeds) for each in made.series()}
+    assert all(needed[name] == 5 for _, (name, _), _ in exchange_learning.CLAIMS.values()) and needed["dense"] == 5
     assert rows[0]["lost_mean"] == 0
     # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in eight updates.
     assert rows[0]["kb_sent"] == pytest.approx(1.5 * 4 * 480, rel=0.02)
     assert rows[2]["kb_sent"] == pytest.approx(rows[0]["kb_sent"] / 8, rel=0.001)
-
-
-def test_what_a_claim_needs_has_all_seeds():
-    made = command.EXPERIMENTS["exchange_learning"]
-    seeds = {
-        (each.labels["setting"], each.labels["exchange"], each.labels["size"]): each.seeds for each in made.series()
-    }
-    for setting, method, _ in exchange_learning.CLAIMS.values():
-        assert len(seeds[(setting, *method)]) == len(seeds[(setting, *exchange_learning.DENSE)]) == 5

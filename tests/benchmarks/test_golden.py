@@ -25,9 +25,6 @@ def test_a_revision_is_checked_out_for_the_time_being():
         assert (checkout / "train.py").read_text() == git("show", "HEAD:train.py")
         assert str(checkout) in git("worktree", "list")
     assert not checkout.exists() and str(checkout) not in git("worktree", "list")
-
-
-def test_an_unknown_revision_is_named():
     with pytest.raises(UserError, match="--against no-such-revision"), golden.checkout_of("no-such-revision"):
         pass
 

@@ -14,7 +14,6 @@ from benchmarks.evidence.ladder2 import (
     NESTEROV,
     RULES,
     SMALLEST,
-    TRIAL_SEEDS,
     Ladder2,
     Trials,
     kept,
@@ -43,7 +42,7 @@ def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
             (run, Outcome(0.5, abs(math.log(rate_of(run) / best)) + run.seed / 100, 1.0, {})) for run in trials.runs()
         )
     assert trials.rates() == [0.0333, 0.1, 0.3, fourth]
-    assert len(done) == 4 * len(TRIAL_SEEDS)
+    assert len(done) == 4 * 2
     assert trials.best() == min(trials.rates(), key=lambda rate: abs(math.log(rate / best)))
 
 
@@ -59,20 +58,14 @@ def tuned(monkeypatch):
     return {(row.labels["kind"], row.labels["optimizer"], row.labels["batch"]): row for row in Ladder2().series()}
 
 
-def test_rates_between_are_geometric_means_and_lengths_are_equal(tuned):
-    assert [tuned[EPOCHS_EQUAL, NESTEROV, batch].labels["peak"] for batch in BATCHES] == [0.1, 0.2, 0.4, 0.8, 1.6]
-    updates = [updates_of(tuned[EPOCHS_EQUAL, NESTEROV, batch].runs[0]) for batch in BATCHES]
-    assert updates == [9600, 4800, 2400, 1200, 600]
+def test_rates_between_are_geometric_means_and_lengths_are_as_declared(tuned):
+    equal = [tuned[EPOCHS_EQUAL, NESTEROV, batch] for batch in BATCHES]
+    assert [each.labels["peak"] for each in equal] == [0.1, 0.2, 0.4, 0.8, 1.6]
+    assert [updates_of(each.runs[0]) for each in equal] == [9600, 4800, 2400, 1200, 600]
     assert {updates_of(tuned["equal updates", LARS, batch].runs[0]) for batch in BATCHES[:-1]} == {600}
-
-
-def test_the_growing_batch_takes_less_than_six_tenths_of_the_updates(tuned):
-    growing = tuned[GROWING, LARS, SMALLEST].runs[0]
-    assert updates_of(growing) == 3840 + 1920 // 2 + 1920 // 4 + 1920 // 8 < 0.6 * 9600
-
-
-def test_local_steps_exchange_as_often_as_the_largest_batch(tuned):
-    series = tuned[LOCAL, LARS, SMALLEST]
+    growing = updates_of(tuned[GROWING, LARS, SMALLEST].runs[0])
+    assert growing == 3840 + 1920 // 2 + 1920 // 4 + 1920 // 8 < 0.6 * 9600
+    series = tuned[LOCAL, LARS, SMALLEST]  # exchanges as often as the largest batch
     recipe = series.runs[0].recipe()
     assert recipe.batch.global_ // series.replicas == SMALLEST
     assert recipe.batch.global_ * recipe.exchange.local_steps == BATCHES[-1]

@@ -21,20 +21,13 @@ def after(gradients, rates):
     return [each.item() for each in found]
 
 
-def test_aligned_gradients_of_any_length():
-    """The geometric series: what is left of it after 200 steps is below 1e-10."""
-    direction = torch.randn(100)
-    gradients = [direction * (1 + step % 7) for step in range(200)]
-    assert after(gradients, [0.3] * 200) == pytest.approx([1 / (1 - MOMENTUM)] * 2, rel=1e-5)
-
-
 def test_unrelated_gradients():
     """Cosines of two random directions in 100,000 dimensions are around 0.003, and some 70 pairs count."""
     gradients = list(torch.randn(100, 100_000, generator=torch.Generator().manual_seed(0)))
     assert after(gradients, [0.3] * 100) == pytest.approx([(1 - MOMENTUM**2) ** -0.5] * 2, rel=0.01)
 
 
-def test_a_rising_rate_shortens_the_scheduled_step_only():
+def test_aligned_gradients_and_a_rising_rate_which_shortens_the_scheduled_step_only():
     """Aligned gradients, rate 1, 2, ... 400: the sum of mu^k (n - k) / n is (1 - mu / (n (1 - mu))) / (1 - mu)."""
     direction = torch.randn(100)
     scheduled, steady = after([direction] * 400, range(1, 401))
@@ -47,7 +40,8 @@ def test_it_is_the_ratio_of_the_steps_that_lars_makes(trust):
     """Along a run of either form, the other form steps on the same gradients from the same weights."""
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(shape, generator=generator) for shape in ((16, 8, 3, 3), (10, 40))]
-    run, other = state_of(start, trust), lars(start, {"gradient": "momentum", "momentum": "gradient"}[trust])
+    run = state_of(start, trust)
+    other = lars(parameters(start), {"gradient": "momentum", "momentum": "gradient"}[trust])
     recorder, expected = Recorder(), []
     for step in range(12):
         gradients = [torch.randn(weight.shape, generator=generator) for weight in start]
@@ -86,24 +80,18 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
 
 def state_of(weights, trust):
     """As an engine has it. Besides the weights it has a parameter without trust ratio, which must be left out."""
-    tensors = [*weights, torch.ones(3)]
-    parameters = {str(number): torch.nn.Parameter(tensor.clone()) for number, tensor in enumerate(tensors)}
-    return WeightState(
-        parameters.items(),
-        lambda named: grouped(list(named.values()), trust),
-        dtype=torch.float32,
-        rounding="nearest",
-        seed=0,
-    )
+    own = {str(number): parameter for number, parameter in enumerate(parameters(weights))}
+    options = {"dtype": torch.float32, "rounding": "nearest", "seed": 0}
+    return WeightState(own.items(), lambda named: lars(list(named.values()), trust), **options)
 
 
-def lars(weights, trust):
-    return grouped([torch.nn.Parameter(tensor.clone()) for tensor in [*weights, torch.ones(3)]], trust)
+def parameters(weights):
+    return [torch.nn.Parameter(tensor.clone()) for tensor in [*weights, torch.ones(3)]]
 
 
-def grouped(parameters, trust):
+def lars(own, trust):
     """The last parameter has no trust ratio."""
-    groups = [{"params": parameters[:-1], "weight_decay": 0.01}, {"params": parameters[-1:], "adapt": False}]
+    groups = [{"params": own[:-1], "weight_decay": 0.01}, {"params": own[-1:], "adapt": False}]
     return LARS(groups, lr=0.0, momentum=MOMENTUM, trust=trust)
 
 

@@ -183,7 +183,7 @@ def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
         defaults, fields = part.defaults(), type(part).fields()
         for key, value in keys.items():
             if value != defaults[key]:
-                described = fields[key].description or ""
+                described = " ".join((fields[key].description or "").split())
                 found.append((f"{section}.{key}", as_yaml(value), as_yaml(defaults[key]), described))
     return found
 

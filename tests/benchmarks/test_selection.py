@@ -4,18 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import sparse_update
-from benchmarks.sparse_update import DENSE, GRADIENT, UPDATE, Work
+from benchmarks import selection
+from benchmarks.selection import DENSE, GRADIENT, UPDATE, Work
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     shapes = {"conv.weight": (40, 30), "conv.bias": (40,)}
-    monkeypatch.setattr(
-        sparse_update, "b4_parameters", lambda: {n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()}
-    )
-    monkeypatch.setattr(sparse_update, "norm_parameters", lambda model: [])
-    monkeypatch.setattr(sparse_update, "build", lambda *_: None)
+    monkeypatch.setattr(selection, "b4_parameters", lambda: {n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()})
+    monkeypatch.setattr(selection, "norm_parameters", lambda model: [])
+    monkeypatch.setattr(selection, "build", lambda *_: None)
 
 
 @pytest.mark.parametrize(("name", "moved"), [(DENSE, range(1200, 1241)), (GRADIENT, range(1, 1241)), (UPDATE, [1])])
@@ -30,4 +28,4 @@ def test_each_kind_makes_updates_of_as_many_weights_as_it_selects(name, moved):
 
 def test_what_is_added_is_compared():
     times = {DENSE: [1.0, 1.0], GRADIENT: [3.0, 2.0], UPDATE: [4.0, 3.0]}
-    assert sparse_update.extra_over_gradient(times) == [1.5, 2.0]
+    assert selection.extra_over_gradient(times) == [1.5, 2.0]
