@@ -12,7 +12,7 @@ class EngineSection(Section):
     """How CPUs and GPUs compute the model and its update; results differ in rounding only. IPUs do not read it."""
 
     compile: bool = False
-    """run torch.compile before the first step: on the model's blocks on GPUs, on the update only on CPUs; without a
+    """compile before the first step: the model's blocks on GPUs (torch.compile), the update on CPUs (C++); without a
     compiler nothing is compiled, and a line reports it"""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """layout of activations on GPUs (always contiguous on CPUs); auto measures both at the start of a run and stores

@@ -68,6 +68,7 @@ class Progression:
     best_top1: float = 0.0
     lines_above_limit: int = 0
     images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
+    rounding: int = 1  # version of the random bits that round weights; older checkpoints have none
     scores: dict = field(default_factory=dict)
     growth: list = field(default_factory=list)
 

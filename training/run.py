@@ -15,6 +15,7 @@ from engines import factory
 from engines.base import Engine
 from engines.devices import device_of, name_of
 from models import shapes
+from optim import rounding
 from parallel import topology
 from parallel.agreement import Agreement
 from parallel.topology import Topology
@@ -160,6 +161,9 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
         say(f"resuming at step {step} of {lengths.total}")
         if progression.images_digest not in ("", images.digest):
             say("going on with other images than before (data.changed_images=accept)")
+        if progression.rounding != rounding.VERSION and _rounds_stochastically(recipe):
+            versions = f"version {rounding.VERSION}, not {progression.rounding}"
+            say(f"weights are rounded by other random bits from here on: {versions}")
         before, now = folder and folder.first_threads(), torch.get_num_threads()
         if engine.device.type == "cpu" and before not in (None, now):
             say(
@@ -168,7 +172,7 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
             )
     elif recipe.model.init_from:
         _start_from(engine, recipe.model, say)
-    progression.images_digest = images.digest
+    progression.images_digest, progression.rounding = images.digest, rounding.VERSION
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
     monitor = _monitor(recipe, folder, progression)
@@ -208,6 +212,12 @@ def _monitor(recipe: Recipe, folder: Optional[RunFolder], progression: Progressi
     metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
     say = functools.partial(print, flush=True)
     return Monitor(metrics, loggers.start(recipe, progression.step, states, say), say)
+
+
+def _rounds_stochastically(recipe: Recipe) -> bool:
+    """Whether by the bits of optim/rounding.py: IPUs have a generator of their own."""
+    precision = recipe.precision
+    return (precision.weights, precision.rounding) == ("float16", "stochastic") and recipe.run.device != "ipu"
 
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:

@@ -1,10 +1,12 @@
-"""A run resumes with its own images, or with others where that is accepted; other threads get a line."""
+"""A run resumes with its own images, or with others where that is accepted; other threads, and other random bits, get
+a line."""
 
 import shutil
 
 import pytest
 import torch
 
+from optim import rounding
 from recipe.errors import CheckpointError
 from tests.conftest import TINY
 from tests.pictures import write_pictures
@@ -85,3 +87,13 @@ def test_the_recipe_sets_the_number_of_threads_and_another_number_gets_a_line(se
     finally:
         torch.set_num_threads(1)
     assert "1 thread here, 2 when the run began" in said and "run.threads=2" in said
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "nearest"])
+def test_other_random_bits_get_a_line_where_they_round(session, monkeypatch, kind):
+    keys = (*TINY, f"precision.rounding={kind}")
+    session(*keys, stop_at=1)
+    monkeypatch.setattr(rounding, "VERSION", 3)
+    resumed = session(*keys, stop_at=2)
+    assert ("other random bits from here on: version 3, not 2" in resumed) is (kind == "stochastic")
+    assert "random bits" not in session(*keys, stop_at=3)
