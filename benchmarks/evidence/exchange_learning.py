@@ -126,7 +126,7 @@ class ExchangeLearning(Experiment):
 
     def verdict(self, rows: Sequence[dict]) -> str:
         kept = [
-            f"{row['exchange']} {row['size']} on {row['setting']} ({row['lost_mean']:.1f})"
+            f"{row['exchange']} {row['size'] or ''}".strip() + f" on {row['setting']} ({row['lost_mean']:.1f})"
             for row in rows
             if row["exchange"] != DENSE[0] and row["lost_mean"] <= 1
         ]

@@ -41,7 +41,7 @@ def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) 
         f"![the same as a figure]({experiment.name}.png)",
         experiment.more(rows),
         (heading + after.partition(_EXAMPLE)[0]).strip(),
-        f"{_EXAMPLE} `{' '.join(['python', *experiment.wanted()[-1].program])}`",
+        f"{_EXAMPLE} `{' '.join(['python', *experiment.series()[-1].runs[-1].program])}`",
         f"**Verdict.** {experiment.verdict(rows)}",
     ]
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
