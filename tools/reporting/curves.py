@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
@@ -221,18 +222,26 @@ def _heat_map(run: Run, layers: Sequence[str], clock: Clock) -> List[Figure]:
     powers = [[_power(run.metrics.train[layer][place]) for place in drawn] for layer in layers]
     if len(drawn) < 2 or all(power is None for row in powers for power in row):
         return []
+    names = [layer[len(_PREFIX) :].removesuffix(".weight") for layer in layers]
+    stages, last = {}, -3
+    for row, name in enumerate(names):
+        stage = re.match(r"(blocks\.)?[^.]*", name)[0]
+        if stage not in stages and row - last >= min(3, len(names) / 10):  # closer labels would overlap
+            stages[stage], last = drawing.label(name), row
     data = {
         "type": "heatmap",
         "x": drawing.abscissae(run.metrics.train, drawn, clock),
-        "y": [drawing.label(layer[len(_PREFIX) :].removesuffix(".weight")) for layer in layers],
+        "y": list(map(drawing.label, names)),
         "z": powers,
         "hovertemplate": "%{y}<br>at %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
         "colorscale": "Cividis",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "tickprefix": "10<sup>", "ticksuffix": "</sup>"},
     }
     vertical = {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False}
+    # The names of all weights would leave no room for the rows on a phone.
+    vertical.update(tickvals=list(stages.values()), ticktext=list(map(drawing.label, stages)))
     layout = {"yaxis": vertical, "height": max(260, min(1000, 90 + 6 * len(layers))), "showlegend": False}
-    caption = "A row per weight in the order of the model; not every row has room for its name."
+    caption = "A row per weight in the order of the model; the ticks name the model's stages."
     return [Figure("layers", "Trust ratio of each weight", caption, [data], layout, wide=True)]
 
 
