@@ -55,9 +55,11 @@ def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
 def _library() -> ctypes.CDLL:
     """Raises OSError, CalledProcessError: there is no compiler, or it fails."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
+    restricted = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # as torch's own kernels then are
+    flags = ["-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in _FLAGS]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "update.so"
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
+        command = [*compiler, *flags, str(_SOURCE), "-o", str(path)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         return ctypes.CDLL(str(path))
 

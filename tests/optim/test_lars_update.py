@@ -222,6 +222,20 @@ def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch
     assert_same_bits(updated(state)[0], updated(state_of(**options)[0])[0])
 
 
+def test_restricted_to_avx2_torch_is_followed(monkeypatch):
+    """So a machine with AVX-512 can show what it would do without."""
+    commands = []
+    monkeypatch.setattr(compilation.subprocess, "run", lambda command, **options: commands.append(command))
+    for capability in ("avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        with pytest.raises(OSError, match=r"update\.so"):
+            compilation._library.__wrapped__()
+    assert [("-march=x86-64-v3" in each, "-march=native" in each) for each in commands] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 @pytest.fixture
 def triton_update(monkeypatch):
     """Triton's kernels: on the CPU by its interpreter."""
