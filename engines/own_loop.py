@@ -200,6 +200,12 @@ class _Group(Processes):
         self.stage_group = self.host_stage_group = None
         self.replica_group = self._host = group if self._world > 1 else None
 
+    def further_group(self) -> Optional[dist.ProcessGroup]:
+        """As in a run, but only the replicas of this group call, whatever other processes do."""
+        if self._world == 1:
+            return None
+        return dist.new_group(dist.get_process_group_ranks(self._host), use_local_synchronization=True)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         self.sum_over_replicas(values)
         return values

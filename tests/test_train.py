@@ -1,5 +1,6 @@
 """The command: exit codes, one line of complaint that names place and remedy, and nothing overwritten."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,17 +16,20 @@ __all__ = ["before_step", "command", "stopped"]  # fixtures
 
 
 def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
-    code, out, errors = command()
+    code, out, errors = command("log.trace=2")
     assert (code, errors) == (DONE, [])
     assert out[0] == f"run quickstart in {command.folder}, on cpu"
     assert out[2] == "1,437 training and 360 validation images of 10 classes (digits)"
     assert out[3] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
     assert "done: top1 " in "".join(out[-3:-1])
     assert out[-1].startswith(f"next: python evaluate.py --checkpoint {command.folder} --best | ")
-    names = {path.name for path in command.folder.iterdir()}
-    assert names >= {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints"}
+    names = {str(path.relative_to(command.folder)) for path in command.folder.rglob("*")}
+    assert names >= {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "trace/timeline.png"}
+    spans = json.loads((command.folder / "trace" / "trace.json").read_text())["traceEvents"]
+    passes = [(each["args"]["step"], each["name"]) for each in spans if each.get("cat") in ("forward", "backward")]
+    assert sorted(passes) == [(step, f"{kind} 0") for step in (1, 2) for kind in ("backward", "forward")]
     before = files(command.folder)
-    code, (line,), errors = command()  # again
+    code, (line,), errors = command("log.trace=2")  # again
     assert (code, errors) == (DONE, [])
     assert "this run is finished: top1" in line and "run.output=FOLDER" in line
     assert files(command.folder) == before

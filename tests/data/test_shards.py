@@ -1,5 +1,6 @@
 """Shards: what is read, in which order, and the errors of those that are missing, damaged or changed."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -113,6 +114,24 @@ def test_no_more_than_64_files_stay_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - before == 64
     del folder
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_was_replaced_on_a_network_s_disk_is_opened_again(tmp_path, monkeypatch):
+    """There what is open is lost: reading it fails."""
+    path, pread = tmp_path / "0", os.pread
+    path.write_bytes(b"old")
+    folder, lost = LocalFolder(str(tmp_path)), path.stat().st_ino
+    assert folder.ranges([Range("0", 0, 3)]) == [b"old"]
+    (tmp_path / "1").write_bytes(b"new")
+    (tmp_path / "1").replace(path)
+
+    def read(number, *place):
+        if os.fstat(number).st_ino == lost:
+            raise OSError(errno.ESTALE, "stale")
+        return pread(number, *place)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert folder.ranges([Range("0", 0, 3)]) == [b"new"]
 
 
 def test_images_that_are_damaged_or_gone_are_named_and_no_others(folder):

@@ -77,6 +77,18 @@ def test_half_precision_on_the_wire(run):
     assert 1e-4 < distance(outcome(run)[2], alone(*FLOAT32)[2]) < 2e-2
 
 
+def drifts(processes):
+    engine = engine_of(processes, ("exchange.method=none",))
+    train(engine)
+    return (), (), processes.gather(engine.weights.state_dict()["weights"])
+
+
+@pytest.mark.parametrize("run", [case(1, 2, drifts)])
+def test_without_exchange_replicas_drift_apart(run):
+    one, other = outcome(run)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
 SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
 
 

@@ -118,10 +118,13 @@ def test_a_loop_may_set_gradients_to_none_as_usual():
 
 
 def subgroups(rank, size, sections):
-    """Two replicas train in each of two groups; the weights, and whether there is a saved state."""
+    """Two replicas train in each of two groups, and those of the second make an optimizer more; the weights, and
+    whether there is a saved state."""
     groups = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
     with pytest.raises(ConfigError):
         DistributedOptimizer(network(), sections, groups[1 - rank % 2])
+    if rank % 2:
+        DistributedOptimizer(network(), sections, groups[1])
     module = network(rank)
     optimizer = DistributedOptimizer(module, sections, groups[rank % 2])
     for step in range(2):

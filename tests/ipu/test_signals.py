@@ -40,7 +40,10 @@ def reader_of(run):
     return next((each for each, parent in group.items() if group.get(parent) == run), None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW])
 def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp_path, number):
     """The process that reads is stopped, so the step lacks its images until the run has noted the signal."""
     output, errors = tmp_path / "output", tmp_path / "errors"

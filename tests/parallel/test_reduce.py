@@ -174,21 +174,22 @@ def test_what_is_sent_early_is_what_is_sent_late(method, order, sent):
 
 
 def orders_that_differ(rank, size):
-    """Replica 0 computes the gradient of `left` last, the others that of `right`."""
-    left, right = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(2))
-    gradients = torch.zeros(8)
-    left.grad, right.grad = gradients[:6], gradients[6:]
-    exchange = create(gradients, [(0, left), (6, right)], bucket_bytes=4 * 3)
+    """Replica 0 computes the gradients of `left` and `right` in another order than the others; all of them that of a
+    single number, which is the last of its bucket, at the end. The last bucket has one element."""
+    left, one, right = (nn.Parameter(torch.full((count,), value)) for count, value in ((3, 1.0), (1, 1.0), (3, 2.0)))
+    gradients = torch.zeros(7)
+    left.grad, one.grad, right.grad = gradients.split((3, 1, 3))
+    exchange = create(gradients, [(0, left), (3, one), (4, right)], bucket_bytes=4 * 3)
     exchange.arm()
     first, second = (right, left) if rank == 0 else (left, right)
-    (first.sum() * (second.sum() * torch.ones(()))).backward()
+    (one.sum() * (first.sum() * (second.sum() * torch.ones(())))).backward()
     finish(exchange, gradients)
     return gradients
 
 
 def test_buckets_go_in_one_order_whatever_the_order_of_the_backward_pass():
     for result in threads.run(3, orders_that_differ):
-        assert result.tolist() == [6.0] * 6 + [18.0] * 2
+        assert result.tolist() == [18.0] * 3 + [54.0] + [9.0] * 3
 
 
 def without_a_gradient(rank, size):

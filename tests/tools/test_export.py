@@ -270,10 +270,11 @@ def test_refusals_are_one_line(run, command, arguments, fault):
     assert (code, lines) == (WRONG_INPUT, []) and fault in error
 
 
-def test_a_missing_package_is_one_line(run, command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_one_line(run, command, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     code, _, (error,) = command(run[0], "--format", "onnx")
-    assert code == WRONG_INPUT and "the package onnxscript is not installed; pip install onnx" in error
+    assert code == WRONG_INPUT and f"the package {package} is not installed; pip install onnx" in error
 
 
 @pytest.mark.slow

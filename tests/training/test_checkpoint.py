@@ -100,6 +100,14 @@ def test_a_first_checkpoint_that_was_cut_off_counts_for_nothing(save, newest):
     assert step is None and "has no manifest" in line
 
 
+def test_weights_can_be_had_without_the_files_of_replicas(save, replicas):
+    """A run folder that was copied without them can be scored."""
+    checkpoints = save(1, 2)
+    for path in checkpoints.folder.glob("*.replica-*"):
+        path.unlink()
+    assert checkpoints.load_newest(pytest.fail)["progression"]["step"] == 2
+
+
 def test_files_that_changed_places_are_damage(save, newest):
     checkpoints = save(1, 2)
     contents = [manifest(checkpoints, step).read_bytes() for step in (1, 2)]

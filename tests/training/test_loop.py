@@ -12,6 +12,7 @@ from recipe import batch as arithmetic
 from recipe.errors import DataError
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
+from training import stopping
 from training.loop import Clock, Progression, Stopped, Trainer, TrainingError
 
 
@@ -199,6 +200,23 @@ def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next
     with pytest.raises(Stopped, match="saved at step 3"):
         start(engine)
     assert start.saved() == [3]
+
+
+def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypatch):
+    monkeypatch.setattr(stopping, "launched", lambda: True)
+    monkeypatch.setattr(stopping, "_noted", None)
+    lost, found = lambda *_: found.append("lost"), []
+    handlers = {number: signal.signal(number, lost) for number in (signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stopping.listen_early()
+        for number in handlers:  # Ctrl-C is for the launcher
+            signal.raise_signal(number)
+        with stopping.StopSignals(lambda number, _: found.append(stopping.name_of(number))):
+            pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found == ["stopping"]
 
 
 def test_a_termination_that_comes_twice_while_printing_still_saves_and_handlers_are_put_back(start):

@@ -1,5 +1,6 @@
 """Reading is distinguished from decoding, and the disk is timed with files that were in no cache."""
 
+import itertools
 import mmap
 import os
 import time
@@ -72,6 +73,13 @@ def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, re
     sizes = [path.stat().st_size for path in photos.rglob("*.jpg")]
     assert min(sizes) <= found.bytes <= max(sizes)
     assert found.per_core.high < 100 and (1 > found.share_of_bytes > 0.5) == (slow == "disk")
+
+
+def test_the_time_of_an_image_that_cannot_be_read_counts_no_more_than_itself():
+    """Every other one, after 10 ms; the others take nearly nothing."""
+    load = {0: lambda: time.sleep(0.01) or 0, 1: lambda: 1}
+    rates = images._rates(lambda index: load[index](), itertools.cycle((0, 1)), 0.0, 0.02)
+    assert len(rates) > 3 and sorted(rates)[1] > 1000
 
 
 def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):

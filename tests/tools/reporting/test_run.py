@@ -44,14 +44,19 @@ def test_a_run_whose_folder_is_locked_is_running(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("skipped", "kind"),
-    [([0, 6, 12, 36], "failed"), ([0, 0, 0, 24], "failed"), ([0, 6, 12, 24], "cut off"), ([6, 12, 18, 18], "cut off")],
+    ("skipped", "in_row"),
+    [
+        *(([0, 6, 12, 36], 36), ([0, 6, 12, 35], 23), ([0, 0, 0, 24], 24), ([0, 0, 0, 21], 21)),
+        *(([0, 0, 0, 20], None), ([0, 6, 12, 24], None), ([6, 12, 18, 18], None)),
+    ],
 )
-def test_a_run_of_skipped_updates_failed(tmp_path, skipped, kind):
+def test_a_run_of_skipped_updates_failed(tmp_path, skipped, in_row):
     """By the recipe: more than 20 in a row. The log tells of 6, 6, 6 and 24 updates at a time."""
     steps = (6, 12, 18, 42)
     events = [train_event(step, skipped_steps=count) for step, count in zip(steps, skipped)]
-    assert state(written(tmp_path / "run", events)).kind == kind
+    found = state(written(tmp_path / "run", events))
+    assert found.kind == ("failed" if in_row else "cut off")
+    assert in_row is None or f": the last {in_row} updates had gradients" in found.text
 
 
 def test_the_batch_is_that_of_the_recipe(tmp_path):

@@ -9,9 +9,24 @@ import time
 import pytest
 
 from tests.tools.sweeping import double
-from tests.tools.sweeping.sweeps import DONE, FAILED, STOPPED, WRONG_INPUT, is_gone, reached, wait_for
+from tests.tools.sweeping.sweeps import DONE, FAILED, STOPPED, WRONG_INPUT, Sweep, is_gone, reached, wait_for
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_again_and_again_ends_as_the_undisturbed_one(some, tmp_path, capfd):
+    """Same parameters, values and states: pruned trials, too, and what the sampler draws after each kill."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Sweep(tmp_path / "undisturbed", capfd)
+    for each in (undisturbed, some):
+        each.define("pruner: median\npruner_startup_trials: 2", "best_top1")
+    assert undisturbed()[0] == DONE
+    for trial, evaluations in ((0, 2), (1, 1), (3, 1)):
+        some.killed_at(trial, evaluations)
+    assert some()[0] == DONE
+    assert some.stored() == undisturbed.stored()
+    assert some.processes()[2] == 1
 
 
 def test_kill_nine_amid_a_trial_loses_and_repeats_nothing(some):
