@@ -31,6 +31,16 @@ def test_optional_packages_are_imported_where_they_are_used():
     assert done.returncode == 0, done.stderr
 
 
+def test_commands_see_their_arguments_before_torch_is_loaded():
+    commands = (
+        "train",
+        "evaluate",
+        *(f"tools.{name}" for name in ["batch", "curves", "doctor", "export", "launch", "plan", "sweep"]),
+    )
+    done = subprocess.run([sys.executable, "-c", LOAD, "torch", *commands], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_commands_import_no_other_command():
     for name in ("train.py", "evaluate.py"):
         source = (ROOT / name).read_text()

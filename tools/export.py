@@ -23,23 +23,20 @@ import io
 import json
 import shlex
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
-import torch
-
-from data.loader import EvaluationBatches
-from data.sources import open_source
-from engines import state
-from models.families import build, timm_name
-from models.stages import BlockList
 from recipe import loading
-from recipe.config import Recipe
 from recipe.errors import DONE, FAILED, ConfigError, DataError
 from recipe.files import write
 from tools import output
-from training import exported, weights
 from training.command import Parser, add_choice_of_weights, fail, one_line
-from training.weights import StoredWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.stages import BlockList
+    from recipe.config import Recipe
+    from training.weights import StoredWeights
 
 LIMIT = 1e-4  # largest difference of a logit
 _BATCHES = (1, 2, 5)
@@ -51,6 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     path = _checked(options)
+    # Imported late: a wrong command line is refused before torch is loaded.
+    import torch
+
+    from training import weights
+
     stored = weights.read(options.checkpoint, options.weights, options.best)
     recipe = weights.recipe_of(stored, options.config, options.overrides)
     suffix = _SUFFIXES[options.format]
@@ -134,6 +136,10 @@ def _checked(options: argparse.Namespace) -> Path | None:
 
 def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
     """The model that evaluation uses, float32, on the CPU."""
+    from engines import state
+    from models.families import build
+    from training import weights
+
     model = build(recipe.model, recipe.run.seed).eval().requires_grad_(False)
     tensors, _ = weights.fitted(stored, state.shapes(model), recipe.model, new_classifier=False)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
@@ -142,6 +148,8 @@ def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
 
 def _metadata(stored: StoredWeights, recipe: Recipe) -> dict[str, str]:
     """The metadata of a file, as texts: JSON where a value is no text."""
+    from training import weights
+
     values = {name: getattr(recipe.model, name) for name in ("image_size", "mean", "std")}
     values["crop_fraction"] = recipe.data.crop_fraction
     names = weights.class_names(stored, recipe)
@@ -155,6 +163,8 @@ def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> 
     """Weights under timm's names. Metadata are sorted: the library orders them differently each time."""
     from safetensors.torch import save
 
+    from models.families import timm_name
+
     tensors = {timm_name(recipe.model, name): tensor.contiguous() for name, tensor in model.state_dict().items()}
     content = save(tensors, metadata)
     length = int.from_bytes(content[:8], "little")
@@ -167,6 +177,8 @@ def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> 
 
 def _example(recipe: Recipe) -> tuple:
     """Arguments and keywords of torch's exporters: two images, because a batch of one would become a constant."""
+    import torch
+
     size = recipe.model.image_size
     images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
     return (images,), {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
@@ -175,6 +187,9 @@ def _example(recipe: Recipe) -> tuple:
 def _onnx(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, int]:
     """The file's content and the version of its operators."""
     import onnx
+    import torch
+
+    from training import exported
 
     arguments, keywords = _example(recipe)
     names = {"input_names": [exported.INPUT], "output_names": [exported.OUTPUT]}
@@ -187,6 +202,8 @@ def _onnx(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[b
 
 
 def _program(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> tuple[bytes, None]:
+    import torch
+
     arguments, keywords = _example(recipe)
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(model, arguments, **keywords), buffer, extra_files=metadata)
@@ -198,6 +215,9 @@ _WRITERS = {"safetensors": _safetensors, "onnx": _onnx, "torch": _program}
 
 def _reader(suffix: str, content: bytes, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from images to logits, by a file's content as evaluate.py would read it."""
+    from training import exported
+    from training.weights import StoredWeights
+
     if suffix != _SUFFIXES["safetensors"]:
         return exported.opened(suffix, content).logits
     from safetensors.torch import load
@@ -211,6 +231,11 @@ def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
     Returns:
         uint8 [count, 3, size, size].
     """
+    import torch
+
+    from data.loader import EvaluationBatches
+    from data.sources import open_source
+
     size = recipe.model.image_size
     data = recipe.data.model_copy(update={"workers": 0, "reader": "torch", "bad_images": "skip"})
     try:

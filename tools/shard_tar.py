@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import tarfile
 import zlib
@@ -75,6 +76,8 @@ def write_shard(path: Path, images: Iterable[Tuple[str, bytes, int]]) -> None:
                 info = tarfile.TarInfo(member)  # of the year 1970 and nobody's
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
+        end = archive.offset + 2 * tarfile.BLOCKSIZE
+    os.truncate(path, end)  # tarfile fills up to a record of 20 blocks
 
 
 def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], None] = lambda *_: None) -> Index:

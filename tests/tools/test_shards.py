@@ -76,6 +76,8 @@ def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, 
         assert pack(capsys, classes, tmp_path / f"{number} workers", workers=number)[0] == 0
     assert pack(capsys, classes, tmp_path / "seed", "--seed", 1)[0] == 0
     found = contents(tmp_path / "1 workers")
+    archive = next((tmp_path / "seed").glob("*.tar")).read_bytes()
+    assert len(archive) - len(archive.rstrip(b"\0")) < 2048  # two empty blocks end it, as in every shard so far
     assert found == contents(tmp_path / f"{workers} workers") and found != contents(tmp_path / "seed")
     assert pairs(ShardsSource(str(tmp_path / "seed"), 1)) == pairs(ShardsSource(str(tmp_path / "1 workers"), 1))
 
