@@ -125,6 +125,7 @@ BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x10\x85R."  # asks for 256 M
         _archive(zipfile.ZIP_STORED, **{"data.pkl": BYTEARRAY, "version": "3\n"}),
         _archive(zipfile.ZIP_DEFLATED, **{"data.pkl": b"\x80\x02}.", "version": "3\n", "data/0": bytes(16 << 20)}),
     ],
+    ids=["pickle", "stored", "deflated"],  # archives have the time in them, and names must agree between processes
 )
 def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch, content):
     path = tmp_path / "small.pt"
