@@ -104,7 +104,7 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """When the run is saved, besides at the last step."""
 
-    every_epochs: float = Field(1.0, gt=0, le=1, description="epochs between checkpoints")
+    every_epochs: float = Field(1.0, gt=0, description="epochs between checkpoints")
     keep_last: int = Field(2, ge=2, description="newest checkpoints to keep; two, in case the newest is damaged")
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
