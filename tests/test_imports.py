@@ -22,7 +22,7 @@ for name in sys.argv[2:]:
     importlib.import_module(name)
 """
 # They import with them the files of all rooms that runs need.
-NEEDED = ("train", "evaluate", "training.run", "training.scoring", "training.exported", "tools.plan", "tools.export")
+NEEDED = ("train", "evaluate", "training.run", "training.scoring", "training.exported", "tools.plan", "tools.exporting")
 
 
 def test_optional_packages_are_imported_where_they_are_used():
@@ -35,7 +35,7 @@ def test_commands_see_their_arguments_before_torch_is_loaded():
     commands = (
         "train",
         "evaluate",
-        *(f"tools.{name}" for name in ["batch", "curves", "doctor", "export", "launch", "plan", "sweep"]),
+        *(f"tools.{name}" for name in ["batch", "curves", "doctor", "export", "launch", "plan", "report", "sweep"]),
     )
     done = subprocess.run([sys.executable, "-c", LOAD, "torch", *commands], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,11 +10,11 @@ def within(least: float, most: float, kind: Callable[[str], Any] = int) -> Calla
     def convert(text: str) -> Any:
         try:
             value = kind(text)
+            if least <= value <= most:
+                return value
         except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:,g} to {most:,g}")
-        return value
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:,g} to {most:,g}")
 
     return convert
 

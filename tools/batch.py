@@ -26,33 +26,27 @@ from typing import Iterator, List, Optional, Sequence
 from recipe import loading
 from recipe.batch import planned
 from recipe.division import count
-from recipe.errors import DONE, ConfigError, UserError
+from recipe.errors import DONE
 from recipe.files import writing
-from tools import pictures
+from tools import output
 from tools.arguments import whole
 from tools.formats import duration
 from tools.planning import batches, machine
 from tools.planning.batches import Cost, Interval
-from training.command import Parser, one_line
+from training.command import Parser, naming, one_line
 from training.metrics import read_events
-
-_POWERS = range(-2, 5)  # of two: batches beside the run's own
 
 
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
-    if not (options.run / "config.yaml").exists():
-        raise ConfigError(f"{options.run}: no run folder; name one, e.g. runs/quickstart")
     recipe = loading.load(options.run / "config.yaml")
     own, place = recipe.batch.global_, machine.load(options.machine) if options.machine else None
-    try:
-        run = batches.intervals(read_events(options.run).get("train", []), own)
-    except UserError as error:
-        raise ConfigError(f"{options.run}: {error}") from None
+    events = read_events(options.run).get("train", [])
+    run = naming(options.run, lambda train: batches.intervals(train, own), events)
     replicas = options.replicas or planned(recipe).replicas
-    others = options.batches or sorted({max(1, int(own * 2.0**power)) for power in _POWERS})
+    others = options.batches or sorted({max(1, int(own * 2.0**power)) for power in range(-2, 5)})
     costs = [batches.cost(run, recipe, other, place, replicas) for other in others]
     critical = batches.critical(run)
     print("\n".join(_lines(run, critical, costs, replicas)))
@@ -69,8 +63,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m tools.batch", description="Predict what other batches would cost a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, e.g. runs/quickstart")
-    numbers = "images in an update (default: a quarter to 16 times the run's)"
-    parser.add_argument("--batches", type=_numbers, metavar="N,N...", help=numbers)
+    images = "images in an update (default: a quarter to 16 times the run's)"
+    parser.add_argument("--batches", type=_numbers, metavar="N,N...", help=images)
     known = f"one of {', '.join(machine.names())}, or a file by tools.doctor"
     parser.add_argument("--machine", metavar="NAME|FILE", help=known)
     parser.add_argument("--replicas", type=whole, metavar="N", help="on that machine (default: the run's)")
@@ -99,7 +93,7 @@ def _lines(run: Sequence[Interval], critical: float, costs: Sequence[Cost], repl
 
 
 def _draw(run: Sequence[Interval], own: int, costs: Sequence[Cost], path: Path) -> None:
-    figure = pictures.figure(path, (10, 4.2), "batch.png")
+    figure = output.figure(path, (10, 4.2))
     left, right = figure.subplots(1, 2)
     epochs = [each.epoch for each in run]
     left.plot(epochs, [each.noise for each in run], color="C0")

@@ -16,7 +16,7 @@ from typing import List, Optional
 
 from recipe.errors import DONE
 from recipe.files import writing
-from tools import pictures
+from tools import output as outputs
 from training.command import Parser, one_line
 from training.metrics import read_events
 
@@ -25,7 +25,7 @@ _PANELS = (("loss", "log"), ("top-1 accuracy", "linear"), ("learning rate", "lin
 
 def draw(folders: List[Path], output: Path) -> None:
     """Loss, accuracy, learning rate and norms over epochs, a colour per run; training thin, evaluation bold."""
-    figure = pictures.figure(output, (11, 6.5), "curves.png")
+    figure = outputs.figure(output, (11, 6.5))
     axes = dict(zip(("loss", "top1", "lr", "norms"), figure.subplots(2, 2).flat))
     for number, folder in enumerate(folders):
         events, colour = read_events(folder), f"C{number}"

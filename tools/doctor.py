@@ -23,7 +23,6 @@ import argparse
 import functools
 import json
 import signal
-import tempfile
 from pathlib import Path
 from typing import Optional, Sequence
 
@@ -31,6 +30,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, UserError
 from recipe.files import writing
+from tools import output as outputs
 from tools.arguments import within
 from training.command import Parser, fail, naming, one_line
 
@@ -42,9 +42,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         recipe = loading.load(options.config, options.overrides)
-        naming(options.config, _check, recipe)
+        if recipe.run.device == "ipu":
+            fault = "run.device ipu: the doctor measures CPUs and GPUs; of IPUs use ipu.profile (docs/ipu.md)"
+            raise ConfigError(f"{options.config}: {fault}")
+        naming(options.config, batch.describe, recipe)  # faults that can be found without loading torch
         if _is_main():
-            _prepare(options.output)
+            _check_output(options.output)
         naming(options.config, functools.partial(_examine, options), recipe)
         return DONE
     except KeyboardInterrupt:
@@ -55,18 +58,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m tools.doctor",
-        description="Measure where a training step's time goes on these machines, and name what to fix first.",
-        epilog="Several processes: torchrun --nproc-per-node N -m tools.doctor ... (docs/doctor.md).",
-    )
-    own, output = "configs/quickstart.yaml", Path("doctor")
-    parser.add_argument("--config", default=own, metavar="FILE", help="recipe (default: %(default)s)")
+def _parser() -> Parser:
+    about = "Measure where a training step's time goes on these machines, and name what to fix first (docs/doctor.md)."
+    parser = Parser(prog="python -m tools.doctor", description=about)
+    parser.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (%(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
-    parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help="for machine.yaml and step.png")
-    duration = within(1e-3, 86400, float)
-    parser.add_argument("--seconds", type=duration, default=60.0, metavar="N", help="of measuring, about (60)")
+    parser.add_argument("--output", type=Path, default=Path("doctor"), metavar="FOLDER", help="for both files")
+    seconds = within(1e-3, 86400, float)
+    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="of measuring, about (60)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
 
@@ -77,26 +76,12 @@ def _is_main() -> bool:
     return number == "0"
 
 
-def _check(recipe: Recipe) -> None:
-    """Raises ConfigError for faults that can be found without loading torch."""
-    if recipe.run.device == "ipu":
-        raise ConfigError(
-            "run.device ipu: the doctor measures CPUs and GPUs; PopVision's profiler shows where an IPU's time goes "
-            "(ipu.profile=FOLDER, docs/ipu.md), and python -m tools.plan predicts what pods make"
-        )
-    batch.describe(recipe)
-
-
-def _prepare(output: Path) -> None:
+def _check_output(output: Path) -> None:
     """Refuses, before anything is measured, a folder that cannot be written or holds a run. Raises UserError."""
     run = next((name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()), None)
     if run is not None:
         raise UserError(f"{output}: is the folder of a run, as it holds {run}; choose another --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output).close()
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}; choose another --output") from None
+    outputs.check(output / "machine.yaml")
 
 
 def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
@@ -111,6 +96,7 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     print("\n".join(rendering.lines(found, options.config)))
     files = [options.output / "step.png"]
     with writing(options.output):
+        options.output.mkdir(parents=True, exist_ok=True)
         rendering.draw(found, options.config, files[0])
         if found.machine is not None:
             files.append(options.output / "machine.yaml")

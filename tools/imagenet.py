@@ -11,8 +11,7 @@ import re
 import struct
 import tarfile
 import zlib
-from collections import Counter
-from typing import Any, BinaryIO, Iterator
+from typing import BinaryIO, Iterator
 
 import numpy as np
 
@@ -20,29 +19,28 @@ from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
 from recipe.errors import DataError, first_line, printable
-from tools.shard_tar import EXTENSIONS, members, open_archive, split
+from tools.packing import EXTENSIONS, members, split
 
 _CLASSES = 1000
 _MAX_BYTES = 16 << 20  # of meta.mat, packed and unpacked: many times ImageNet's
 _WNID = re.compile(r"n\d{8}")
-# Of files of MATLAB 5: kinds of elements, classes of matrices, types of numbers and of texts.
-_MATRIX, _COMPRESSED = 14, 15  # kinds of an element
-_STRUCT, _CHAR, _NUMBERS = 2, 4, range(6, 16)  # classes of a matrix
+# Of files of MATLAB 5: a kind of element, and types of numbers.
+_COMPRESSED = 15
 _DTYPES = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
-_TEXTS = {1: "ascii", 2: "ascii", 4: "utf-16-le", 16: "utf-8", 17: "utf-16-le"}
 
 
 class ArchiveSource(EncodedSource):
     """Images in one tar file, each known by its offset."""
 
-    def __init__(self, path: str, classes: tuple[str, ...], images: list[tuple[str, int, int]], labels: list[int]):
-        """Args: images: name, offset and bytes of each. Raises DataError: there are none."""
+    def __init__(self, path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str]):
+        """Args: images: name, offset and bytes of each. wnids: of each. known: of all classes. Raises DataError."""
         if not images:
             raise DataError(f"{path}: no images in this archive; give the right file")
         folder, self._file = os.path.split(path)
         self._folder = LocalFolder(folder)
-        self.classes = classes
-        self.labels = np.array(labels, np.int64)
+        self.classes = tuple(sorted(known))
+        label = {wnid: number for number, wnid in enumerate(self.classes)}
+        self.labels = np.array([label[wnid] for wnid in wnids], np.int64)
         encoded = [os.fsencode(name) for name, _, _ in images]
         self._names = Names([b"".join(encoded)], [np.array([len(name) for name in encoded])])
         self._places = np.array([place for _, *place in images], np.int64)
@@ -60,22 +58,19 @@ class ArchiveSource(EncodedSource):
 def training(path: str) -> ArchiveSource:
     """The training images of a tar of tars, ordered by the WordNet number of their class and by name.
 
-    Raises:
-        DataError: the archive is damaged, or not of this kind.
-        OSError: it cannot be read.
+    Raises DataError: the archive is damaged, or not of this kind. Raises OSError.
     """
     found = []
-    with open(path, "rb") as stream, open_archive(stream, path) as archive:
-        for member in members(archive, path):
+    with open(path, "rb") as stream:
+        for archive, member in members(stream, path):
             wnid, extension = split(member.name)
             if extension != "tar" or not _WNID.fullmatch(wnid):
                 raise DataError(f"{path}: {member.name!r} is no class's n01234567.tar; give the right file")
             images = _images(archive.extractfile(member), f"{path}/{member.name}")
             found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
     found.sort()
-    _refuse_twice(path, [name for name, _, _ in found])
     wnids = [name.partition("/")[0] for name, _, _ in found]
-    return _source(path, found, wnids, set(wnids))
+    return ArchiveSource(path, found, wnids, set(wnids))
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
@@ -85,42 +80,27 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         ground_truth: file with a line for each image: its WordNet number, or its number in the devkit.
         devkit: ILSVRC2012_devkit_t12.tar.gz, which maps its numbers to WordNet numbers.
 
-    Raises:
-        DataError: a file is damaged or does not fit the others.
-        OSError: a file cannot be read.
+    Raises DataError: a file is damaged or does not fit the others. Raises OSError.
     """
-    try:
-        with open(ground_truth, encoding="ascii") as file:
-            lines = [line.strip() for line in file if line.strip()]
-    except UnicodeDecodeError:
-        raise DataError(f"{ground_truth}: no text; it must hold a line for each image") from None
+    with open(ground_truth, encoding="ascii", errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
     with open(path, "rb") as stream:
         images = _images(stream, path)
     if len(images) != len(lines):
         raise DataError(f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give its list")
     if all(_WNID.fullmatch(line) for line in lines):
-        return _source(path, images, lines, set(lines))
-    for number, line in enumerate(lines, start=1):
-        if not re.fullmatch(r"[0-9]{1,9}", line):
-            kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of the devkit"
-            raise DataError(f"{ground_truth}:{number}: {line!r} is neither; {kinds}")
+        return ArchiveSource(path, images, lines, set(lines))
     if devkit is None:
         raise DataError(f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz")
     meaning = _devkit(devkit)
     for number, line in enumerate(lines, start=1):
-        if int(line) not in meaning:
-            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line}; give the devkit of this list")
-    return _source(path, images, [meaning[int(line)] for line in lines], set(meaning.values()))
+        if line not in meaning:
+            kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of this devkit"
+            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line!r}; {kinds}")
+    return ArchiveSource(path, images, [meaning[line] for line in lines], set(meaning.values()))
 
 
-def _source(path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str]) -> ArchiveSource:
-    """Args: wnids: of each image. known: of all classes."""
-    classes = tuple(sorted(known))
-    label = {wnid: number for number, wnid in enumerate(classes)}
-    return ArchiveSource(path, classes, images, [label[wnid] for wnid in wnids])
-
-
-def _devkit(path: str) -> dict[int, str]:
+def _devkit(path: str) -> dict[str, str]:
     """WordNet number of each class's number; without the groups of classes, which have larger numbers."""
     try:
         with tarfile.open(path) as archive:
@@ -128,20 +108,19 @@ def _devkit(path: str) -> dict[int, str]:
             member = next(files, None)
             if member is None or not member.isreg() or member.size > _MAX_BYTES:
                 raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
-            content = archive.extractfile(member).read()
-        numbered = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in _structs(content, "synsets")}
+            numbered = _numbered(archive.extractfile(member).read())
     except Exception as error:
         if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise DataError(f"{path}: damaged or no archive ({first_line(error)}); copy it again") from None
-    meaning = {number: wnid for number, wnid in numbered.items() if number <= _CLASSES}
+    meaning = {str(number): wnid for number, wnid in numbered.items() if number <= _CLASSES}
     if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
         raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
     return meaning
 
 
-def _structs(content: bytes, name: str) -> list[dict[str, Any]]:
-    """The array of structs of that name in a file of MATLAB 5: texts, numbers and lists of numbers; None for others.
+def _numbered(content: bytes) -> dict[int, str]:
+    """WordNet numbers by ILSVRC2012_ID: two fields of the structs `synsets` in a file of MATLAB 5.
 
     Damaged files raise nearly everything; they end scipy's reader (1.17) by SIGSEGV, or make it hang.
     """
@@ -154,11 +133,20 @@ def _structs(content: bytes, name: str) -> list[dict[str, Any]]:
             left -= len(data)
             if left < 0:
                 raise ValueError(f"more than {_MAX_BYTES >> 20} MB when unpacked")
-            ((kind, data),) = _elements(data)
-        found, value = _matrix(data) if kind == _MATRIX else ("", None)
-        if found == name:
-            return [dict(row) for row in value]
-    raise ValueError(f"no {name} in it")
+            ((_, data),) = _elements(data)
+        _flags, _shape, (_, name), *rest = _elements(data)
+        if name == b"synsets":
+            (_, width), (_, names), *values = rest
+            step = int.from_bytes(width, "little")
+            fields = [names[at : at + step].split(b"\0")[0] for at in range(0, len(names), step)]
+            numbers, wnids = (values[fields.index(field) :: len(fields)] for field in (b"ILSVRC2012_ID", b"WNID"))
+            found = {}
+            for (_, number), (_, wnid) in zip(numbers, wnids):
+                kind, value = _data(number)
+                text = _data(wnid)[1].replace(b"\0", b"")  # of one byte or two a character
+                found[int(np.frombuffer(value, _DTYPES[kind]).item())] = text.decode("ascii")
+            return found
+    raise ValueError("no synsets in it")
 
 
 def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -178,36 +166,13 @@ def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
         at = end
 
 
-def _matrix(content: bytes) -> tuple[str, Any]:
-    """Name and value of a matrix."""
-    if not content:
-        return "", None  # an empty one has not even flags
-    (_, flags), _, (_, name), *rest = _elements(content)
-    kind, value = flags[0], None
-    if kind == _STRUCT:
-        (_, length), (_, names), *rest = rest
-        step = int.from_bytes(length, "little") or 1
-        fields = [names[at : at + step].split(b"\0")[0].decode("ascii") for at in range(0, len(names), step)]
-        values = [_matrix(data)[1] for _, data in rest]
-        value = [dict(zip(fields, values[at : at + len(fields)])) for at in range(0, len(values), len(fields) or 1)]
-    elif kind == _CHAR and rest:
-        value = rest[0][1].decode(_TEXTS[rest[0][0]])
-    elif kind in _NUMBERS and rest:
-        numbers = np.frombuffer(rest[0][1], _DTYPES[rest[0][0]]).tolist()
-        value = numbers[0] if len(numbers) == 1 else numbers
-    return name.decode("ascii"), value
+def _data(matrix: bytes) -> tuple[int, bytes]:
+    """Kind and data of a matrix's numbers or text."""
+    _flags, _shape, _name, found = _elements(matrix)
+    return found
 
 
 def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:
     """Name, offset and bytes of each image in an archive, by name."""
-    with open_archive(stream, place) as archive:
-        files = [(member.name, member.offset_data, member.size) for member in members(archive, place)]
-    found = sorted(file for file in files if split(file[0])[1] in EXTENSIONS)
-    _refuse_twice(place, [name for name, _, _ in found])
-    return found
-
-
-def _refuse_twice(place: str, names: list[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise DataError(f"{place}: {name!r} is in it twice; copy the archive again")
+    files = ((member.name, member.offset_data, member.size) for _, member in members(stream, place))
+    return sorted(file for file in files if split(file[0])[1] in EXTENSIONS)

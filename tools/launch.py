@@ -23,7 +23,7 @@ import ctypes
 import shlex
 import shutil
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from parallel import hosts
 from parallel.hosts import Hosts
@@ -39,111 +39,98 @@ from training.run_folder import check_owner
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
 
-class Plan(NamedTuple):
-    """Ranks to start: each runs `program` (with its arguments), `local` of them on this host, `world` on all `hosts`.
-
-    command: does the same without this launcher. text: one line about all that.
-    """
-
-    recipe: Recipe
-    hosts: Hosts
-    world: int
-    local: int
-    shape: str
-    program: List[str]
-    command: List[str]
-    text: str
-
-
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) -> int:
     """Runs the command; returns its exit code, or becomes another program. Every rank runs `program`."""
     options = _parser().parse_intermixed_args(arguments)
-    plan = _plan(options, program)
-    description = naming(options.config, batch.describe, plan.recipe)
+    recipe, overrides, note = _with_stages(options)
+    place = hosts.find(options.nnodes, options.node_rank, options.master)
+    on_ipus = _checked_device(options, recipe, place) == "ipu"
+    replicas = recipe.parallel.replicas or _automatic_replicas(recipe, place.number, options.dry_run)
+    # Only checked and shown with this number: the ranks find it by counting themselves.
+    recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
+    stages = recipe.parallel.stages
+    world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
+    local, rank = world // place.number, [str(program), "--config", options.config, *overrides]
+    if world % place.number:
+        remedy = f"give --replicas so that replicas x {stages} is a multiple of {place.number}"
+        raise UserError(f"{world} processes = {shape} do not divide over {place.number} hosts; {remedy}")
+    single = world == 1 and not options.max_restarts
+    command = _poprun(options, replicas, stages) if on_ipus else [] if single else _torchrun(place, local)
+    command += [sys.executable, *rank] if on_ipus or single else rank
+    where = "this host" if place.number == 1 else f"{place.number} hosts, {local} here on host {place.this}"
+    ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
+    text = f"{ranks} = {shape}{'' if on_ipus else f' on {where}'}{note}: {shlex.join(map(masked, command))}"
+    description = naming(options.config, batch.describe, recipe)
     if options.dry_run:
-        print(f"{description}\nlaunch     {plan.text}")
+        print(f"{description}\nlaunch     {text}")
         return DONE
-    if plan.recipe.run.device == "ipu":
+    if on_ipus:
         poprun = shutil.which("poprun")
         if poprun is None:
-            remedy = "source the enable.sh of the Poplar SDK, or --dry-run"
-            raise UserError(f"run.device=ipu needs poprun on the PATH; {remedy}")
-        print(plan.text, flush=True)
-        os.execv(poprun, [poprun, *plan.command[1:]])
-    if plan.hosts.this == 0:
-        check_owner(plan.recipe)
-    _check_gpus(plan)
-    if plan.world == 1 and not options.max_restarts:
-        os.execv(sys.executable, plan.command)
-    return _start(plan, options.max_restarts)
+            raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's enable.sh, or --dry-run")
+        print(text, flush=True)
+        os.execv(poprun, [poprun, *command[1:]])
+    if place.this == 0:
+        check_owner(recipe)
+    gpus = _gpus(recipe) if world > 1 else local
+    if local > gpus and (gpus or recipe.run.device == "cuda"):  # NCCL takes a while to refuse that
+        processes = f"{local} processes on this host ({shape} over {count(place.number, 'host')})"
+        raise UserError(f"{processes} need a GPU each, but there are {gpus}; lower --replicas or --stages")
+    if single:
+        os.execv(sys.executable, command)
+    from parallel import agent
+
+    signals = agent.Signals()  # before torch is loaded, which takes seconds
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
+    print(text, flush=True)
+    return agent.run(place, local, shape, rank, options.max_restarts, signals, recipe.parallel.silence)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="run_pod.sh",
-        description="Train a recipe on all devices of one or several hosts.",
-        epilog="docs/cluster.md has examples for several hosts and for SLURM.",
-        allow_abbrev=False,
-    )
-    own, again = "configs/quickstart.yaml", "times to start again after a failure (default: 0)"
-    parser.add_argument("--config", default=own, metavar="FILE", help="recipe (default: %(default)s)")
+def _parser() -> Parser:
+    about = "Train a recipe on all devices of one or several hosts, or under SLURM (docs/cluster.md)."
+    parser = Parser(prog="run_pod.sh", description=about, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (%(default)s)")
     parser.add_argument("--stages", type=whole, metavar="K", help="pipeline stages: parallel.stages=K")
     parser.add_argument("--replicas", type=whole, metavar="R", help="copies of the model: parallel.replicas=R")
     parser.add_argument("--nnodes", type=whole, metavar="N", help="hosts; SLURM's, in a step of several nodes")
     parser.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0, the master")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="where host 0 listens (port 29500)")
-    parser.add_argument("--max-restarts", type=within(0, 10**9), default=0, metavar="M", help=again)
+    parser.add_argument("--max-restarts", type=within(0, 10**9), default=0, metavar="M", help="after failures (0)")
     parser.add_argument("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
-    flags = "run.device=ipu: other flags of poprun"
-    parser.add_argument("--poprun", type=shlex.split, default=[], metavar="FLAGS", help=flags)
+    parser.add_argument("--poprun", type=shlex.split, default=[], metavar="FLAGS", help="other flags of poprun")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
 
 
-def _plan(options: argparse.Namespace, program: Path) -> Plan:
-    """The plan of these options. Raises UserError."""
-    recipe, overrides, note = _with_stages(options)
-    found = hosts.find(options.nnodes, options.node_rank, options.master)
-    on_ipus = recipe.run.device == "ipu"
-    if on_ipus and found.number > 1:
-        raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
-    if on_ipus and options.max_restarts:
-        raise UserError("--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes")
-    if not on_ipus and (options.instances or options.poprun):
+def _checked_device(options: argparse.Namespace, recipe: Recipe, place: Hosts) -> str:
+    device = recipe.run.device
+    if device != "ipu" and (options.instances or options.poprun):
         flag = "--instances" if options.instances else "--poprun"
-        raise UserError(f"{flag} goes with run.device=ipu, but run.device is {recipe.run.device}")
-    replicas = recipe.parallel.replicas or _automatic_replicas(recipe, found.number, options.dry_run)
-    # Only checked and shown with this number: the ranks find it by counting themselves.
-    recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
-    stages = recipe.parallel.stages
-    world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
-    local, arguments = world // found.number, [str(program), "--config", options.config, *overrides]
-    if world % found.number:
-        remedy = f"give --replicas so that replicas x {stages} is a multiple of {found.number}"
-        raise UserError(f"{world} processes = {shape} do not divide over {found.number} hosts; {remedy}")
-    if on_ipus:
-        instances = options.instances or 1
-        if replicas % instances:
-            raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
-        ipu.check_served(replicas // instances, stages, replicas)
-        command = ["poprun", "--num-replicas", str(replicas), "--ipus-per-replica", str(stages)]
-        command += ["--num-instances", str(options.instances)] if options.instances else []
-        command += [*options.poprun, sys.executable, *arguments]
-    elif world == 1 and not options.max_restarts:
-        command = [sys.executable, *arguments]
-    else:
-        rendezvous = ["--standalone"]
-        if found.number > 1:
-            rendezvous = [f"--nnodes={found.number}", f"--node-rank={found.this}"]
-            rendezvous += [f"--master-addr={found.master}", f"--master-port={found.port}"]
-        command = ["torchrun", *rendezvous, f"--nproc-per-node={local}", *arguments]
-    where = "this host" if found.number == 1 else f"{found.number} hosts, {local} here on host {found.this}"
-    ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
-    place = "" if on_ipus else f" on {where}"
-    text = f"{ranks} = {shape}{place}{note}: {' '.join(shlex.quote(masked(part)) for part in command)}"
-    return Plan(recipe, found, world, local, shape, arguments, command, text)
+        raise UserError(f"{flag} goes with run.device=ipu, but run.device is {device}")
+    if device == "ipu" and place.number > 1:
+        raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
+    if device == "ipu" and options.max_restarts:
+        raise UserError("--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes")
+    return device
+
+
+def _poprun(options: argparse.Namespace, replicas: int, stages: int) -> List[str]:
+    instances = options.instances or 1
+    if replicas % instances:
+        raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
+    ipu.check_served(replicas // instances, stages, replicas)
+    command = ["poprun", "--num-replicas", str(replicas), "--ipus-per-replica", str(stages)]
+    return [*command, *(["--num-instances", str(instances)] if options.instances else []), *options.poprun]
+
+
+def _torchrun(place: Hosts, local: int) -> List[str]:
+    rendezvous = ["--standalone"]
+    if place.number > 1:
+        rendezvous = [f"--nnodes={place.number}", f"--node-rank={place.this}"]
+        rendezvous += [f"--master-addr={place.master}", f"--master-port={place.port}"]
+    return ["torchrun", *rendezvous, f"--nproc-per-node={local}"]
 
 
 def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
@@ -165,7 +152,7 @@ def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
 
 
 def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
-    """Number of replicas: as many as the GPUs of all hosts, taken to be like this one, hold; on CPUs one per host."""
+    """As many replicas as the GPUs of all hosts, taken to be like this one, hold; on CPUs one per host."""
     if recipe.run.device == "ipu":
         replicas = batch.whole_pod(recipe).parallel.replicas
         if replicas or dry_run:
@@ -186,24 +173,3 @@ def _gpus(recipe: Recipe) -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _check_gpus(plan: Plan) -> None:
-    """NCCL refuses two ranks on one GPU, after a while and at length. Raises UserError."""
-    device, gpus = plan.recipe.run.device, 0
-    if plan.world > 1 and device != "cpu":
-        gpus = _gpus(plan.recipe)
-    if plan.world > 1 and plan.local > gpus and (gpus or device == "cuda"):
-        ranks = f"{plan.local} processes on this host ({plan.shape} over {count(plan.hosts.number, 'host')})"
-        raise UserError(f"{ranks} need a GPU each, but there are {gpus}; lower --replicas or --stages")
-
-
-def _start(plan: Plan, max_restarts: int) -> int:
-    """Starts this host's ranks and stays until they are gone."""
-    from parallel import agent
-
-    signals = agent.Signals()  # before torch is loaded, which takes seconds
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(plan.text, flush=True)
-    silence = plan.recipe.parallel.silence
-    return agent.run(plan.hosts, plan.local, plan.shape, plan.program, max_restarts, signals, silence)

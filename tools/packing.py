@@ -1,7 +1,8 @@
-"""Packing a source of files into shards: what goes where, and the processes that do it."""
+"""Tar shards: packing a source of files into them, what goes where, and reading them from end to end."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -9,9 +10,11 @@ import multiprocessing
 import os
 import re
 import signal
+import tarfile
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import BinaryIO, Callable, Iterator, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,14 +22,16 @@ from PIL import Image
 from data import decode, shard_index
 from data.base import UnreadableImage
 from data.encoded import EncodedSource
-from data.local import LocalFolder, MissingFile
+from data.local import Folder, LocalFolder, MissingFile, Range
 from data.shard_index import Index, Manifest, Shard
 from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
 from recipe.randomness import bits32, key
-from tools.shard_tar import scan, write_shard
 
+EXTENSIONS = ("jpg", "jpeg", "png")
+_CHUNK = 1 << 23
+_LABEL_BYTES = 32
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
 
@@ -49,10 +54,6 @@ class _Task(NamedTuple):
     plan: str
 
 
-_Shards = Dict[str, List[int]]  # numbers of the images, in their order, by the shard's name
-_Made = Tuple[Index, List[str]]
-
-
 def pack(
     source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
 ) -> tuple[Manifest, int, int, list[str]]:
@@ -61,13 +62,9 @@ def pack(
     Images are spread over the shards at random, a function of the seed. The same images and options give the same
     bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
 
-    Returns:
-        The manifest, the number of shards that were kept, that of images left out, and the reasons found by this call.
-
-    Raises:
-        DataError: `folder` holds other shards; a shard would have no images.
-        UnreadableImage: unless options.skip_bad.
-        OSError: while writing.
+    Returns the manifest, the numbers of shards that were kept and of images left out, and the reasons of this call.
+    Raises DataError: `folder` holds other shards, or a shard would have no images; UnreadableImage unless
+    options.skip_bad; OSError.
     """
     order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
     size = options.images_per_shard
@@ -92,16 +89,13 @@ def pack(
 
 
 def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
-    """The manifest of shards. Args: indexes: by the shard's name, in the order of the shards."""
+    """The manifest of shards whose indexes are given by name, in their order."""
     shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
     return Manifest(classes, tuple(shards))
 
 
 def _digest(source: EncodedSource, options: Options) -> str:
-    """Digest of all that shards are a function of, but for the images' bytes.
-
-    Not of options.skip_bad: a user who learns of a bad image after an hour goes on with it.
-    """
+    """Digest of all that shards are a function of, except the bytes of the images, and skip_bad, which may change."""
     digest = hashlib.sha256(json.dumps([options._replace(skip_bad=False), source.classes]).encode())
     digest.update(source.labels.tobytes())
     for index in range(len(source)):
@@ -109,7 +103,7 @@ def _digest(source: EncodedSource, options: Options) -> str:
     return digest.hexdigest()
 
 
-def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
+def _finished(task: _Task, shards: dict[str, list[int]]) -> dict[str, Index]:
     """Indexes of the shards that are complete. Raises DataError: there are other shards."""
     local = LocalFolder(str(task.folder))
     found = {}
@@ -135,8 +129,7 @@ def _finished(task: _Task, shards: _Shards) -> dict[str, Index]:
 _task: _Task | None = None  # in a worker
 
 
-def _all_packed(task: _Task, shards: _Shards, workers: int) -> Iterator[tuple[str, _Made]]:
-    """Each shard's name, index and reasons why images were left out, as they are finished."""
+def _all_packed(task: _Task, shards: dict[str, list[int]], workers: int) -> Iterator[tuple[str, tuple[Index, list]]]:
     if workers <= 1:
         yield from ((name, _pack_shard(task, name, images)) for name, images in shards.items())
         return
@@ -153,31 +146,34 @@ def _begin(task: _Task) -> None:
     _task = task
 
 
-def _work(name: str, images: list[int]) -> _Made:
+def _work(name: str, images: list[int]) -> tuple[Index, list[str]]:
     return _pack_shard(_task, name, images)
 
 
-def _pack_shard(task: _Task, name: str, images: list[int]) -> _Made:
+def _pack_shard(task: _Task, name: str, images: list[int]) -> tuple[Index, list[str]]:
+    """Write a shard, for each image the members KEY.EXTENSION and KEY.cls, and its index."""
     source, path, reasons = task.source, task.folder / name, []
-
-    def packed() -> Iterator[Tuple[str, bytes, int]]:
-        for image in images:
-            called = source.name(image)
-            try:
-                encoded, extension = _ready(source.encoded(image), called, task.options)
-            except UnreadableImage as error:
-                if not task.options.skip_bad:
-                    raise
-                reasons.append(str(error))
-                continue
-            stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
-            yield f"{image:08d}-{stem}.{extension}", encoded, int(source.labels[image])
+    with replacing(path, durable=True) as temporary:
+        with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
+            for image in images:
+                called = source.name(image)
+                try:
+                    encoded, extension = _ready(source.encoded(image), called, task.options)
+                except UnreadableImage as error:
+                    if not task.options.skip_bad:
+                        raise
+                    reasons.append(str(error))
+                    continue
+                stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
+                for suffix, content in ((extension, encoded), ("cls", b"%d" % source.labels[image])):
+                    info = tarfile.TarInfo(f"{image:08d}-{stem}.{suffix}")  # of the year 1970 and nobody's
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+            end = archive.offset + 2 * tarfile.BLOCKSIZE
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
-
-    with replacing(path, durable=True) as temporary:
-        write_shard(temporary, packed())
-        index = scan(LocalFolder(str(task.folder)), temporary.name, temporary.stat().st_size)._replace(plan=task.plan)
+        os.truncate(temporary, end)  # tarfile fills up to a record of 20 blocks
+        index = scan(LocalFolder(str(task.folder)), temporary.name, end)._replace(plan=task.plan)
     write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
     return index, reasons
 
@@ -195,3 +191,108 @@ def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=options.quality)
     return stream.getvalue(), "jpg"
+
+
+class _StrictInfo(tarfile.TarInfo):
+    """A member of an archive; TarInfo would take a damaged header for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {archive.offset:,}") from None
+
+
+def members(stream: BinaryIO, place: str, mode: str = "r:") -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The archive in a stream, with each of its files. It may hold plain files and folders below its top only.
+
+    Args: place: the archive's name in errors. mode: "r:" for random access, "r|" from front to end.
+
+    Raises DataError: it is no archive, damaged or cut short, or has a link, a device or a name that leads elsewhere.
+    """
+    try:
+        with tarfile.open(fileobj=stream, mode=mode, tarinfo=_StrictInfo, bufsize=_CHUNK) as archive:
+            for member in archive:
+                if member.name.startswith("/") or ".." in member.name.split("/"):
+                    raise DataError(f"{place}: {member.name!r} leads out of the archive; make the archive without it")
+                if member.isdir():
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise DataError(f"{place}: {member.name!r} is no plain file; leave out links and devices")
+                yield archive, member
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
+
+
+def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], None] = lambda *_: None) -> Index:
+    """The index of a shard of `size` bytes, from reading all of it; `look` gets the name and the bytes of each image.
+
+    Raises DataError: as `members`; or a key has no image, no label, two of them, or a label that is no whole number.
+    """
+    place = folder.path(shard)
+    stream = _Stream(folder, shard, size)
+    images: dict[str, tuple[str, int, int, int]] = {}
+    labels: dict[str, int] = {}
+    for archive, member in members(stream, place, "r|"):
+        key, extension = split(member.name)
+        is_label = extension == "cls"
+        if not is_label and extension not in EXTENSIONS:
+            continue
+        if key in (labels if is_label else images):
+            raise DataError(f"{place}: {key!r} has a second {'label' if is_label else 'image'}; keys must differ")
+        content = b""
+        if not is_label or member.size <= _LABEL_BYTES:
+            with contextlib.suppress(tarfile.TarError):
+                content = archive.extractfile(member).read()
+            if len(content) != member.size:
+                raise DataError(f"{place}: cut short within {member.name!r}; copy it again")
+        if not is_label:
+            images[key] = (member.name, member.offset_data, member.size, zlib.crc32(content))
+            look(member.name, content)
+        elif re.fullmatch(rb"[0-9]{1,9}", content.strip()):
+            labels[key] = int(content)
+        else:
+            raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
+    for key in images.keys() ^ labels.keys():
+        missing = f"{key}.cls, its label" if key in images else "image (.jpg, .jpeg, .png)"
+        raise DataError(f"{place}: {key!r} has no {missing}; add it or leave the other out")
+    if not images:
+        raise DataError(f"{place}: no images; remove this shard")
+    while stream.read():  # the rest, for the checksum
+        pass
+    names, offsets, lengths, checksums = zip(*images.values())
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    columns = (offsets, lengths, [labels[key] for key in images], checksums, list(map(len, encoded)))
+    types = (np.int64, np.int64, np.int32, np.uint32, np.int32)
+    arrays = (np.array(column, kind) for column, kind in zip(columns, types))
+    return Index(*arrays, b"".join(encoded), size, stream.sha256.hexdigest(), "")
+
+
+def split(name: str) -> tuple[str, str]:
+    """Key and extension, before and after the first dot in the last part of a path (the WebDataset convention)."""
+    folder, slash, last = name.rpartition("/")
+    key, _, extension = last.partition(".")
+    return folder + slash + key, extension.lower()
+
+
+class _Stream(io.RawIOBase):
+    """A file of a folder from front to end. sha256: of what was read."""
+
+    def __init__(self, folder: Folder, name: str, size: int):
+        self._folder, self._name, self._size = folder, name, size
+        self._place = 0
+        self.sha256 = hashlib.sha256()
+
+    def read(self, size: int = _CHUNK) -> bytes:
+        length = min(self._size - self._place, size)
+        if length == 0:
+            return b""
+        (answer,) = self._folder.ranges([Range(self._name, self._place, length)])
+        if isinstance(answer, str):
+            raise DataError(f"{self._folder.path(self._name)}: {answer}")
+        self._place += length
+        self.sha256.update(answer)
+        return answer

@@ -17,20 +17,18 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe.errors import DONE, UserError
 from recipe.files import write_text
 from tools import output as outputs
+from tools.arguments import within
 from tools.reporting import page, sections
 from tools.reporting.run import headline, read
 from training.command import Parser, one_line
-
-_IMAGES = 32
-_MOST_IMAGES = 64
 
 
 @one_line()
@@ -38,24 +36,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs the command; returns its exit code."""
     parser = Parser(prog="python -m tools.report", description="Write a run, or a comparison, as an HTML page.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="one run, or several to compare")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.html", help="default: report.html in the run folder; of several, here"
-    )
-    parser.add_argument(
-        "--images",
-        type=_count,
-        default=_IMAGES,
-        metavar="N",
-        help=f"pictures of training images and of mistakes, at most; 0 leaves both out ({_IMAGES}; one run only)",
-    )
+    place = "default: report.html in the run folder; of several, here"
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help=place)
+    number = "pictures of training images and of mistakes, at most; 0 leaves both out (32; one run only)"
+    parser.add_argument("--images", type=within(0, 64), default=32, metavar="N", help=number)
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     options = parser.parse_args(arguments)
     folders = options.folders
     output = options.output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    places = [folder.resolve() for folder in folders]
-    twice = next((folder for number, folder in enumerate(folders) if places[number] in places[:number]), None)
-    if twice is not None:
-        raise UserError(f"{twice}: is named twice; name each run once")
+    folder, times = Counter(folder.resolve() for folder in folders).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{folder}: is named twice; name each run once")
     runs = [read(folder) for folder in folders]
     if not output.parent.exists():
         raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
@@ -80,9 +71,3 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if options.json:
         print(json.dumps({"files": [str(output)], "runs": figures}, allow_nan=False))
     return DONE
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > _MOST_IMAGES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 to {_MOST_IMAGES}")
-    return int(text)

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before the imports: see run
 
 import argparse
 import contextlib
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,22 +28,21 @@ from typing import Callable, Sequence
 import numpy as np
 
 from data import decode, shard_index
-from data.base import UnreadableImage
+from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.folder import FolderSource
 from data.local import Folder, LocalFolder
-from data.shard_index import MANIFEST, Index, Manifest, Shard
+from data.shard_index import MANIFEST, Manifest, Shard
 from data.shards import open_folder
+from recipe.division import count
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
 from tools import imagenet
 from tools.arguments import whole, within
-from tools.packing import Options, make_manifest, pack
-from tools.shard_tar import scan
+from tools.packing import Options, make_manifest, pack, scan
 from training.command import Parser, fail, one_line
 
 _NAMED = 20  # faults that verify names, and images that pack names
-_LINES = 20  # of progress
 _MAX_NUMBERED = 100_000  # classes without names
 
 
@@ -122,8 +122,6 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
     *images, folder = options.places
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
-    if images and (os.path.realpath(folder) + os.sep).startswith(os.path.realpath(images[0]) + os.sep):
-        raise DataError(f"{folder}: lies among the images that are packed; name a folder outside of {images[0]}")
     if train:
         return imagenet.training(train), folder
     if validation:
@@ -132,8 +130,6 @@ def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
 
 
 def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
-    if "://" in options.folder:
-        raise DataError(f"{options.folder}: indexes are made on this machine; name a folder, and copy it afterwards")
     folder = LocalFolder(options.folder)
     try:
         listed = os.listdir(options.folder)
@@ -143,10 +139,7 @@ def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
     if not names:
         raise DataError(f"{options.folder}: no .tar files; name the folder that holds the shards")
 
-    def make(name: str) -> Index:
-        return scan(folder, name, os.path.getsize(folder.path(name)))
-
-    indexes = dict(zip(names, _by_threads(make, names)))
+    indexes = dict(zip(names, _by_threads(lambda name: scan(folder, name, folder.size(name)), names)))
     classes = _classes(options.classes, max(int(index.labels.max()) for index in indexes.values()), folder)
     files = {shard_index.index_name(name): shard_index.encode_index(index) for name, index in indexes.items()}
     manifest = make_manifest(classes, indexes)
@@ -156,11 +149,7 @@ def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
-    """Names of the classes: of the file, else those of an earlier manifest, else numbers. Raises DataError.
-
-    Args:
-        largest: label in the shards.
-    """
+    """Names of the classes: of the file, else those of an earlier manifest, else numbers up to the largest label."""
     if file is None:
         with contextlib.suppress(DataError):
             before = shard_index.read_manifest(folder).classes
@@ -184,12 +173,10 @@ def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
     folder = open_folder(options.folder)
     manifest = shard_index.read_manifest(folder)
 
-    def check(shard: Shard) -> list[str]:
-        return _faults(folder, shard, len(manifest.classes), options.decode)
-
+    check = functools.partial(_faults, folder, len(manifest.classes), options.decode)
     faults = [fault for found in _by_threads(check, manifest.shards) for fault in found]
     text, data = _summary(folder.place, manifest)
-    counted = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    counted = count(len(faults), "fault")
     for fault in faults[:_NAMED]:
         print(fault, file=sys.stderr)
     if faults:
@@ -199,8 +186,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
     return (WRONG_INPUT if faults else DONE), f"{text}; {counted}", data
 
 
-def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[str]:
-    """Faults of a shard, a message each."""
+def _faults(folder: Folder, classes: int, decoded: bool, shard: Shard) -> list[str]:
     faults: list[str] = []
     place = folder.path(shard.name)
 
@@ -217,14 +203,12 @@ def _faults(folder: Folder, shard: Shard, classes: int, decoded: bool) -> list[s
         return [*faults, str(error)]
     if any(not np.array_equal(*pair) for pair in zip(index[:2], found[:2])) or index.names != found.names:
         return [*faults, f"{place}: other images, or at other places, than in its index"]
-    sound = len(faults)
-    ends = index.name_lengths.cumsum().tolist()
-    for number, end in enumerate(ends):
-        name = os.fsdecode(index.names[end - int(index.name_lengths[number]) : end])
-        if index.crc32[number] != found.crc32[number]:
-            faults.append(f"{place}/{name}: not the bytes that the index has the checksum of")
-        if index.labels[number] != found.labels[number]:
-            faults.append(f"{place}/{name}: label {found.labels[number]}, but its index says {index.labels[number]}")
+    sound, names = len(faults), Names([index.names], [index.name_lengths])
+    for number in np.flatnonzero(index.crc32 != found.crc32).tolist():
+        faults.append(f"{place}/{os.fsdecode(names[number])}: not the bytes that the index has the checksum of")
+    for number in np.flatnonzero(index.labels != found.labels).tolist():
+        labels = f"label {found.labels[number]}, but its index says {index.labels[number]}"
+        faults.append(f"{place}/{os.fsdecode(names[number])}: {labels}")
     if len(faults) == sound and index.sha256 != found.sha256:
         faults.append(f"{place}: not the bytes that {MANIFEST} has the checksum of, but no image is affected")
     return faults
@@ -253,6 +237,6 @@ def _by_threads(work: Callable, tasks: Sequence) -> list:
 
 
 def _advance(done: int, total: int) -> None:
-    """Prints how many shards are done, now and then."""
-    if done and (done == total or done % max(1, total // _LINES) == 0):
+    """Print progress, about twenty times."""
+    if done and (done == total or done % max(1, total // 20) == 0):
         print(f"{done} of {total} shards", flush=True)

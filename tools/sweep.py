@@ -16,13 +16,13 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import argparse
 import contextlib
 import json
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe.errors import DONE, FAILED, STOPPED, first_line
+from tools.arguments import whole
 from tools.sweeping.candidates import load_candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
@@ -78,22 +78,13 @@ def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m tools.sweep", description="Search a recipe's best values; a sweep that was cut off goes on."
-    )
-    parser.add_argument(
-        "--config", required=True, metavar="SWEEP.yaml", help="what is searched, e.g. configs/sweeps/digits.yaml"
-    )
-    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="trials at once (1)")
-    parser.add_argument("--trials", type=_positive, metavar="N", help="overrides the file's number")
+def _parser() -> Parser:
+    about, file = "Search a recipe's best values; a sweep that was cut off goes on.", "e.g. configs/sweeps/digits.yaml"
+    parser = Parser(prog="python -m tools.sweep", description=about)
+    parser.add_argument("--config", required=True, metavar="SWEEP.yaml", help=file)
+    parser.add_argument("--workers", type=whole, default=1, metavar="N", help="trials at once (1)")
+    parser.add_argument("--trials", type=whole, metavar="N", help="overrides the file's number")
     parser.add_argument("--output", metavar="FOLDER", help="default: sweeps/NAME")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe in all trials")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)

@@ -1,9 +1,7 @@
 """Launchers in processes of their own. They are forked from a server that has loaded torch, so one costs no seconds."""
 
-import contextlib
 import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -72,16 +70,3 @@ def _launch(program, arguments, files, seconds, namespace, variables):
     for name, value in seconds.items():
         setattr(hosts if hasattr(hosts, name) else rendezvous, name, value)
     sys.exit(launch.main(["--config", str(QUICKSTART), *arguments], program=Path(program)))
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def kill_all(pids):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

@@ -42,19 +42,15 @@ def test_a_steady_noise_scale_gives_the_published_curve():
         needed = batches.updates(steady, other)
         assert (needed / least_updates - 1) * (needed * other / least_images - 1) == pytest.approx(1.0, rel=1e-6)
     assert batches.updates(steady, OWN) == 150
-    assert batches.updates(steady, 300) == pytest.approx(150 * 2 / (1 + 300 / 64))
 
 
-def test_intervals_are_those_between_lines_and_early_ones_take_the_first_that_is_known():
-    found = batches.intervals([event(10), event(30, 50.0), event(35), event(60, 80.0)], OWN)
-    assert [(each.updates, each.noise) for each in found] == [(10, 50.0), (20, 50.0), (5, 50.0), (25, 80.0)]
-
-
-def test_updates_of_a_batch_that_grows_are_fewer_than_its_steps():
-    (before, after) = batches.intervals([event(10, 50.0), {**event(30, 50.0), "batch": 2 * OWN}], OWN)
-    assert (before.updates, before.batch, after.updates, after.batch) == (10, OWN, 10, 2 * OWN)
-    expected = 10 + 10 * (1 + 50 / OWN) / (1 + 50 / (2 * OWN))
-    assert batches.updates([before, after], OWN) == pytest.approx(expected)
+def test_intervals_are_between_lines_and_those_of_a_batch_that_grows_have_fewer_updates():
+    """Lines before the first noise scale take that one."""
+    events = [event(10), event(30, 50.0), event(35), {**event(55, 80.0), "batch": 2 * OWN}]
+    found = batches.intervals(events, OWN)
+    assert [each[1:4] for each in found] == [(10, 64, 50.0), (20, 64, 50.0), (5, 64, 50.0), (10, 128, 80.0)]
+    expected = 35 + 10 * (1 + 80 / OWN) / (1 + 80 / (2 * OWN))
+    assert batches.updates(found, OWN) == pytest.approx(expected)
 
 
 def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():
@@ -64,26 +60,25 @@ def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():
     assert found.updates_range == pytest.approx(expected) and expected[0] < found.updates < expected[1]
     plan = loading.load(QUICKSTART, ["batch.global=640"])
     row = scaling.predict(plan, place, 2, workload.of(plan))
-    assert found.images == found.updates * 640
-    assert found.seconds == pytest.approx(found.updates * row.seconds)
+    assert (found.images, found.seconds) == pytest.approx((found.updates * 640, found.updates * row.seconds))
 
 
-def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, capsys):
+def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, call):
     folder, picture = run(event(22), event(44, 300.0), event(66, 600.0, 30.0)), tmp_path / "batch.png"
-    options = ["--machine", "two_cores", "--replicas", "2", "--picture", str(picture), "--json", "--batches", "64,1024"]
-    assert batch.main([folder, *options]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    data = json.loads(last)
-    assert [each["batch"] for each in data["costs"]] == [64, 1024]
+    options = ["--machine", "two_cores", "--replicas", "2", "--picture", picture, "--json", "--batches", "64,1024"]
+    code, lines, _ = call(batch.main, folder, *options)
+    data = json.loads(lines.pop())
+    assert code == 0 and [each["batch"] for each in data["costs"]] == [64, 1024]
     assert data["costs"][0]["updates"] == 66 and data["batch"] == OWN
     assert any("600 ± 30 by epoch 3" in line for line in lines) and "times on 2 replicas" in lines
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert batch.main([folder, "--json"]) == 0
-    costs = json.loads(capsys.readouterr().out.splitlines()[-1])["costs"]
+    costs = json.loads(call(batch.main, folder, "--json")[1][-1])["costs"]
     assert [(each["batch"], each["seconds"]) for each in costs] == [(16 << power, None) for power in range(7)]
 
 
-@pytest.mark.parametrize(("place", "fault"), [("", "log.noise_scale=true"), ("/nothing", "nothing: no run folder;")])
-def test_what_has_no_noise_scale_or_run_is_refused(run, capsys, place, fault):
-    assert batch.main([run(event(22)) + place]) == 2
-    assert fault in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("place", "fault"), [("", "log.noise_scale=true"), ("/nothing", "nothing/config.yaml: No such file")]
+)
+def test_what_has_no_noise_scale_or_run_is_refused(run, call, place, fault):
+    code, _, (error,) = call(batch.main, run(event(22)) + place)
+    assert code == 2 and fault in error

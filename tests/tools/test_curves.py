@@ -1,7 +1,5 @@
 """Curves are drawn from what a run wrote, also from one that was cut off while it wrote."""
 
-import pytest
-
 from tools.curves import main
 
 EVENTS = (
@@ -11,26 +9,13 @@ EVENTS = (
 )
 
 
-@pytest.fixture
-def run(tmp_path):
+def test_a_run_is_drawn_into_a_picture_and_what_cannot_be_drawn_is_one_line(tmp_path, call):
     (tmp_path / "metrics.jsonl").write_text(EVENTS)
-    return tmp_path
-
-
-def test_a_run_is_drawn_into_a_picture(run, capsys):
-    picture = run / "pictures" / "curves.png"
-    assert main([str(run), "--output", str(picture)]) == 0
+    picture = tmp_path / "pictures" / "curves.png"
+    assert call(main, tmp_path, "--output", picture) == (0, [str(picture)], [])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.strip() == str(picture)
-
-
-def test_what_cannot_be_drawn_is_refused_in_one_line(run, tmp_path, capsys):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "metrics.jsonl").write_text("garbage\n" + EVENTS)
-    for arguments, message in (
-        ([tmp_path / "broken"], "metrics.jsonl:1: not a line of metrics"),
-        ([run, "--output", tmp_path / "c.xyz"], "c.xyz: no kind of picture"),
-    ):
-        assert main([str(argument) for argument in arguments]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and message in lines[0]
+    code, _, (error,) = call(main, tmp_path, "--output", tmp_path / "c.xyz")
+    assert code == 2 and "c.xyz: no kind of picture" in error
+    (tmp_path / "metrics.jsonl").write_text("garbage\n" + EVENTS)
+    code, _, (error,) = call(main, tmp_path)
+    assert code == 2 and "metrics.jsonl:1: not a line of metrics" in error

@@ -1,6 +1,7 @@
 """tools.export: what is written gives the model's logits, to programs that never saw this repository."""
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -14,13 +15,13 @@ import torch
 from PIL import Image
 
 import evaluate
-import train
 from data.digits import DigitsSource
 from engines import state
 from models.efficientnet import build, timm_name
 from recipe import loading
 from tests.conftest import QUICKSTART, TINY
-from tools import export
+from tests.tools.reporting.runs import trained
+from tools import export, exporting
 from training import exported
 from training.checkpoint import load
 
@@ -36,11 +37,8 @@ B0 = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, _one_thread):
     """A run of one epoch of four steps, half weights, with an average over steps; its folder and end event."""
-    folder = tmp_path_factory.mktemp("runs") / "my run"
-    overrides = [*TINY, "batch.global=359", "batch.micro=359", "run.steps=4", "average.step_decay=0.5"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engines.torch_engine.TorchEngine.peak_flops", lambda engine: 1e12)
-        assert train.main(["--config", str(QUICKSTART), *overrides, f"run.output={folder}"]) == DONE
+    overrides = ("batch.global=359", "batch.micro=359", "run.steps=4", "average.step_decay=0.5")
+    folder = trained(tmp_path_factory.mktemp("runs") / "my run", *overrides)
     return folder, json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
@@ -59,16 +57,9 @@ def files(run):
 
 
 @pytest.fixture
-def command(capsys):
+def command(call):
     """command(*arguments): exit code, lines of stdout, lines of stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = export.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out.splitlines(), captured.err.splitlines()
-
-    return call
+    return functools.partial(call, export.main)
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +80,34 @@ def expected(run, digits):
         return model(digits).float()
 
 
-def test_each_format_says_what_was_written_and_how_it_was_checked(run, files):
-    for format, path in files[0].items():
-        *_, checked, score, data = files[1][format]
-        about = json.loads(data)
-        assert about["file"] == str(path)
-        assert (about["bytes"], about["images"], about["batches"]) == (path.stat().st_size, "validation", [1, 2, 5])
-        assert 0 <= about["difference"] <= (0 if format == "safetensors" else about["limit"]) <= 1e-4
-        assert f"{about['difference']:.2g}" in checked and score.endswith(f"evaluate.py --checkpoint '{path}'")
-        assert about["no_validation_images"] is None
+def random_weights(path, *overrides):
+    torch.save(build(loading.load(QUICKSTART, [*TINY, *overrides]).model, 1).state_dict(), path)
+    return path
 
 
-def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_was_written_its_check_and_its_metadata_are_reported(run, files, format):
+    path = files[0][format]
+    *_, checked, data = files[1][format]
+    about = json.loads(data)
+    assert about["file"] == str(path) and about["no_validation_images"] is None
+    assert (about["bytes"], about["images"]) == (path.stat().st_size, "validation")
+    assert 0 <= about["difference"] <= (0 if format == "safetensors" else 1e-4)
+    assert f"{about['difference']:.2g}" in checked
+    if format == "safetensors":
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata()
+    else:
+        metadata = exported.opened(path.suffix, path.read_bytes()).metadata
+    recipe = loading.loads(metadata.pop("recipe"), "file")
+    assert recipe == loading.load(run[0] / "config.yaml") and metadata.pop("weights") == "trained"
+    sizes = {"image_size": 16, "mean": list(recipe.model.mean), "std": list(recipe.model.std)}
+    classes, crop = [str(digit) for digit in range(10)], recipe.data.crop_fraction
+    found = {name: json.loads(text) for name, text in metadata.items()}
+    assert found == {**sizes, "classes": classes, "crop_fraction": crop}
+
+
+def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, tmp_path, monkeypatch, call):
     """Without --config, each in a place of its own. The loss is the mean of 360 images; float32 sums in another order
     differ by 1e-6 of it. Shares of classes agree to the tenth of a percent that is printed."""
     folder, end = run
@@ -109,11 +116,12 @@ def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, t
     Image.fromarray(DigitsSource("validation").read(0).permute(1, 2, 0).numpy()).save(scan)
 
     def evaluated(path, *arguments):
-        assert evaluate.main(["--checkpoint", str(path), *arguments]) == DONE
-        return capsys.readouterr().out
+        code, lines, _ = call(evaluate.main, "--checkpoint", path, *arguments)
+        assert code == DONE
+        return "\n".join(lines)
 
-    evaluated(folder, "--output", str(tmp_path / "own"))
-    own, guesses = json.loads((tmp_path / "own" / "scores.json").read_text()), evaluated(folder, "--images", str(scan))
+    evaluated(folder, "--output", tmp_path / "own")
+    own, guesses = json.loads((tmp_path / "own" / "scores.json").read_text()), evaluated(folder, "--images", scan)
     assert guesses.count("%") == 5
     for path in files[0].values():
         assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in evaluated(path)
@@ -121,9 +129,9 @@ def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, t
         assert (scores["file"], scores["images"]) == (str(path), 360)
         assert (scores["top1"], scores["top5"]) == (own["top1"], own["top5"])
         assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
-        assert evaluated(path, "--images", str(scan)) == guesses
-    assert evaluate.main(["--checkpoint", str(path), "--images", str(scan), "model.image_size=24"]) == WRONG_INPUT
-    assert "was exported with model.image_size 16, not 24" in capsys.readouterr().err
+        assert evaluated(path, "--images", scan) == guesses
+    code, _, (error,) = call(evaluate.main, "--checkpoint", path, "--images", scan, "model.image_size=24")
+    assert code == WRONG_INPUT and "was exported with model.image_size 16, not 24" in error
 
 
 def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
@@ -152,21 +160,6 @@ def test_the_torch_program_needs_nothing_of_this_repository(files, digits, expec
     assert json.loads(texts["image_size"]) == 16 and "image_size: 16" in texts["recipe"]
 
 
-def test_a_file_says_what_it_was_made_of(run, files):
-    for format, path in files[0].items():
-        if format == "safetensors":
-            with safetensors.safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata()
-        else:
-            metadata = exported.opened(path.suffix, path.read_bytes()).metadata
-        recipe = loading.loads(metadata.pop("recipe"), "file")
-        assert recipe == loading.load(run[0] / "config.yaml") and metadata.pop("weights") == "trained"
-        sizes = {"image_size": 16, "mean": list(recipe.model.mean), "std": list(recipe.model.std)}
-        classes, crop = [str(digit) for digit in range(10)], recipe.data.crop_fraction
-        found = {name: json.loads(text) for name, text in metadata.items()}
-        assert found == {**sizes, "classes": classes, "crop_fraction": crop}
-
-
 def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(run, files, command, tmp_path):
     """Half weights have the same values in float32. The library alone would order the metadata otherwise each time."""
     weights = load(run[0] / "checkpoints" / "step-00000004.pt")["engine"]["weights"]
@@ -193,8 +186,7 @@ def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
         buffer.copy_(torch.rand(buffer.shape, generator=generator) + (0.5 if name.endswith("var") else -0.5))
     torch.save(ours.state_dict(), tmp_path / "ours.pth")
     path = tmp_path / "b0.safetensors"
-    arguments = ("--config", QUICKSTART, "--output", path, *B0)
-    assert command(tmp_path / "ours.pth", *arguments)[0] == DONE
+    assert command(tmp_path / "ours.pth", "--config", QUICKSTART, "--output", path, *B0)[0] == DONE
     model = timm.create_model("tf_efficientnet_b0", num_classes=10).eval()
     model.load_state_dict(safetensors.torch.load_file(path), strict=True)
     images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator)
@@ -204,25 +196,24 @@ def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp_path, capsys):
+def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp_path, call):
     code, lines, _ = command(run[0], "--weights", "step_average")
     path = run[0] / "export" / "quickstart-step_average.safetensors"
     assert code == DONE and lines[0].startswith(f"{run[0] / 'checkpoints' / 'step-00000004.pt'}, step_average weights")
-    assert evaluate.main(["--checkpoint", str(path), "--weights", "trained", "--output", str(tmp_path)]) == DONE
-    expected = f"{path}, step_average weights: top1 {run[1]['step_average']['top1']:.2%}"
-    assert expected in capsys.readouterr().out
+    _, lines, _ = call(evaluate.main, "--checkpoint", path, "--weights", "trained", "--output", tmp_path)
+    assert f"{path}, step_average weights: top1 {run[1]['step_average']['top1']:.2%}" in "\n".join(lines)
     assert json.loads((tmp_path / "scores.json").read_text())["weights"] == "step_average"
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_path, there):
-    path, root = tmp_path / "m.safetensors", tmp_path / "images"
+    path, root, weights = tmp_path / "m.safetensors", tmp_path / "images", tmp_path / "w.pth"
     overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=2", "data.bad_images=skip")
-    torch.save(build(loading.load(QUICKSTART, [*TINY, "model.classes=2"]).model, 1).state_dict(), tmp_path / "w.pth")
+    random_weights(weights, "model.classes=2")
     for folder in ("train/a", "train/b", "val/a", "val/b") if there else ():
         (root / folder).mkdir(parents=True)
         (root / folder / "no picture.jpg").write_bytes(b"")
-    code, lines, _ = command(tmp_path / "w.pth", "--config", QUICKSTART, "--output", path, "--json", *overrides)
+    code, lines, _ = command(weights, "--config", QUICKSTART, "--output", path, "--json", *overrides)
     about = json.loads(lines[-1])
     assert (code, about["images"]) == (DONE, "random")
     assert ("none of the first 2 can be read" if there else f"{root}") in about["no_validation_images"]
@@ -234,7 +225,7 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
     """One logit of the five in the last batch; the earlier file stays."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"of before")
-    reader = export._reader
+    reader = exporting._reader
 
     def a_little_off(*arguments):
         def logits(images):
@@ -244,7 +235,7 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
 
         return logits
 
-    monkeypatch.setattr(export, "_reader", a_little_off)
+    monkeypatch.setattr(exporting, "_reader", a_little_off)
     code, lines, (error,) = command(run[0], "--output", path)
     assert (code, lines) == (FAILED, [])
     assert error.startswith(f"{path}: not written: a logit differs by ") and "more than 0.0001" in error
@@ -258,43 +249,30 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
         ("RUN --weights epoch_average", "has no epoch_average; it has trained, step_average"),
         ("RUN --output m.pt2", "m.pt2: --format onnx writes a .onnx file; name it m.onnx"),
         ("nowhere --output /proc/m.onnx", "/proc/m.onnx: cannot be written: No such file or directory; name another"),
-        ("m.onnx", "m.onnx: a program, no weights; name the run or weights that it was made of"),
         ("RUN modl.width=1", "command line: modl: unknown key; did you mean model?"),
         ("RUN model.width=0.5", "the model's is [16, 3, 3, 3]; give the recipe"),
         ("RUN/config.yaml", "config.yaml: not weights"),
+        ("without onnxruntime", "the package onnxruntime is not installed; pip install onnx"),
     ],
 )
-def test_refusals_are_one_line(run, command, arguments, fault):
+def test_refusals_are_one_line(run, command, monkeypatch, arguments, fault):
+    if "without" in arguments:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+        arguments = "RUN"
     given = (argument.replace("RUN", str(run[0])) for argument in arguments.split())
     code, lines, (error,) = command("--format", "onnx", *given)
     assert (code, lines) == (WRONG_INPUT, []) and fault in error
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_package_is_one_line(run, command, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    code, _, (error,) = command(run[0], "--format", "onnx")
-    assert code == WRONG_INPUT and f"the package {package} is not installed; pip install onnx" in error
+DEPTHWISE = "model.norm=batch model.group_size=1 model.expansion=6 model.padding=torch"
+SLOW = ((format, norm) for format in ("onnx", "torch") for norm in ("model.norm=layer", "model.proxy_norm=true"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", ["model.norm=layer", "model.proxy_norm=true"])
-@pytest.mark.parametrize("format", ["onnx", "torch"])
-def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, norm, format):
+@pytest.mark.parametrize(
+    ("format", "overrides"), [("torch", DEPTHWISE), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, format, overrides):
     """The command itself compares; random weights, whose logits are about 1."""
-    overrides = [*TINY, norm]
-    torch.save(build(loading.load(QUICKSTART, overrides).model, 1).state_dict(), tmp_path / "w.pth")
+    weights = random_weights(tmp_path / "w.pth", *overrides.split())
     arguments = ("--config", QUICKSTART, "--format", format, "--output", tmp_path / f"m{FORMATS[format]}")
-    assert command(tmp_path / "w.pth", *arguments, *overrides)[::2] == (DONE, [])
-
-
-def test_a_program_is_read_with_the_bits_of_torchs_own_loader(tiny):
-    depthwise = ("model.norm=batch", "model.group_size=1", "model.expansion=6", "model.padding=torch")
-    recipe = tiny("model.width=0.1", "model.depth=0.1", *depthwise)
-    model = build(recipe.model, 0).eval().requires_grad_(False)
-    size = recipe.model.image_size
-    images = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        content, _ = export._program(model, recipe, {"recipe": "", "weights": "trained"})
-        expected = torch.export.load(io.BytesIO(content)).module()(images)
-        assert torch.equal(exported.opened(exported.PROGRAM, content).logits(images), expected)
+    assert command(weights, *arguments, *TINY, *overrides.split())[::2] == (DONE, [])

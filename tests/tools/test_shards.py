@@ -3,9 +3,6 @@
 import io
 import json
 import os
-import pickle
-import re
-import signal
 import tarfile
 
 import numpy as np
@@ -13,10 +10,10 @@ import pytest
 from PIL import Image
 
 from data import shard_index
-from data.folder import FolderSource
 from data.shards import ShardsSource
-from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards, write_tar
+from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards
 from tests.data.test_decode import png
+from tests.world import fork_server
 from tools import packing, shards
 
 
@@ -70,30 +67,17 @@ def test_indexes_can_be_made_anew(classes, tmp_path, capsys):
         assert shard_index.encode_index(old._replace(plan="")) == shard_index.encode_index(new)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, tmp_path, capsys, workers):
-    for number in (1, workers):
+def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, tmp_path, capsys, monkeypatch):
+    context = fork_server()  # which has loaded torch
+    monkeypatch.setattr(packing.multiprocessing, "get_context", lambda method: context)
+    for number in (1, 2):
         assert pack(capsys, classes, tmp_path / f"{number} workers", workers=number)[0] == 0
     assert pack(capsys, classes, tmp_path / "seed", "--seed", 1)[0] == 0
     found = contents(tmp_path / "1 workers")
     archive = next((tmp_path / "seed").glob("*.tar")).read_bytes()
     assert len(archive) - len(archive.rstrip(b"\0")) < 2048  # two empty blocks end it, as in every shard so far
-    assert found == contents(tmp_path / f"{workers} workers") and found != contents(tmp_path / "seed")
+    assert found == contents(tmp_path / "2 workers") and found != contents(tmp_path / "seed")
     assert pairs(ShardsSource(str(tmp_path / "seed"), 1)) == pairs(ShardsSource(str(tmp_path / "1 workers"), 1))
-
-
-def test_a_process_makes_the_shard_and_ends_with_its_parent(classes, tmp_path, monkeypatch):
-    """A killed parent cannot end it, and it would write on for good. What processes are sent is pickled."""
-    made = packing._Task(FolderSource(str(classes)), tmp_path, packing.Options(images_per_shard=6), "plan")
-    bound = []
-    monkeypatch.setattr(packing, "die_with_parent", lambda: bound.append(True))
-    monkeypatch.setattr(packing.signal, "signal", lambda *arguments: bound.append(arguments))
-    monkeypatch.setattr(packing, "_task", None)
-    packing._begin(pickle.loads(pickle.dumps(made)))
-    packing._work("000000.tar", [0, 1])
-    assert bound == [True, (signal.SIGINT, signal.SIG_IGN)]
-    with tarfile.open(tmp_path / "000000.tar") as archive:
-        assert len(archive.getmembers()) == 4
 
 
 def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch):
@@ -119,14 +103,6 @@ def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch
     os.truncate(out / "000001.tar", 600)
     assert pack(capsys, classes, out)[1]["kept"] == 3
     assert contents(out) == whole
-
-
-def test_a_full_disk_is_an_error_that_leaves_no_part(classes, small_disk, capsys):
-    disk = small_disk("16k")
-    code, _, (error,) = run(capsys, "pack", classes, disk / "out", "--workers", 1)
-    assert code == 1
-    assert re.fullmatch(rf"{disk / 'out'}/\S+: No space left on device; .*rerun the same command.*", error)
-    assert os.listdir(disk / "out") == []
 
 
 def test_shards_of_another_plan_are_not_overwritten(classes, tmp_path, capsys):
@@ -200,6 +176,8 @@ def special(kind):
 
 
 NO_FILES = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)
+WHOLE = tar_bytes([IMAGE, LABEL, ("b.jpg", jpeg(1)), ("b.cls", b"0")])
+DAMAGED = WHOLE.replace(b"b.jpg\0", b"b.jpg\1")  # a header in the middle, which is not the end
 
 
 @pytest.mark.parametrize(
@@ -214,66 +192,42 @@ NO_FILES = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)
         (tar_bytes([IMAGE, LABEL, ("/b.txt", b"")]), "'/b.txt' leads out of the archive"),
         (tar_bytes([]), "no images"),
         *((special(kind), "'a.jpg' is no plain file") for kind in NO_FILES),
+        (tar_bytes([IMAGE, ("a.cls", b"2")]), "names: 2 classes, but the shards have label 2; name all classes"),
+        (DAMAGED, "damaged or cut short"),
+        # In a header, in an image, in a label, before the end's mark, of which a part may be missing.
+        *((WHOLE[:size], "") for size in range(0, WHOLE.index(b"b.cls") + 1025, 450)),
+        # Without names, one label cannot make a billion classes.
+        (
+            tar_bytes([IMAGE, ("a.cls", b"9" * 9)]),
+            "label 999999999, but without --classes FILE there are at most 100,0",
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "tar",
 )
-def test_files_that_a_shard_must_not_hold_are_refused(tmp_path, capsys, content, message):
+def test_what_a_shard_must_not_hold_is_refused(tmp_path, capsys, content, message):
     (tmp_path / "x.tar").write_bytes(content)
-    code, _, (error,) = run(capsys, "index", tmp_path)
-    assert code == 2
-    assert error.startswith(f"{tmp_path}/x.tar: {message}")
+    (tmp_path / "names").write_text("cat\ndog\n")
+    options = ("--classes", tmp_path / "names") if "names:" in message else ()
+    code, _, (error,) = run(capsys, "index", tmp_path, *options)
+    assert code == 2 and error.startswith(str(tmp_path)) and message in error
     assert not (tmp_path / "x.tar.index").exists()
 
 
-def test_a_tar_cut_short_anywhere_is_refused(tmp_path, capsys):
-    """In a header, in an image, in a label, before the end's mark: only the very end may be missing a part of that."""
-    write_tar(tmp_path / "x.tar", [IMAGE, LABEL, ("b.jpg", jpeg(1)), ("b.cls", b"0")])
-    whole = (tmp_path / "x.tar").read_bytes()
-    with tarfile.open(tmp_path / "x.tar") as archive:
-        end = max(member.offset_data for member in archive) + 512
-    for size in range(0, end + 1, 450):
-        (tmp_path / "x.tar").write_bytes(whole[:size])
-        code, _, errors = run(capsys, "index", tmp_path)
-        assert (code, len(errors)) == (2, 1), size
-    damaged = bytearray(whole)
-    damaged[whole.index(b"b.jpg") + 120] ^= 255  # in a header in the middle: not an end
-    (tmp_path / "x.tar").write_bytes(damaged)
-    code, _, (error,) = run(capsys, "index", tmp_path)
-    assert code == 2 and "damaged or cut short" in error
-
-
 def test_long_and_strange_names_are_read(tmp_path, capsys):
-    """Names beyond a plain header's 100 bytes, in both dialects; a folder; a dot in a folder's name."""
-    for number, dialect in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        with tarfile.open(tmp_path / f"{number}.tar", "w", format=dialect) as archive:
-            folder = tarfile.TarInfo("v1.0")
-            folder.type = tarfile.DIRTYPE
-            archive.addfile(folder)
-            for ending, content in (("jpg", jpeg(3)), ("cls", b"2")):
-                info = tarfile.TarInfo(f"v1.0/{'ä' * 120}.{ending}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+    """Names beyond a plain header's 100 bytes; a folder; a dot in a folder's name."""
+    with tarfile.open(tmp_path / "1.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        folder = tarfile.TarInfo("v1.0")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for ending, content in (("jpg", jpeg(3)), ("cls", b"2")):
+            info = tarfile.TarInfo(f"v1.0/{'ä' * 120}.{ending}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     assert run(capsys, "index", tmp_path)[0] == 0
     source = ShardsSource(str(tmp_path), 1)
-    assert [source.encoded(0), source.encoded(1)] == [jpeg(3)] * 2
-    assert source.name(1) == f"{tmp_path}/1.tar/v1.0/" + "ä" * 120 + ".jpg"
+    assert source.encoded(0) == jpeg(3)
+    assert source.name(0) == f"{tmp_path}/1.tar/v1.0/" + "ä" * 120 + ".jpg"
     assert source.classes == ("0", "1", "2")
-
-
-@pytest.mark.parametrize(
-    ("label", "options", "fault"),
-    [
-        (b"2", ("--classes", "names"), "names: 2 classes, but the shards have label 2; name all classes"),
-        (b"9" * 9, (), "shards: label 999999999, but without --classes FILE there are at most 100,000 classes; name"),
-    ],
-)
-def test_labels_beyond_the_named_classes_are_refused(tmp_path, capsys, monkeypatch, label, options, fault):
-    """Without names, one label cannot make a billion classes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "names").write_text("cat\ndog\n")
-    (tmp_path / "shards").mkdir()
-    write_tar(tmp_path / "shards/a.tar", [("1.jpg", jpeg(1)), ("1.cls", label)])
-    code, _, (error,) = run(capsys, "index", "shards", *options)
-    assert code == 2 and error.startswith(fault)
 
 
 def test_verify_finds_damage(tmp_path, capsys):
@@ -303,24 +257,22 @@ def test_verify_finds_damage(tmp_path, capsys):
         assert error.startswith(f"{folder}{start}")
 
 
-def test_wrong_folders_are_one_line_and_2(classes, tmp_path, capsys):
+URL = "http://host/shards"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ("index gone", "gone: "),
+        ("verify gone", "gone"),
+        ("index empty", "empty: "),
+        (f"index {URL}", URL),
+        (f"pack images {URL}", URL),
+        *((arguments, "") for arguments in ("", "pack a b --quality 0", "pack a b --workers 0", "x")),
+    ],
+)
+def test_wrong_folders_and_command_lines_are_one_line_and_2(tmp_path, call, monkeypatch, arguments, fault):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    url, inside = "http://host/shards", classes / "cat/shards"
-    for *arguments, place in (
-        ("index", tmp_path / "gone"),
-        ("verify", tmp_path / "gone"),
-        ("index", tmp_path / "empty"),
-        ("index", url),
-        ("pack", classes, url),
-        ("pack", classes, inside),
-    ):
-        code, _, (error,) = run(capsys, *arguments, place)
-        assert code == 2 and error.startswith(str(place))
-    assert not inside.exists()
-
-
-@pytest.mark.parametrize("arguments", ["", "pack a b --quality 0", "pack a b --workers 0", "x"])
-def test_wrong_command_lines_are_one_line_and_2(capsys, arguments):
-    with pytest.raises(SystemExit) as caught:
-        shards.main(arguments.split())
-    assert caught.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    code, _, (error,) = call(shards.main, *arguments.split())
+    assert code == 2 and error.startswith(fault)

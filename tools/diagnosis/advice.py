@@ -40,12 +40,11 @@ def advise(recipe: Recipe, found: Findings) -> Advice:
     if share >= _WORTH:
         return Advice(limit, *_RULES[limit](recipe, found, share))
     peak = f"{percent(found.mfu)} of what large matrix products reach here (MFU)"
-    fault = f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {peak}."
+    text = f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {peak}. More replicas help"
     if found.batch.accumulation % 2:
-        return Advice("compute", f"{fault} More replicas make it faster.", [])
+        return Advice("compute", f"{text}.", [])
     larger = f"batch.micro={2 * found.batch.micro}"
-    use = "may use the device better, with the same batch, if the memory suffices; else more replicas make it faster."
-    return Advice("compute", f"{fault} {larger} {use}", [larger])
+    return Advice("compute", f"{text}; with the same batch, {larger} may, if the memory suffices.", [larger])
 
 
 def _twice(found: Findings) -> str:
@@ -56,23 +55,19 @@ def _input(recipe: Recipe, found: Findings, share: float) -> Remedy:
     needed, reading = workers_needed(recipe.data.workers, share), found.reading.share_of_bytes
     fault, more = f"Waiting for images takes {percent(share)} of a step", f"data.workers={needed}"
     if reading is not None and reading >= 0.5:
-        text = (
-            f"{fault}, and {percent(reading)} of an image's time is reading its bytes: pack the images into shards "
-            "(python -m tools.shards pack) on a disk that is nearer, or let more reads be under way at once: "
-            f"{more} would keep up."
-        )
-        return text, [more]
+        fault += f", and {percent(reading)} of an image's time is reading its bytes"
+        shards = "pack the images into shards (python -m tools.shards pack) on a nearer disk"
+        return f"{fault}: {shards}, or {more} would keep up.", [more]
     cores = max(1, found.about["cores"] // found.hosts.count(found.hosts[0]))  # of a rank
     if needed <= cores:
         return f"{fault}: {more} would keep up.", [more]
-    dali = ["data.reader=dali"] if reading is not None and found.about["device"] != "cpu" else []
-    smaller = "draw less for each image (data.augment, data.glyph_size)"
-    if reading is not None:
-        smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
-    if dali:
-        smaller += ", or let the GPU decode: data.reader=dali"
-    few = f"{needed} workers would keep up, but a rank has {count(cores, 'core')}"
-    return f"{fault}: {few}; {smaller}, or give it more cores.", dali
+    few = f"{fault}: {needed} workers would keep up, but a rank has {count(cores, 'core')}; give it more, or"
+    if reading is None:
+        return f"{few} draw less for each image (data.augment, data.glyph_size).", []
+    smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
+    if found.about["device"] == "cpu":
+        return f"{few} {smaller}.", []
+    return f"{few} {smaller}, or let the GPU decode: data.reader=dali.", ["data.reader=dali"]
 
 
 def _straggling(recipe: Recipe, found: Findings, share: float) -> Remedy:
@@ -80,13 +75,10 @@ def _straggling(recipe: Recipe, found: Findings, share: float) -> Remedy:
     slowest = splitting.slowest(found.ranks)
     if slowest is not None and slowest.lag >= _LAG:
         rank = f"rank {slowest.rank} on host {slowest.host} computes {percent(slowest.lag)} slower than the others"
-        remedy = "Look for what else runs there, at its clock and its cores, or leave it out: a step waits for it."
-        return f"{fault}: {rank}. {remedy}", []
-    text = (
-        f"{fault}, now of one and now of another: something else runs on the machines. More micro batches a step "
-        f"average it out: {_twice(found)}, with the learning rate that goes with it."
-    )
-    return text, [_twice(found)]
+        return f"{fault}: {rank}. Look for what else runs there, or leave it out.", []
+    cause = "now of one and now of another: something else runs on the machines"
+    remedy = f"More micro batches average it out: {_twice(found)}, with the learning rate that goes with it."
+    return f"{fault}, {cause}. {remedy}", [_twice(found)]
 
 
 def _exchange(recipe: Recipe, found: Findings, share: float) -> Remedy:
@@ -126,8 +118,7 @@ def _imbalance(recipe: Recipe, found: Findings, share: float) -> Remedy:
     if recipe.parallel.split is not None and not bound_to_cut(recipe, found.batch.replicas):
         return f"{fault}: parallel.split=auto cuts the model by what its blocks cost here.", ["parallel.split=auto"]
     fewer = f"parallel.stages={max(1, found.batch.stages // 2)}"
-    remedy = f"fewer stages and more replicas waste less: {fewer}."
-    return f"{fault}, and the cut is as even as the recipe lets it be: {remedy}", [fewer]
+    return f"{fault}, as evenly as the recipe can be cut: fewer stages and more replicas waste less: {fewer}.", [fewer]
 
 
 def _update(recipe: Recipe, found: Findings, share: float) -> Remedy:

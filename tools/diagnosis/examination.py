@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
@@ -36,10 +37,8 @@ _PEAKS = 3
 
 
 class Findings(NamedTuple):
-    """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`.
-
-    peak: floating-point operations a second, of all devices. machine, doubling: None where no link could be measured.
-    """
+    """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`. peak: operations a
+    second, of all devices. machine, doubling: None where no link could be measured."""
 
     batch: Batch
     images: int
@@ -74,12 +73,9 @@ class Findings(NamedTuple):
 def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optional[Findings]:
     """Measure on all ranks, each of which calls this; the main one gets the findings, the others None.
 
-    Args:
-        seconds: for measuring; large steps take longer.
-        say: prints a line of progress; called on the main rank only.
+    Args: seconds: for measuring; large steps take longer. say: prints a line of progress, of the main rank.
 
-    Raises:
-        UserError: recipe or data cannot be used, or ranks cannot connect.
+    Raises UserError: recipe or data cannot be used, or ranks cannot connect.
     """
     started = time.perf_counter()
     try:
@@ -105,7 +101,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     found_links = links.measure(processes, device)
     times, engine, complete = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
     peak = spread([engine.peak_flops() for _ in range(_PEAKS)])
-    methods: List[Method] = []
+    methods = []
     if place.replicas > 1 and found_links is not None:
         methods = links.methods(engine, recipe, batch, processes, found_links.link, _METHODS * seconds)
     facts = processes.gather((platform.node(), machines.about(device)))
@@ -143,18 +139,16 @@ def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Len
 def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, seconds: float) -> Reading:
     """Reading of the slowest rank, as a step waits for it; unreadable images are those of all ranks."""
     place = processes.topology
-
-    def read() -> Optional[Reading]:
-        return None if source is None else images.read(recipe, source, place.replica, place.replicas, seconds)
-
-    found = [each for each in processes.gather(processes.together(read)) if each is not None]
+    read = functools.partial(images.read, recipe, source, place.replica, place.replicas, seconds)
+    own = processes.together(read if source is not None else lambda: None)
+    found = [each for each in processes.gather(own) if each is not None]
     slowest = min(found, key=lambda each: each.per_core.median)
     return slowest._replace(tried=sum(each.tried for each in found), unreadable=sum(each.unreadable for each in found))
 
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:
     """The recipe as measured: at one image size; a process that computes all stages by itself is one device."""
-    recipe = steps.changed(recipe, "data", image_sizes=None)
+    recipe = workload.changed(recipe, "data", image_sizes=None)
     if stages == recipe.parallel.stages:
         return recipe
     parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)

@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -25,16 +25,15 @@ from tools.diagnosis.splitting import Spread, spread
 
 _REPETITION = 0.1  # seconds of images in each
 _FEWEST, _MOST = 3, 40
-_PATIENCE = 8  # images
+_TRIED = 10_000  # images whose files are to be dropped from the cache, at most
 _LEFT = 0.01  # share of a file's pages in memory that is as good as none: of a shard some may be on their way
 
 
 class Reading(NamedTuple):
-    """Rates of one core, by the torch reader in the process itself.
+    """Rates of one core: images a second by the torch reader in the process itself, files being in the page cache.
 
-    per_core: images a second, files being in the page cache. tried: images; unreadable: those of them that training
-    leaves out. Where images are files: bytes, of one on average; bytes a second out of the page cache, or over the
-    network if they come from there; bytes a second with the page cache empty, None where it cannot be emptied.
+    unreadable: images that training leaves out. Of files: bytes of one on average; bytes a second read again, out of
+    the page cache of local disks; with the page cache empty, None where it cannot be emptied.
     """
 
     per_core: Spread
@@ -43,11 +42,10 @@ class Reading(NamedTuple):
     bytes: Optional[float] = None
     cached_bytes_per_second: Optional[Spread] = None
     disk_bytes_per_second: Optional[Spread] = None
-    over_network: bool = False
 
     @property
     def share_of_bytes(self) -> Optional[float]:
-        """Share of reading its bytes, from the disk where that is known, in the time that an image takes."""
+        """Share of an image's time in which its bytes are read, from the disk where that is known."""
         if self.bytes is None:
             return None
         cached = self.bytes / self.cached_bytes_per_second.median
@@ -58,9 +56,7 @@ class Reading(NamedTuple):
 def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: float) -> Reading:
     """Read, decode and augment images in the order of the run, each replica its own part of it.
 
-    Raises:
-        UnreadableImage: under data.bad_images=error.
-        DataError: no image can be read.
+    Raises UnreadableImage under data.bad_images=error, DataError if no image can be read.
     """
     order = source.order(recipe.run.seed, 0)[replica::replicas].tolist()
     threads = torch.get_num_threads()
@@ -68,22 +64,17 @@ def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: f
     try:
         if not isinstance(source, EncodedSource):
             return _through_reader(recipe, source, order, seconds)
-        remote = _file(source.name(order[0])) is None
-
-        def forget(index: int) -> bool:
-            return not remote and _forgotten(_file(source.name(index)))
-
-        disk = _bytes_a_second(source, order, seconds / 3, forget)
-        # Those files again, which lie in the page cache now, and whatever the order brings after them.
-        cached = _bytes_a_second(source, order, seconds / 3, lambda index: remote or _length(source, index) >= 0)
+        some, again = itertools.islice(itertools.cycle(order), _TRIED), itertools.cycle(order)
+        dropped = (index for index in some if _forgotten(_file(source.name(index))))
+        disk = _bytes_a_second(source, dropped, seconds / 3)
+        cached = _bytes_a_second(source, (i for i in again if _length(source, i) >= 0), seconds / 3)
         found = _through_reader(recipe, source, order, seconds / 3)
     finally:
         torch.set_num_threads(threads)
     if cached is None:  # all that were read are empty
         raise DataError(f"{source.name(order[0])}: empty, as all images after it; mend them, or correct data.root")
-    return found._replace(
-        bytes=cached[1], cached_bytes_per_second=cached[0], disk_bytes_per_second=disk and disk[0], over_network=remote
-    )
+    rates = {"cached_bytes_per_second": cached[0], "disk_bytes_per_second": disk and disk[0]}
+    return found._replace(bytes=cached[1], **rates)
 
 
 def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
@@ -94,22 +85,18 @@ def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
         images = images.pin_memory()
     there = torch.empty_like(images, device=device)
 
-    def copy(times: int) -> int:
-        for _ in range(times):
-            there.copy_(images, non_blocking=True)
+    def copy(_: int) -> int:
+        there.copy_(images, non_blocking=True)
         synchronize(device)
-        return times * images.numel()
+        return images.numel()
 
-    copy(1)
-    (once, *_) = _rates(copy, itertools.repeat(1), 0.0, 0.0)
-    times = max(1, int(_REPETITION / 5 * once / images.numel()))
-    return spread(_rates(copy, itertools.repeat(times), seconds, _REPETITION / 10))
+    copy(0)
+    return spread(_rates(copy, itertools.repeat(0), seconds, _REPETITION / 10))
 
 
 def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], seconds: float) -> Reading:
-    """Images a second through the whole reader. Raises as `read` does."""
     reader, size = Reader(source, 1, Training(recipe.data, recipe.run.seed)), recipe.model.image_size
-    tried, unreadable = set(), {}
+    tried, unreadable = set(), {}  # indices; the reason by index
 
     def load(index: int) -> int:
         tried.add(index)
@@ -121,43 +108,26 @@ def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], second
 
     rates = _rates(load, itertools.cycle(order), seconds, _REPETITION)
     if not rates:
-        raise DataError(
-            f"{next(iter(unreadable.values()))}; of {len(tried)} images that were tried none can be read; "
-            "mend them, or correct data.root"
-        )
+        none = f"of {len(tried)} images that were tried none can be read; mend them, or correct data.root"
+        raise DataError(f"{next(iter(unreadable.values()))}; {none}")
     return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))  # the first also loads decoders
 
 
-def _bytes_a_second(
-    source: EncodedSource, order: Sequence[int], seconds: float, prepare: Callable[[int], bool]
-) -> Optional[Tuple[Spread, float]]:
-    """Rate of reading files that `prepare` has prepared, and their mean length; None if that fails for most of them."""
+def _bytes_a_second(source: EncodedSource, indices: Iterable[int], seconds: float) -> Optional[Tuple[Spread, float]]:
+    """Rate of reading files, and their mean length; None if there are too few."""
     lengths = []
-
-    def prepared() -> Iterator[int]:
-        failed = 0  # such as a part of a shard that the system is about to read ahead
-        for index in itertools.cycle(order):
-            if prepare(index):
-                yield index
-            else:
-                failed += 1
-            if failed > _PATIENCE + len(lengths):
-                return
 
     def fetch(index: int) -> int:
         lengths.append(_length(source, index))
         return lengths[-1]
 
-    rates = _rates(fetch, prepared(), seconds, _REPETITION / 4)
+    rates = _rates(fetch, indices, seconds, _REPETITION / 4)
     found = [length for length in lengths if length]
     return (spread(rates), sum(found) / len(found)) if rates else None
 
 
 def _rates(work: Callable[[int], int], arguments: Iterable[int], seconds: float, repetition: float) -> List[float]:
-    """What `work` yields a second, by repetition; nothing if arguments run out.
-
-    A call that returns 0 counts neither as work nor by its time.
-    """
+    """What `work` yields a second, by repetition; nothing of few repetitions. Calls that return 0 do not count."""
     rates, done, spent, passed = [], 0, 0.0, 0.0
     begin, repetitions = time.perf_counter(), 0
     for argument in arguments:
@@ -170,12 +140,12 @@ def _rates(work: Callable[[int], int], arguments: Iterable[int], seconds: float,
         rates += [done / spent] if done else []
         done, spent, passed, repetitions = 0, 0.0, 0.0, repetitions + 1
         if repetitions > _MOST or (repetitions > _FEWEST and time.perf_counter() - begin > seconds):
-            return rates
-    return []
+            break
+    return rates if repetitions > _FEWEST else []
 
 
 def _length(source: EncodedSource, index: int) -> int:
-    """Bytes of an image, which are read; 0 if that fails, which the whole reader reports later."""
+    """Read an image's bytes and count them; 0 if that fails, which the whole reader reports later."""
     try:
         return len(source.encoded(index))
     except UnreadableImage:
@@ -183,7 +153,7 @@ def _length(source: EncodedSource, index: int) -> int:
 
 
 def _file(name: str) -> Optional[str]:
-    """The file that holds an image of that name: itself, or the shard; None where it is not on this machine."""
+    """The file that holds an image: itself, or the shard; None if it is not on this machine."""
     path = Path(name)
     return next((str(place) for place in (path, *path.parents) if place.is_file()), None)
 

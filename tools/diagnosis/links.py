@@ -27,7 +27,7 @@ _LARGEST = 262144  # bytes; the largest message of parallel.probe
 
 
 class Links(NamedTuple):
-    """Between replicas, or, of one process, between two processes of its host: seconds, bytes a second."""
+    """Between replicas, or two processes of this host: seconds, bytes a second."""
 
     latency: Spread
     bandwidth: Spread
@@ -39,7 +39,7 @@ class Links(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An exchange by itself, as predicted. measured: seconds; None where it would take long, or needs other keys."""
+    """An exchange by itself: predicted, and measured in seconds, but not where it takes long or needs other keys."""
 
     candidate: Candidate
     measured: Optional[Spread]
@@ -54,11 +54,9 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
     """Every rank calls this. None where two processes of this host cannot be connected."""
     if processes.topology.replicas > 1:
         own = [probe.measure(processes.replica_group, device) for _ in range(_REPETITIONS)]
-        # Stages have groups of their own, and of each the ranks agree already: the slowest counts.
         found = [Link(*map(max, zip(*links))) for links in zip(*processes.gather(own))]
     else:
-        own = loopback.measure() if processes.topology.is_main else None
-        found = processes.gather(own)[0]
+        found = processes.from_main(loopback.measure)
     if found is None:
         return None
     # A link on which bytes cost nothing that could be measured: at least this fast.
@@ -69,10 +67,7 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
 def methods(
     engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, link: Link, seconds: float
 ) -> List[Method]:
-    """Time every exchange of the gradient of the largest stage. Every rank calls this; the gradient is lost.
-
-    Those with other keys than the recipe's, or predicted to take longer than `seconds`, are only predicted.
-    """
+    """Time every exchange of the gradient of the largest stage, which is lost. Every rank calls this."""
     sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
     whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
     layers = sum(dimensions > 1 for _, dimensions in sizes)
@@ -89,8 +84,7 @@ def methods(
 
 def _seconds(engine: TorchEngine, recipe: Recipe, processes: Processes, seconds: float) -> Spread:
     """Seconds of an exchange on the slowest rank."""
-    weights = engine.weights
-    run = engine.exchange_of(recipe, 1)
+    weights, run = engine.weights, engine.exchange_of(recipe, 1)
     for view in weights.gradients.views:
         view.normal_()
     buffer, scale = weights.gradients.flat, torch.ones((), device=engine.device)

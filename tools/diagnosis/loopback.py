@@ -7,38 +7,27 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import List, Optional
 
 from parallel.costs import Link
 from parallel.parent_death import die_with_parent
 
 _REPETITIONS = 5
-_PATIENCE = 60.0  # seconds, in which two processes also load torch
+_PATIENCE = datetime.timedelta(seconds=60)
 
 
 def measure() -> Optional[List[Link]]:
     """Cost of a message between two processes of this host, several times; None where they cannot connect."""
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    with receiver, tempfile.TemporaryDirectory() as folder:
-        arguments = [(os.path.join(folder, "store"), rank, sender) for rank in range(2)]
-        processes = [context.Process(target=_process, args=each, daemon=True) for each in arguments]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, context) as pool:
         try:
-            for process in processes:
-                process.start()
-            sender.close()
-            return receiver.recv() if receiver.poll(_PATIENCE) else None
-        except EOFError:  # both have ended
+            return next(pool.map(_measure, [os.path.join(folder, "store")] * 2, range(2)))
+        except RuntimeError:
             return None
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
 
 
-def _process(store: str, rank: int, sender: Connection) -> None:
+def _measure(store: str, rank: int) -> List[Link]:
     """Measure by gloo, as the replicas of a run would."""
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # if they cannot connect, the caller says so
@@ -49,9 +38,8 @@ def _process(store: str, rank: int, sender: Connection) -> None:
     from parallel import probe
 
     torch.set_num_threads(1)
-    limit, group = datetime.timedelta(seconds=_PATIENCE), distributed.FileStore(store, 2)
-    distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=limit)
+    group = distributed.FileStore(store, 2)
+    distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=_PATIENCE)
     found = [probe.measure(None, torch.device("cpu")) for _ in range(_REPETITIONS)]
-    if rank == 0:
-        sender.send(found)
     distributed.destroy_process_group()
+    return found

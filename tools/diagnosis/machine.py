@@ -6,14 +6,13 @@ import contextlib
 import datetime
 import os
 import platform
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from recipe.config import Recipe
-from recipe.division import Batch, count
+from recipe.division import count
 from tools.diagnosis import splitting
-from tools.diagnosis.links import Links
 from tools.planning import scaling
 from tools.planning.machine import Machine, Reach
 from tools.planning.workload import Workload
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def about(device: torch.device) -> dict:
-    """Hardware and versions that the figures depend on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": _cpu(),
@@ -47,37 +45,40 @@ def described(recipe: Recipe, device: torch.device, work: Workload, found: Findi
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         memory = _figure(whole / local, f"of the host, over {count(local, 'rank')}")
     measured = splitting.parts(times)
-    micro_batch = measured["compute"] / times.shape.accumulation  # of one device, of its part of the model
+    micro_batch = measured["compute"] / times.accumulation  # of one device, of its part of the model
     passes = sum(stage.multiply_adds for stage in work.stages)
-    disk, origin = reading.disk_bytes_per_second, "files that were in no cache of the host"
-    if reading.over_network:
-        disk, origin = reading.cached_bytes_per_second, "over the network"
+    disk = reading.disk_bytes_per_second
     images = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
     if reading.bytes is not None:
-        where = origin if reading.over_network else "out of the page cache"
-        images += f", files of {reading.bytes / 1e3:.0f} kB {where}"
+        images += f", files of {reading.bytes / 1e3:.0f} kB read again"
     own = next((each.measured for each in found.methods if each.candidate.name == recipe.exchange.variant), None)
     overlap = 0.0
     if own is not None and not recipe.exchange.delay:
         # Share of the slowest stage's backward pass beside which the exchange runs: what it takes less than by itself.
         backward = (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
         overlap = min(1.0, max(0.0, (own.median - measured["exchange"]) / backward))
-    between = _between(links, found.hosts)
+    hosts = len(set(found.hosts))
+    near = "between two processes of one host by gloo" if links.loopback else "among ranks of one host"
+    between = f"among {hosts} hosts" if hosts > 1 else f"{near}; links between hosts were not measured"
     latency, bandwidth = (_figure(each.median, source, between) for each in (links.latency, links.bandwidth))
+    model, precision = recipe.model, recipe.precision
+    stages = f", {batch.stages} stages" if batch.stages > 1 else ""
+    again = ", recomputed" if recipe.parallel.recompute else ""
+    types = f"{precision.compute} compute, {precision.weights} weights{stages}{again}"
     return Machine(
         name=f"{len(found.hosts)} x {name}",
         device=device.type,
         devices_per_host=local,
         memory=memory,
-        rate=_figure(batch.micro * passes / (times.shape.stages * micro_batch), source),
-        calibrated_on=_calibration(recipe, batch),
+        rate=_figure(batch.micro * passes / (times.stages * micro_batch), source),
+        calibrated_on=f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {types}",
         update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
         straggling=_figure(found.straggling, source),
         links=[Reach(devices=None, latency=latency, bandwidth=bandwidth)],
         overlap=overlap,
         cores=facts["cores"] / local,
         decode=_figure(reading.per_core.median, source, images),
-        disk=disk and _figure(disk.median, source, origin),
+        disk=disk and _figure(disk.median, source, "files that were in no cache of the host"),
         to_device=_figure(found.to_device.median, source, "" if on_gpu else "a copy in memory"),
     )
 
@@ -94,19 +95,3 @@ def _cpu() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.machine()
-
-
-def _calibration(recipe: Recipe, batch: Batch) -> str:
-    model, precision = recipe.model, recipe.precision
-    stages = f", {batch.stages} stages" if batch.stages > 1 else ""
-    again = ", recomputed" if recipe.parallel.recompute else ""
-    types = f"{precision.compute} compute, {precision.weights} weights"
-    return f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {types}{stages}{again}"
-
-
-def _between(links: Links, hosts: Sequence[str]) -> str:
-    number = len(set(hosts))
-    if number > 1:
-        return f"among {number} hosts"
-    where = "between two processes of one host by gloo" if links.loopback else "among ranks of one host"
-    return f"{where}; links between hosts were not measured"

@@ -8,33 +8,19 @@ from pathlib import Path
 from typing import Any, Dict, Iterator
 
 from recipe.division import count
+from tools import output as outputs
 from tools.diagnosis import splitting
 from tools.diagnosis.examination import Findings
 from tools.diagnosis.splitting import Spread
 from tools.formats import duration, number, percent, scaled
-from tools.planning.picture import COLOURS
+from tools.planning.picture import PARTS
 from tools.planning.text import table
 
 _WIDTH = 80
-_MOST_RANKS = 16, 64  # rows of the table of ranks, bars of the picture
-
-_COLOURS = {**COLOURS, "rest": "#4d4d4d"}
-
-# Words and letter of each part of a step, in the order of `splitting.PARTS`.
-PARTS = {
-    "compute": ("computing, forward and backward", "C"),
-    "input": ("waiting for images", "I"),
-    "imbalance": ("imbalance of the stages", "M"),
-    "bubble": ("pipeline filling and emptying", "B"),
-    "exchange": ("exchange that is not hidden", "X"),
-    "straggling": ("waiting for slower ranks", "S"),
-    "update": ("update", "U"),
-    "rest": ("rest, in no part", "r"),
-}
 
 
 def lines(found: Findings, config: str) -> Iterator[str]:
-    """Everything, in lines without spaces at their ends."""
+    """The report, line by line."""
     about, on_cpu = found.about, found.about["device"] == "cpu"
     kind = about["cpu"] if on_cpu else f"{about['device']}, {about['cpu']}"
     sizes = f"{count(about['cores'], 'core')}, {count(about['threads'], 'thread')}, torch {about['torch']}"
@@ -51,11 +37,10 @@ def lines(found: Findings, config: str) -> Iterator[str]:
     yield from _wrapped("to device", f"{scaled(found.to_device.median, 'B/s')}{note}")
     yield from _wrapped("links", _links(found))
     if found.methods:
-        rows = [("exchange by itself", "measured", "fastest to slowest", "predicted, network")]
+        rows = [("exchange by itself", "measured", "predicted, network")]
         for each in found.methods:
-            own = each.measured
-            cells = (duration(own.median), _range(own)) if own else ("not measured", "")
-            rows.append((each.candidate.method.section.label, *cells, duration(each.candidate.network)))
+            own = duration(each.measured.median) if each.measured else "not measured"
+            rows.append((each.candidate.method.section.label, own, duration(each.candidate.network)))
         yield from table(rows, indent=" ", left=(0,))
     yield from _ranks(found)
     deviation = "deviation of a replica's passes, over replicas and steps"
@@ -81,7 +66,7 @@ def as_data(found: Findings, config: str) -> dict:
         "images": {**found.reading._asdict(), "share_of_reading": found.reading.share_of_bytes},
         "to_device_bytes_per_second": found.to_device,
         "measured": {
-            "accumulation": times.shape.accumulation,
+            "accumulation": times.accumulation,
             "waiting_is_complete": found.complete,
             "seconds": {name: splitting.spread(each) if each else None for name, each in values.items()},
             "parts": splitting.parts(times),
@@ -105,7 +90,7 @@ def as_data(found: Findings, config: str) -> dict:
 
 
 def _plain(value: Any) -> Any:
-    """With dictionaries in the place of named tuples."""
+    """Named tuples become dictionaries."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -114,8 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def _wrapped(name: str, text: str) -> Iterator[str]:
-    """`text` in as many lines as it needs, behind its name."""
-    return iter(textwrap.wrap(f"{name:<10} {text}", _WIDTH, subsequent_indent=" " * 11, drop_whitespace=True))
+    return iter(textwrap.wrap(f"{name:<10} {text}", _WIDTH, subsequent_indent=" " * 11))
 
 
 def _step(found: Findings) -> Iterator[str]:
@@ -123,14 +107,14 @@ def _step(found: Findings) -> Iterator[str]:
     times, step = found.times, found.step
     own = splitting.spread(times.as_trained)
     spread = f" ({_range(own)}, {own.repetitions} times)"
-    if times.shape.accumulation != found.batch.accumulation:
-        micro_batches = count(times.shape.accumulation, "micro batch", "micro batches")
+    if times.accumulation != found.batch.accumulation:
+        micro_batches = count(times.accumulation, "micro batch", "micro batches")
         spread = f", from steps of {micro_batches}: {duration(own.median)} ({_range(own)})"
     yield from _wrapped("a step", f"{duration(step)}{spread}")
     rate = f"{number(found.images_per_second)} images/s"
     yield from _wrapped("", f"{rate}, MFU {percent(found.mfu)} of {scaled(found.peak.median, 'FLOP/s')}")
     yield bar(found.parts, _WIDTH)
-    for name, (words, letter) in PARTS.items():
+    for name, (words, letter, _) in PARTS.items():
         seconds = found.parts[name]
         if seconds:
             yield f" {letter}  {words:<31}  {duration(seconds):>8}  {percent(seconds / step):>4}"
@@ -155,12 +139,10 @@ def _images(found: Findings) -> str:
         text += f" ({reading.unreadable:,} of {reading.tried:,} cannot be read and are left out)"
     if reading.bytes is None:
         return f"{text}; they are no files"
-    text, cached = f"{text}, from files of {scaled(reading.bytes, 'B')}", reading.cached_bytes_per_second
-    if reading.over_network:
-        return f"{text}, over the network at {scaled(cached.median, 'B/s')}"
-    disk = reading.disk_bytes_per_second
+    cached, disk = reading.cached_bytes_per_second, reading.disk_bytes_per_second
     from_disk = f"{scaled(disk.median, 'B/s')} from the disk" if disk else "the disk was not measurable"
-    return f"{text}: {scaled(cached.median, 'B/s')} out of the page cache, {from_disk}"
+    again = f"{scaled(cached.median, 'B/s')} read again (out of the page cache of a local disk)"
+    return f"{text}, from files of {scaled(reading.bytes, 'B')}: {again}, {from_disk}"
 
 
 def _links(found: Findings) -> str:
@@ -173,12 +155,8 @@ def _links(found: Findings) -> str:
 
 
 def _ranks(found: Findings) -> Iterator[str]:
-    """The ranks that fall behind most, where there are many."""
-    shown = found.ranks
-    if len(shown) > _MOST_RANKS[0]:
-        shown = sorted(shown, key=lambda row: row.lag or 0.0, reverse=True)[: _MOST_RANKS[0]]
     rows = [("rank", "host", "forward, backward", "deviation", "behind others")]
-    for row in shown:
+    for row in found.ranks:
         lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
         who = f"{row.rank} (replica {row.replica}, stage {row.stage})"
         rows.append((who, row.host, duration(row.mean), duration(row.deviation), lag))
@@ -201,46 +179,26 @@ def _range(found: Spread) -> str:
 
 
 def draw(found: Findings, config: str, output: Path) -> None:
-    """Write a PNG: a step now and after the next doubling of replicas, and how long each rank computes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    steps, ranks = figure.subplots(2, 1, height_ratios=(2, 1.4))
+    """Write a PNG: a step now and after the next doubling of replicas."""
+    figure = outputs.figure(output, (10, 3.8))
+    steps = figure.subplots()
     bars = {f"{count(found.batch.replicas, 'replica')},\nmeasured": found.parts}
     if found.doubling is not None:
         row = found.doubling
         images = f"\nbatch {row.global_batch}" if row.grown else ""
         bars[f"{count(row.replicas, 'replica')},\npredicted{images}"] = row.parts
-    for place, parts in enumerate(bars.values()):
-        _stack(steps, place, parts)
-    steps.set_yticks(range(len(bars)), list(bars))
+    lefts = [0.0] * len(bars)
+    for name, (words, _, colour) in PARTS.items():
+        seconds = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
+        widths = [1e3 * each for each in seconds]
+        if any(widths):
+            drawn = steps.barh(list(bars), widths, left=lefts, color=colour, height=0.6, label=words)
+            shares = [each / sum(parts.values()) for each, parts in zip(seconds, bars.values())]
+            steps.bar_label(drawn, [percent(share) if share > 0.04 else "" for share in shares], label_type="center")
+            lefts = [left + width for left, width in zip(lefts, widths)]
     steps.invert_yaxis()
     steps.set_xlabel("milliseconds of a step")
-    shown = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for parts in bars.values())]
-    handles = [steps.barh(0, 0, color=_COLOURS[name], label=PARTS[name][0]) for name in shown]
-    steps.legend(handles=handles, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+    steps.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     steps.set_title(f"{config}: {found.images_per_second:,.0f} images/s", loc="left", parse_math=False)
-    rows = found.ranks[: _MOST_RANKS[1]]
-    numbers, means = [row.rank for row in rows], [1e3 * row.mean for row in rows]
-    deviations = [1e3 * row.deviation for row in rows]
-    ranks.bar(numbers, means, yerr=deviations, color=_COLOURS["compute"], width=0.6, capsize=3)
-    ranks.set_xticks(numbers if len(numbers) <= 16 else numbers[:: len(numbers) // 8])
-    ranks.set(xlabel="rank", ylabel="ms", xlim=(min(numbers) - 1, max(numbers) + 1))
-    micro_batches = count(found.times.shape.accumulation, "micro batch", "micro batches")
-    title = f"forward and backward passes of {micro_batches}, mean and deviation over steps"
-    ranks.set_title(title, loc="left", fontsize=10)
     figure.suptitle(textwrap.fill(found.advice.text, 120), fontsize=9, x=0.01, ha="left", parse_math=False)
     figure.savefig(output, dpi=110)
-
-
-def _stack(axis, place: int, parts: Dict[str, float]) -> None:
-    """One bar, with the share of each part in it that is wide enough."""
-    left, total = 0.0, sum(max(0.0, seconds) for seconds in parts.values())
-    for name in PARTS:
-        seconds = max(0.0, parts.get(name, 0.0))
-        axis.barh(place, 1e3 * seconds, left=1e3 * left, color=_COLOURS[name], height=0.6)
-        if seconds > 0.04 * total:
-            colour = "w" if name in ("compute", "exchange", "update", "rest") else "k"
-            text = f"{100 * seconds / sum(parts.values()):.0f} %"
-            axis.text(1e3 * (left + seconds / 2), place, text, ha="center", va="center", color=colour)
-        left += seconds

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
 
 if TYPE_CHECKING:
     from engines.timeline import Span
@@ -28,14 +29,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
-class Shape(NamedTuple):
-    """A replica's step: micro batches, ranks that share the replica, and parts of the model on each of them."""
-
-    accumulation: int
-    stages: int
-    virtual: int = 1
-
-
 class Passes(NamedTuple):
     """By step. own: rank -> seconds of its passes. lengths: replica -> seconds from its first pass to its last."""
 
@@ -44,12 +37,15 @@ class Passes(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of steps of `shape`: as trained, those of them spent waiting for images, and with images in memory.
+    """Seconds of steps: as trained, of which waited for images; with images in memory, in turns with and without
+    exchange, empty where nothing is exchanged. passes: of steps without exchange.
 
-    without_exchange: as from_memory, in turns; empty where nothing is exchanged. passes: of steps without exchange.
+    accumulation: micro batches of a step. stages: ranks that share a replica. virtual: parts of the model on each.
     """
 
-    shape: Shape
+    accumulation: int
+    stages: int
+    virtual: int
     as_trained: List[float]
     waited: List[float]
     from_memory: List[float]
@@ -60,24 +56,22 @@ class Times(NamedTuple):
 
 def passes(spans: Sequence[Span], stages: int) -> Passes:
     """Passes of traced steps, from the spans of all ranks, each of which has some in every step."""
-    own: Dict[Tuple[int, int], List[Span]] = {}
-    replicas: Dict[Tuple[int, int], List[Span]] = {}
+    own, replicas = defaultdict(list), defaultdict(list)
     for span in spans:
         if span.kind in _PASSES:
-            own.setdefault((span.rank, span.step), []).append(span)
-            replicas.setdefault((span.rank // stages, span.step), []).append(span)
-    found = Passes({}, {})
-    for (rank, _), computed in sorted(own.items()):
-        found.own.setdefault(rank, []).append(math.fsum(span.end - span.start for span in computed))
-    for (replica, _), computed in sorted(replicas.items()):
-        length = max(span.end for span in computed) - min(span.start for span in computed)
-        found.lengths.setdefault(replica, []).append(length)
+            own[span.rank, span.step].append(span.end - span.start)
+            replicas[span.rank // stages, span.step] += span.start, span.end
+    found = Passes(defaultdict(list), defaultdict(list))
+    for (rank, _), seconds in sorted(own.items()):
+        found.own[rank].append(math.fsum(seconds))
+    for (replica, _), moments in sorted(replicas.items()):
+        found.lengths[replica].append(max(moments) - min(moments))
     return found
 
 
 def parts(times: Times) -> Dict[str, float]:
     """Seconds of each part of the measured step (docs/doctor.md). They add up to the median of `as_trained`."""
-    stages = times.shape.stages
+    stages = times.stages
     lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
     length = statistics.median(map(statistics.mean, lengths))
     medians = {rank: statistics.median(values) for rank, values in times.passes.own.items()}
@@ -104,7 +98,7 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
     with V parts of the model each, (K - 1) / V turns of the slowest stage, come once a step. Lasting differences
     between replicas grow with the micro batches, chance with their square root; of the rest what workers take grows.
     """
-    before, stages, virtual = times.shape
+    before, stages, virtual = times[:3]
     factor = accumulation / before
     once = ("update", "exchange", "rest")
     found = {name: measured[name] * (1.0 if name in once else factor) for name in PARTS}
@@ -127,13 +121,12 @@ def straggling(times: Times, accumulation: int) -> float:
     lengths = list(times.passes.lengths.values())
     means = [statistics.mean(values) for values in lengths]
     between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))
-    factor = accumulation / times.shape.accumulation
+    factor = accumulation / times.accumulation
     return math.sqrt(between + within / factor) / statistics.mean(means)
 
 
 class Rank(NamedTuple):
-    """A rank's passes: seconds of a measured step. lag: by which share they take longer than those of the other ranks
-    of the same stage; None without any."""
+    """A rank's passes: seconds of a measured step. lag: how much longer than of others of its stage, relative."""
 
     rank: int
     replica: int
@@ -158,5 +151,4 @@ def ranks(found: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
 
 def slowest(rows: Sequence[Rank]) -> Optional[Rank]:
     """The rank that falls farthest behind the others of its stage; None where there are none."""
-    behind = [row for row in rows if row.lag is not None]
-    return max(behind, key=lambda row: row.lag, default=None)
+    return max((row for row in rows if row.lag is not None), key=lambda row: row.lag, default=None)

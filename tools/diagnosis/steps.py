@@ -23,7 +23,8 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
 from tools.diagnosis import splitting
-from tools.diagnosis.splitting import Shape, Times
+from tools.diagnosis.splitting import Times
+from tools.planning import workload
 
 _FEWEST, _MOST = 3, 40  # repetitions of each measurement
 # Steps with a timeline. On a GPU each span waits for the device, so these are not timed as a whole; on a CPU all are.
@@ -46,13 +47,13 @@ class _Bench:
         self._count = self._update_count = 1
 
     def _loaded(self, source: Optional[Source]) -> List[MicroBatch]:
-        recipe, engine = changed(self._recipe, "data", workers=0), self.engine
+        recipe, engine = workload.changed(self._recipe, "data", workers=0), self.engine
         batches = feed.training_batches(source, recipe, self.batch, engine.topology, range(1), engine.device)
         with contextlib.closing(batches):
             return list(batches)
 
     def steps(self, count: int, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of a step, of so many that all ranks begin together; with images in memory, or those of a loader."""
+        """Seconds of a step, of so many that all ranks begin together; images are in memory, or those of a loader."""
         self.processes.wait_for_all()
         start = time.perf_counter()
         for _ in range(count):
@@ -98,18 +99,15 @@ def measure(
     seconds: float,
     say: Callable[[str], None],
 ) -> Tuple[Times, TorchEngine, bool]:
-    """Measure on all ranks, each of which calls this; all get the same times.
+    """Measure on all ranks, each of which calls this, in about `seconds`; `say` prints if large steps take longer.
 
-    Args:
-        recipe: without `auto` in exchange and engine.
-        source: None where images do not enter.
-        seconds: longer with large steps; `say` then prints how long.
-
-    Returns:
-        The times; the engine of the recipe, on which more can be measured; whether enough images were used that those
-        loaded ahead of the first step do not count.
+    Returns the times, the same on all; the engine, on which more can be measured; whether enough images were used that
+    those loaded ahead of the first step do not count.
     """
-    recipe, method = _settled(recipe), exchange.of(recipe.exchange)
+    # As it trains after its first epochs: the full image size, the last density; at most one step late.
+    settled = {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
+    recipe = workload.changed(recipe, "exchange", delay=min(1, recipe.exchange.delay), **settled)
+    recipe, method = workload.changed(recipe, "data", image_sizes=None), exchange.of(recipe.exchange)
     fewest = min(batch.accumulation, batch.stages)
     bench = _Bench(*_shrunk(_silent(recipe), batch, fewest), processes, lengths, source)
     of_step = bench.until_steady()
@@ -127,7 +125,7 @@ def measure(
     del bench
     shrunk = _shrunk(recipe, batch, accumulation)
     without = _silent(shrunk[0]) if exchanges else shrunk[0]
-    alone = _Bench(changed(without, "log", trace=traced), shrunk[1], processes, lengths, source)
+    alone = _Bench(workload.changed(without, "log", trace=traced), shrunk[1], processes, lengths, source)
     alone.steps(1 if on_cpu else 1 + traced)
     whole = _Bench(*shrunk, processes, lengths, source) if exchanges else alone
     benches = [whole, alone] if exchanges else [whole]
@@ -141,27 +139,15 @@ def measure(
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
     spans = alone.engine.recorder.collect()  # from the second step on
     passes = processes.from_main(lambda: splitting.passes(spans, processes.topology.stages))
-    shape = Shape(accumulation, processes.topology.stages, recipe.parallel.virtual_stages or 1)
-    times = Times(shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
+    shape = (accumulation, processes.topology.stages, recipe.parallel.virtual_stages or 1)
+    times = Times(*shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
     return times, whole.engine, complete
-
-
-def _settled(recipe: Recipe) -> Recipe:
-    """The recipe as it trains after its first epochs: the full image size, the last density; at most one step late."""
-    settled = {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
-    recipe = changed(recipe, "exchange", delay=min(1, recipe.exchange.delay), **settled)
-    return changed(recipe, "data", image_sizes=None)
 
 
 def _shrunk(recipe: Recipe, batch: Batch, accumulation: int) -> Tuple[Recipe, Batch]:
     """The recipe with this number of micro batches a step, and its batch."""
-    shrunk = changed(recipe, "batch", global_=batch.micro * accumulation * batch.replicas)
+    shrunk = workload.changed(recipe, "batch", global_=batch.micro * accumulation * batch.replicas)
     return shrunk, arithmetic.divide(shrunk, batch.replicas)
-
-
-def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
-    """The recipe with other values of some keys of a section."""
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
 
 
 def _silent(recipe: Recipe) -> Recipe:
@@ -180,12 +166,9 @@ def _turns(sides: Sequence[Callable[[], float]], processes: Processes, seconds: 
 def _as_trained(
     bench: _Bench, source: Optional[Source], workers: int, from_memory: Sequence[float], seconds: float
 ) -> Tuple[List[float], List[float], bool]:
-    """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough of them.
-
-    Workers deliver their first micro batches together, so these do not count, and windows are as long or longer.
-    """
+    """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough."""
     processes = bench.processes
-    burst = max(1, math.ceil(workers / bench.batch.accumulation))
+    burst = max(1, math.ceil(workers / bench.batch.accumulation))  # workers deliver their first micro batches together
     affordable = max(1, int(seconds / 4 / min(from_memory)))
     complete = processes.from_main(lambda: burst <= affordable)
     window = burst if complete else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import List, NamedTuple, Optional, Sequence
 
 from recipe.config import Recipe
-from recipe.errors import UserError
+from recipe.errors import ConfigError
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 
@@ -25,8 +25,7 @@ class Interval(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A run to the same point. updates_range: with the noise scale less and more by its standard error. seconds: on
-    `replicas` of a machine."""
+    """A run to the same point. updates_range: with the noise scale less and more by its standard error."""
 
     batch: int
     updates: float
@@ -39,11 +38,11 @@ class Cost(NamedTuple):
 def intervals(train: Sequence[dict], size: int) -> List[Interval]:
     """Return the intervals of a run's `train` events. Those before the first noise scale take that one.
 
-    Args: size: images of a step. Raises UserError if no event has a noise scale.
+    Args: size: images of a step. Raises ConfigError if no event has a noise scale.
     """
     scales = [event["noise_scale"] for event in train if isinstance(event.get("noise_scale"), dict)]
     if not scales:
-        raise UserError("no noise scale in its log; train with log.noise_scale=true, which says what is in the way")
+        raise ConfigError("no noise scale in its log; train with log.noise_scale=true, which says what is in the way")
     found, before, scale = [], 0, scales[0]
     for event in train:
         scale = event["noise_scale"] if isinstance(event.get("noise_scale"), dict) else scale
@@ -62,10 +61,7 @@ def critical(run: Sequence[Interval]) -> float:
 
 
 def updates(run: Sequence[Interval], other: int, errors: float = 0.0) -> float:
-    """Updates with another batch to where the run came with its own.
-
-    Args: errors: standard errors that are added to each noise scale.
-    """
+    """Updates with another batch to where the run came with its own, each noise scale plus `errors` standard errors."""
     noise = [max(0.0, each.noise + errors * each.error) for each in run]
     return sum(each.updates * (1 + scale / other) / (1 + scale / each.batch) for each, scale in zip(run, noise))
 
@@ -79,8 +75,7 @@ def cost(
     found = Cost(other, needed, span, needed * other)
     if machine is None:
         return found
-    batch = recipe.batch.model_copy(update={"global_": other, "schedule": None})
-    plan = recipe.model_copy(update={"batch": batch})
+    plan = workload.changed(recipe, "batch", global_=other, schedule=None)
     # A batch that so many replicas cannot share exactly is computed as the next larger one that they can.
     row = scaling.predict(plan, machine, replicas, workload.of(plan))
     return found._replace(replicas=replicas, seconds=needed * row.seconds)

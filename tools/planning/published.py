@@ -20,10 +20,8 @@ _HALF = 2  # bytes of a gradient in TensorFlow's 16.16 recipes
 
 
 class Series(NamedTuple):
-    """One program on machines of growing size. rates: (replicas, images a second); the first calibrates.
-
-    used: sizes from which a constant of the machine was taken; they are not compared.
-    """
+    """One program on machines of growing size. rates: (replicas, images a second); the first calibrates. used: sizes
+    from which a constant of the machine was taken; they are not compared."""
 
     name: str
     machine: str
@@ -39,10 +37,7 @@ class Comparison(NamedTuple):
     replicas: int
     published: float
     predicted: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1
+    error: float
 
 
 PODS = (
@@ -64,15 +59,21 @@ def compare(series: Series) -> List[Comparison]:
         if replicas not in series.used:
             recipe, work = _setting(series, replicas)
             predicted = scaling.predict(recipe, machine, replicas, work).images_per_second
-            found.append(Comparison(series.name, replicas, rate, predicted))
+            found.append(Comparison(series.name, replicas, rate, predicted, predicted / rate - 1))
     return found
 
 
 def calibrated(series: Series) -> Machine:
-    """The machine of a series, with the rate that gives the first of its figures."""
+    """The machine of a series, with the rate of a device with which the plan gives the first of its figures."""
     replicas, images_per_second = series.rates[0]
-    known, setting = machines.load(series.machine), _setting(series, replicas)
-    return scaling.calibrated(known, *setting, replicas, images_per_second)
+    known, (recipe, work) = machines.load(series.machine), _setting(series, replicas)
+    low, high = 1e6, 1e18
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        guess = workload.changed(known, "rate", value=middle)
+        slow = scaling.predict(recipe, guess, replicas, work).images_per_second < images_per_second
+        low, high = (middle, high) if slow else (low, middle)
+    return guess
 
 
 def _setting(series: Series, replicas: int) -> Tuple[Recipe, Workload]:

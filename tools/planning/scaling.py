@@ -6,7 +6,7 @@ import statistics
 from typing import Dict, NamedTuple, Optional
 
 from parallel.costs import Link
-from parallel.exchange import Gradient, Method, variants
+from parallel.exchange import Gradient, Method
 from parallel.exchange import of as method_for
 from recipe import ipu
 from recipe.config import Recipe
@@ -39,8 +39,10 @@ class Row(NamedTuple):
 
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
     """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
-    micro = recipe.batch.micro
-    least = _least_accumulation(recipe, machine.device)
+    micro, stages = recipe.batch.micro, recipe.parallel.stages
+    least = stages if recipe.parallel.schedule in ("1f1b", "interleaved") else 1  # that fill a pipeline
+    if machine.device == "ipu" and ipu.pipelined(recipe):
+        least = 2 * stages - 1
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     batch = accumulation * micro * replicas
     parts = _seconds(recipe, machine, replicas, accumulation, workload)
@@ -56,7 +58,7 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
 
 
 def exchange(machine: Machine, method: Method, replicas: int, workload: Workload) -> float:
-    """Seconds in which replicas combine the largest stage's gradient."""
+    """Seconds in which replicas combine the largest stage's gradient by a method."""
     if replicas == 1:
         return 0.0
     levels, joined = [], 1  # groups that meet, and their link; the last may hold more groups than there are
@@ -72,24 +74,6 @@ def exchange(machine: Machine, method: Method, replicas: int, workload: Workload
     return method.seconds_over(levels, replicas, largest, workload.gradient_bytes)
 
 
-def methods(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Dict[str, float]:
-    """Seconds of every exchange."""
-    return {method.name: exchange(machine, method, replicas, workload) for method in variants(recipe.exchange)}
-
-
-def calibrated(
-    machine: Machine, recipe: Recipe, workload: Workload, replicas: int, images_per_second: float
-) -> Machine:
-    """The machine with the rate of a device with which `predict` gives a measured one."""
-    low, high = 1e6, 1e18
-    for _ in range(200):
-        middle = (low * high) ** 0.5
-        guess = machine.model_copy(update={"rate": machine.rate.model_copy(update={"value": middle})})
-        slow = predict(recipe, guess, replicas, workload).images_per_second < images_per_second
-        low, high = (middle, high) if slow else (low, middle)
-    return guess
-
-
 def slowest_of(count: int) -> float:
     """Expected largest of `count` standard normal numbers. Source: Blom, 1958, Statistical estimates: (n - 3/8)."""
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
@@ -98,14 +82,6 @@ def slowest_of(count: int) -> float:
 def backward_share(workload: Workload) -> float:
     """Share of a micro batch's time in the backward pass."""
     return 0.5 if workload.recomputed else 2 / 3
-
-
-def _least_accumulation(recipe: Recipe, device: str) -> int:
-    """Micro batches that a replica needs in each step to fill its pipeline, on devices of that kind."""
-    stages = recipe.parallel.stages
-    if device == "ipu" and ipu.pipelined(recipe):
-        return 2 * stages - 1
-    return stages if recipe.parallel.schedule in ("1f1b", "interleaved") else 1
 
 
 def _seconds(
@@ -127,7 +103,9 @@ def _seconds(
     parts["exchange"] = max(0.0, exchange(machine, method_for(recipe.exchange), replicas, workload) - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
-    parts["input"] = max(0.0, accumulation * micro * _input(recipe, machine, workload) - sum(parts.values()))
+    copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image; beside it is read
+    reading = 1 / (machine.decode.value * machine.cores * len(workload.stages)) if recipe.data.files else 0.0
+    parts["input"] = max(0.0, accumulation * micro * max(copying, reading) - sum(parts.values()))
     return parts
 
 
@@ -136,11 +114,3 @@ def _fill(recipe: Recipe, machine: Machine, stages: int) -> float:
     if stages == 1 or recipe.parallel.schedule == "sharded":
         return 0.0
     return 2.0 * (stages - 1) if machine.device == "ipu" else (stages - 1) / (recipe.parallel.virtual_stages or 1)
-
-
-def _input(recipe: Recipe, machine: Machine, workload: Workload) -> float:
-    """Seconds an image of reading for one replica or of copying to the device: the slower one, as both overlap."""
-    seconds = 3 * workload.image_size**2 / machine.to_device.value
-    if recipe.data.files:
-        seconds = max(seconds, 1 / (machine.decode.value * machine.cores * len(workload.stages)))
-    return seconds

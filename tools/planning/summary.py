@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Optional
 
+from parallel.exchange import variants
 from recipe.batch import lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -60,20 +61,15 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
     work = by_size[max(by_size)]
     step, *rows = (_row(recipe, machine, replicas, by_size) for replicas in (batch.replicas, *scaling.REPLICAS))
+    recomputed = [workload.by_stage(recipe, machine.device, batch, work, wanted) for wanted in (None, False, True)]
     stages = []
-    variants = [
-        workload.by_stage(recipe, machine.device, batch, work, workload.recomputed(recipe, list(work.shapes), wanted))
-        for wanted in (None, False, True)
-    ]
-    for stage, own, *others in zip(work.stages, *variants):
-        activations = (each.activations for each in (own, *others))
-        stages.append(Stage(stage.names, stage.parameters, stage.multiply_adds, own.state, *activations))
+    for stage, (state, own), (_, kept), (_, again) in zip(work.stages, *recomputed):
+        stages.append(Stage(stage.names, stage.parameters, stage.multiply_adds, state, own, kept, again))
     widest, widest_1f1b = [], []
     if "width" in type(recipe.model).model_fields:
         widest = [workload.widest(recipe, machine, batch, count) for count in STAGES]
         if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
-            parallel = recipe.parallel.model_copy(update={"schedule": "1f1b"})
-            other = recipe.model_copy(update={"parallel": parallel})
+            other = workload.changed(recipe, "parallel", schedule="1f1b")
             widest_1f1b = [workload.widest(other, machine, batch, count) for count in STAGES]
     rate, files = step.images_per_second, recipe.data.files
     images = {
@@ -83,24 +79,20 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         "cores": rate / machine.decode.value if files else None,
         "cores_there": machine.cores * step.devices,
     }
-    methods = scaling.methods(recipe, machine, batch.replicas, work)
+    methods = {each.name: scaling.exchange(machine, each, batch.replicas, work) for each in variants(recipe.exchange)}
     available = workload.available(recipe, machine, batch)
     return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)
 
 
 def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Workload]) -> Row:
-    """A step at the largest size of the images, with the hours of training at all sizes.
-
-    There are none where the number of images is not known, or the batch is too large for them.
-    """
+    """A step at the largest size of the images, with the hours of training at all sizes, where they are known."""
     steps = {size: scaling.predict(recipe, machine, replicas, work) for size, work in by_size.items()}
     row, images = steps[max(steps)], recipe.data.images("train")
-    batch = recipe.batch.model_copy(update={"global_": row.global_batch})
+    if images is None:
+        return row
     try:
-        length = lengths(recipe.model_copy(update={"batch": batch}), images) if images is not None else None
-    except UserError:
-        length = None
-    if length is None:
+        length = lengths(workload.changed(recipe, "batch", global_=row.global_batch), images)
+    except UserError:  # the batch is too large for them
         return row
     sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
     firsts = [first * length.steps_per_epoch for first, _ in sizes]

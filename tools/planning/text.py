@@ -20,25 +20,21 @@ def lines(plan: Summary, note: str = "") -> Iterator[str]:
     yield f"machine    {plan.machine.name}; its rate is from {plan.machine.calibrated_on}"
     if note:
         yield f"{_INDENT}{note}"
-    yield (
-        f"model      {work.parameters:,} parameters, {scaled(work.multiply_adds, '')} multiply-adds an image forward; "
-        f"stages: {work.cut}"
-    )
+    size = f"{work.parameters:,} parameters, {scaled(work.multiply_adds, '')} multiply-adds an image forward"
+    yield f"model      {size}; stages: {work.cut}"
     yield from _stages(plan)
     if plan.widest:
         yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {_widths(plan.widest)}"
     if plan.widest_1f1b:
-        micro_batches = f"{plan.batch.accumulation:,} micro batches of a step"
-        yield f"{_INDENT}gpipe keeps all {micro_batches}; 1f1b: {_widths(plan.widest_1f1b)}"
+        kept = f"gpipe keeps all {plan.batch.accumulation:,} micro batches of a step"
+        yield f"{_INDENT}{kept}; 1f1b: {_widths(plan.widest_1f1b)}"
     yield from _step(plan)
     if plan.step.replicas > 1:
         yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items())
     line = f"input      {need['device_bytes_per_second'] / 1e6:,.0f} MB/s to the devices"
     if need["cores"] is not None:
-        line += (
-            f", {need['file_bytes_per_second'] / 1e6:,.0f} MB/s of files as large as ImageNet's, "
-            f"{need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
-        )
+        line += f", {need['file_bytes_per_second'] / 1e6:,.0f} MB/s of files as large as ImageNet's"
+        line += f", {need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
     yield line
     yield from _scaling(plan)
 
@@ -108,10 +104,8 @@ def _scaling(plan: Summary) -> Iterator[str]:
     if any(row.grown for row in plan.scaling):
         cause = f"cannot be shared by so many replicas of {batch.micro} images a micro batch"
         yield f"{_INDENT}* the batch grows: {batch.global_:,} {cause}"
-    if plan.step.hours is None:
-        yield f"{_INDENT}no time: the number of images is known once data.root is read (or data.train_images given)"
-    elif any(row.hours is None for row in plan.scaling):
-        yield f"{_INDENT}no time where the batch is too large for this many images and epochs"
+    if any(row.hours is None for row in plan.scaling):
+        yield f"{_INDENT}no time: the number of images is not known (data.train_images), or the batch too large for it"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str, left: Container[int]) -> Iterator[str]:

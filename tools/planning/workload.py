@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from models import balance, shapes
 from models.shapes import BlockShape
@@ -15,16 +15,16 @@ from recipe.division import Batch
 from recipe.errors import ConfigError
 from tools.planning.machine import Machine
 
+_Whole = TypeVar("_Whole", Recipe, Machine)
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
 _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 _TILES = 1472  # of an IPU, Mk2 and Bow alike
-_GRID = 0.05  # width multipliers that are tried
-_WIDEST = 64.0
+_GRID = 0.05  # of the width multipliers that are tried, up to 64
 
 
 class StageWork(NamedTuple):
-    """The blocks that one device computes. multiply_adds: of one image, forward, backward and recomputed."""
+    """The blocks of a device. multiply_adds: of one image, forward, backward and recomputed."""
 
     names: List[str]
     multiply_adds: int
@@ -33,10 +33,7 @@ class StageWork(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A recipe's model on the devices of one replica.
-
-    cut: its origin in words. recomputed: blocks. gradient_bytes: of one value, as exchanged.
-    """
+    """A recipe's model on the devices of one replica. cut: its origin. gradient_bytes: of one value, as exchanged."""
 
     image_size: int
     shapes: Dict[str, BlockShape]
@@ -62,13 +59,9 @@ class Workload(NamedTuple):
 
 
 def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
-    """The workload of a recipe, cut at its own cut points, else where multiply-adds are balanced.
+    """The workload of a recipe at an image size (the largest of training), cut as it says or by multiply-adds.
 
-    Args:
-        image_size: of the training images; None: the largest that the recipe trains with.
-
-    Raises:
-        ConfigError: cut points that the model does not have, or more stages than blocks.
+    Raises ConfigError: cut points that the model does not have, or more stages than blocks.
     """
     size, parallel = image_size or max(training_image_sizes(recipe)), recipe.parallel
     found = shapes.blocks(recipe.model, size)
@@ -90,6 +83,11 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     return Workload(size, found, stages, origin, again)
 
 
+def changed(whole: _Whole, section: str, **keys: object) -> _Whole:
+    """A recipe or machine with other values of some keys of a section."""
+    return whole.model_copy(update={section: getattr(whole, section).model_copy(update=keys)})
+
+
 def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) -> FrozenSet[str]:
     """The blocks that are computed again; `wanted` takes the place of the recipe's own answer."""
     chosen = recipe.parallel.recompute if wanted is None else wanted
@@ -104,19 +102,15 @@ def _compute_type(recipe: Recipe, device: str) -> str:
     return "float32" if recipe.precision.compute == "auto" and device == "cpu" else ipu.compute_dtype(recipe)
 
 
-def compute_bytes(recipe: Recipe, device: str) -> int:
-    """Bytes of an activation on a device of that kind."""
-    return _SIZES[_compute_type(recipe, device)]
-
-
 def state_bytes(recipe: Recipe, device: str) -> int:
     """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy, float32 scratch and averages."""
-    weights, compute = _SIZES[recipe.precision.weights], compute_bytes(recipe, device)
+    kind = _compute_type(recipe, device)
+    weights, compute = _SIZES[recipe.precision.weights], _SIZES[kind]
     slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
     total = weights + sum(slots) + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
-    copied = _compute_type(recipe, device) != recipe.precision.weights
+    copied = kind != recipe.precision.weights
     scratch = 0
     if recipe.optimizer.scratch and (device != "cpu" or copied or compute != 4):  # else it steps in place
         scratch = 4 * (len(slots) + (not (copied and compute == 4)))  # a float32 working copy serves for the weights
@@ -138,15 +132,8 @@ def _cuts(recipe: Recipe, size: int) -> tuple:
     return cuts, f"balanced by multiply-adds{'' if counted else '; the run measures its blocks instead'}"
 
 
-class StageBytes(NamedTuple):
-    """Bytes of one device. state: parameters and all that belongs to them. activations: of micro batches in flight."""
-
-    state: int
-    activations: int
-
-
 class Widest(NamedTuple):
-    """The largest width multiplier that fits on `stages` devices; None: not even the narrowest model does."""
+    """The largest width multiplier that fits on `stages` devices; None: none does."""
 
     stages: int
     width: Optional[float]
@@ -161,15 +148,18 @@ def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
 
 
 def by_stage(
-    recipe: Recipe, device: str, batch: Batch, work: Workload, again: Optional[FrozenSet[str]] = None
-) -> List[StageBytes]:
-    """Bytes of each device of a replica. Args: device: its kind. again: blocks recomputed, if not the recipe's."""
-    again = work.recomputed if again is None else again
-    each, state = compute_bytes(recipe, device) * batch.micro, state_bytes(recipe, device)
+    recipe: Recipe, device: str, batch: Batch, work: Workload, wanted: Optional[bool] = None
+) -> List[Tuple[int, int]]:
+    """Bytes of each device of a replica: parameters and what belongs to them; activations of micro batches in flight.
+
+    Args: device: its kind. wanted: as for `recomputed`.
+    """
+    again = recomputed(recipe, list(work.shapes), wanted)
+    each, state = _SIZES[_compute_type(recipe, device)] * batch.micro, state_bytes(recipe, device)
     found = []
     for stage, count in zip(work.stages, in_flight(recipe, device, batch, len(work.stages))):
         *_, (parameters, kept, once) = elements(stage.names, work.shapes, again, device)
-        found.append(StageBytes(state * parameters, each * (count * kept + once)))
+        found.append((state * parameters, each * (count * kept + once)))
     return found
 
 
@@ -190,7 +180,7 @@ def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[in
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
     """The widest model whose stages fit, cut where memory is most even: GPipe, 1811.06965, table 1."""
     limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
-    low, high = 0, round(_WIDEST / _GRID) + 1
+    low, high = 0, round(64 / _GRID) + 1
     while high - low > 1:
         middle = (low + high) // 2
         model = recipe.model.model_copy(update={"width": middle * _GRID})
@@ -205,15 +195,13 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
 def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> Tuple[int, int]:
     """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
     found = shapes.blocks(model, max(training_image_sizes(recipe)))
-    names = list(found)
-    again = recomputed(recipe, names)
-    held = in_flight(recipe, device, batch, stages)
-    each, state = compute_bytes(recipe, device) * batch.micro, state_bytes(recipe, device)
-    parts = [list(elements(names[start:], found, again, device)) for start in range(len(names))]
+    names, held = list(found), in_flight(recipe, device, batch, stages)
+    each, state = _SIZES[_compute_type(recipe, device)] * batch.micro, state_bytes(recipe, device)
+    parts = [list(elements(names[at:], found, recomputed(recipe, names), device)) for at in range(len(names))]
 
     @functools.lru_cache(maxsize=None)
     def fullest(stage: int, start: int) -> int:
-        """The least possible bytes of the fullest of the stages from `stage` on, whose first block is `start`."""
+        """Least bytes of the fullest of the stages from `stage` on, whose first block is `start`."""
         later = stages - stage - 1
         sizes = [state * parameters + each * (held[stage] * kept + once) for parameters, kept, once in parts[start]]
         if later == 0:

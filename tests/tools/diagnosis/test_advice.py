@@ -28,6 +28,7 @@ DENSE, HALF, TOPK = method("dense", 0.4, Evidence(0.0, 0.0)), method("half", 0.2
 METHODS = (DENSE, HALF, TOPK, method("gtopk", 0.012, pattern="butterfly"))
 UNSURE = (DENSE, method("half", 0.21, None), method("topk", 0.02, MUCH))
 LOCAL = method("local", 0.01, bits=4)
+LOCAL_KEYS = ["exchange.method=local", "exchange.bits=4"]
 BUTTERFLY = ["exchange.method=gtopk", "exchange.pattern=butterfly"]
 TWICE = ["batch.global=128"]  # 2 x 8 micro x 4 accumulation x 2 replicas
 
@@ -58,7 +59,7 @@ def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=ME
         ({"input": 0.38}, [], "input", ["takes 38 % of a step", "data.workers=7 would"], ["data.workers=7"]),
         ({"input": 0.5, "cores": 4}, [], "input", ["8 workers", "a rank has 4 cores", "--short-side"], []),
         ({"input": 0.5, "cores": 4, **GPU}, [], "input", [], ["data.reader=dali"]),
-        ({"input": 0.5, "cores": 4, **GPU, "reading": None}, [], "input", ["data.augment"], []),
+        ({"input": 0.5, "cores": 4, "reading": None}, [], "input", ["data.augment"], []),
         ({"input": 0.5, "cores": 4, "reading": 0.8}, [], "input", ["80 % of", "tools.shards pack"], ["data.workers=8"]),
         ({"straggling": 0.09, "lag": 0.2}, [], "straggling", ["rank 1 on host b computes 20 % slower"], []),
         ({"straggling": 0.09}, [], "straggling", ["now of one and now of another"], TWICE),
@@ -68,13 +69,7 @@ def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=ME
         ({"exchange": 0.2}, BUTTERFLY, "exchange", ["exchange.delay=1"], TWICE),
         # What was not measured to keep accuracy is not proposed.
         ({"exchange": 0.2, "methods": UNSURE}, [], "exchange", ["no other method"], TWICE),
-        (
-            {"exchange": 0.2, "methods": [*UNSURE, LOCAL]},
-            [],
-            "exchange",
-            ["It loses 0.3 ± 0.2 points of top-1"],
-            ["exchange.method=local", "exchange.bits=4"],
-        ),
+        ({"exchange": 0.2, "methods": [*UNSURE, LOCAL]}, [], "exchange", ["loses 0.3 ± 0.2 points of"], LOCAL_KEYS),
         ({"exchange": 0.2, "methods": [], "links": None}, [], "exchange", [], TWICE),
         # 2 stages: (K - 1) / (M + K - 1) is 1 / 5 of 4 micro batches, 1 / 9 of 8.
         ({"bubble": 0.25}, ["parallel.stages=2"], "bubble", ["leave 20 % at best", "that 11 %"], ["batch.micro=4"]),
@@ -96,17 +91,11 @@ def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(changes, reci
     loading.load(config, [*recipe, *overrides])
 
 
-@pytest.mark.parametrize(
-    ("changes", "recipe", "word"),
-    [
-        ({"exchange": 0.2}, [*BUTTERFLY, "exchange.delay=1"], "delay"),
-        ({"exchange": 0.2, "device": "an H100"}, BUTTERFLY, "delay"),
-        ({"update": 0.3}, ["engine.compile=true"], "compile"),
-        ({"update": 0.3, "device": "an H100"}, [], "compile"),
-    ],
-)
-def test_remedies_that_are_in_use_or_do_not_help_are_not_offered(changes, recipe, word):
-    assert word not in advised(*recipe, **changes).text
+def test_remedies_that_are_in_use_or_do_not_help_are_not_offered():
+    assert "delay" not in advised(*BUTTERFLY, "exchange.delay=1", exchange=0.2).text
+    assert "delay" not in advised(*BUTTERFLY, exchange=0.2, device="an H100").text
+    assert "compile" not in advised("engine.compile=true", update=0.3).text
+    assert "compile" not in advised(update=0.3, device="an H100").text
 
 
 def test_of_equal_parts_the_one_whose_remedy_costs_least_is_named():

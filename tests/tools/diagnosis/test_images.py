@@ -1,6 +1,5 @@
 """Reading is distinguished from decoding, and the disk is timed with files that were in no cache."""
 
-import itertools
 import mmap
 import os
 import time
@@ -44,12 +43,15 @@ def read(folder, *overrides):
     return images.read(recipe, open_source(recipe.data, 2, "train"), 0, 1, SECONDS)
 
 
-@pytest.fixture
-def slow_decoding(monkeypatch):
-    """Each image takes 10 ms to decode, of which no region is left out."""
+def slowed(monkeypatch, what):
+    """Reading ("disk") or decoding an image, of which no region is left out, takes 10 ms."""
+    encoded = FolderSource.encoded
+    if what == "disk":
+        monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
+        return
     monkeypatch.setattr("data.decode.decode", lambda *arguments: time.sleep(0.01) or decode(*arguments))
-    monkeypatch.setattr("data.jpeg.region", lambda *_: None)
-    monkeypatch.setattr("data.jpeg.scaled", lambda *_: None)
+    for name in ("region", "scaled"):
+        monkeypatch.setattr(f"data.jpeg.{name}", lambda *_: None)
 
 
 def test_images_in_memory_have_no_bytes():
@@ -62,40 +64,27 @@ def test_images_in_memory_have_no_bytes():
 
 
 @pytest.mark.parametrize("slow", ["disk", "decoding"])
-def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, request, slow):
+def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, slow):
     """10 ms for each image: less than 100 images a second, more than half of it reading or less."""
-    if slow == "disk":
-        encoded = FolderSource.encoded
-        monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
-    else:
-        request.getfixturevalue("slow_decoding")
+    slowed(monkeypatch, slow)
     found = read(photos)
     sizes = [path.stat().st_size for path in photos.rglob("*.jpg")]
     assert min(sizes) <= found.bytes <= max(sizes)
     assert found.per_core.high < 100 and (1 > found.share_of_bytes > 0.5) == (slow == "disk")
 
 
-def test_the_time_of_an_image_that_cannot_be_read_counts_no_more_than_itself():
-    """Every other one, after 10 ms; the others take nearly nothing."""
-    load = {0: lambda: time.sleep(0.01) or 0, 1: lambda: 1}
-    rates = images._rates(lambda index: load[index](), itertools.cycle((0, 1)), 0.0, 0.02)
-    assert len(rates) > 3 and sorted(rates)[1] > 1000
-
-
-def test_files_are_dropped_from_the_cache_before_the_disk_is_timed(photos):
+def test_the_disk_is_timed_with_files_of_the_user_that_were_dropped_from_the_cache(photos, monkeypatch):
     path = photos / "large"
     path.write_bytes(b"x" * 10 * mmap.PAGESIZE)
+    assert images._file(f"{path}/some/image.jpg") == images._file(str(path)) == str(path)
+    assert images._file("https://host/shards/000.tar/image.jpg") is None
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
         assert images._resident(stream.fileno()) == 1.0  # just written
-        if not images._forgotten(str(path)):
-            pytest.skip("a file system in memory")
-        assert images._resident(stream.fileno()) == 0.0
-        stream.read(10)
-        assert images._resident(stream.fileno()) > 0.0
-
-
-def test_files_that_cannot_or_may_not_be_dropped_are_no_measure_of_the_disk(photos, monkeypatch):
+        if images._forgotten(str(path)):  # but for a file system in memory
+            assert images._resident(stream.fileno()) == 0.0
+            stream.read(10)
+            assert images._resident(stream.fileno()) > 0.0
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
     assert read(photos).disk_bytes_per_second is None
     monkeypatch.setattr(os, "geteuid", lambda: -1)  # the files are another's, and so is their cache
@@ -104,16 +93,10 @@ def test_files_that_cannot_or_may_not_be_dropped_are_no_measure_of_the_disk(phot
     assert found.disk_bytes_per_second is None and found.cached_bytes_per_second.low > 0
 
 
-def test_the_file_that_holds_an_image(tmp_path):
-    shard = tmp_path / "000.tar"
-    shard.write_text("")
-    assert images._file(f"{shard}/some/image.jpg") == images._file(str(shard)) == str(shard)
-    assert images._file("https://host/shards/000.tar/image.jpg") is None
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
-def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rates(photos, slow_decoding, content):
+def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rates(photos, monkeypatch, content):
     """Four of six; each of the other two takes 10 ms, and these four nearly nothing. Then all six."""
+    slowed(monkeypatch, "decoding")
     first, second, *others = photos.rglob("*.jpg")
     for path in others:
         path.write_bytes(content)

@@ -6,7 +6,7 @@ import pytest
 
 from engines.timeline import Span
 from tools.diagnosis import rendering, splitting
-from tools.diagnosis.splitting import PARTS, Passes, Shape, Times
+from tools.diagnosis.splitting import PARTS, Passes, Times
 
 
 def times(lengths, own=None, stages=1, accumulation=4, virtual=1, exchange=(), update=0.5, waited=0.25, extra=0.0):
@@ -17,8 +17,8 @@ def times(lengths, own=None, stages=1, accumulation=4, virtual=1, exchange=(), u
     memory = [whole + exchange[0] for whole in without] if exchange else without
     trained = [whole + waited + extra for whole in memory]
     found = Passes(own or {replica * stages: values for replica, values in lengths.items()}, lengths)
-    shape = Shape(accumulation, stages, virtual)
-    return Times(shape, trained, [waited] * steps, memory, without if exchange else [], [update] * steps, found)
+    shape = (accumulation, stages, virtual)
+    return Times(*shape, trained, [waited] * steps, memory, without if exchange else [], [update] * steps, found)
 
 
 def parts(**seconds):

@@ -25,7 +25,6 @@ def test_every_machine_that_comes_along_loads_and_survives_writing(name, tmp_pat
         ("value: 918528000", "value: much", "memory.value: Input should be a valid number"),
         ("device: ipu", "device: tpu", "device: Input should be 'cpu', 'cuda' or 'ipu'"),
         ("bandwidth: {value: 16.0e+9", "bandwidth: {value: 0", "links.0.bandwidth.value: Input should be greater than"),
-        ("- devices: 64\n  latency", "- latency", "links: Value error, must join more devices from one to the next"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_in_one_line(before, after, fault, tmp_path):

@@ -1,5 +1,7 @@
 """A step's time by cause, against sums by hand; what the exchange takes; when the batch has to grow."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -7,39 +9,25 @@ from parallel import costs, exchange
 from parallel.costs import Link
 from parallel.exchange import Gradient
 from recipe.loading import load
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import ROOT
 from tools.planning import machine, scaling, workload
 
-POD, GPU = (ROOT / "configs" / name for name in ("pod.yaml", "gpu.yaml"))
-BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+BOW, A100, CORES = map(machine.load, ("bow_pod", "dgx_a100", "two_cores"))
 DENSE = exchange.named("dense")
 
 
-def with_figure(place, **values):
-    changed = {name: getattr(place, name).model_copy(update={"value": value}) for name, value in values.items()}
-    return place.model_copy(update=changed)
-
-
-@pytest.fixture(scope="module")
-def pod():
-    recipe = load(POD)
+@functools.lru_cache(maxsize=None)
+def setting(config, *overrides):
+    recipe = load(ROOT / "configs" / f"{config}.yaml", overrides)
     return recipe, workload.of(recipe)
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    recipe = load(GPU, ["run.device=cuda"])
-    return recipe, workload.of(recipe)
+def step(place, replicas, config, *overrides):
+    recipe, work = setting(config, *overrides)
+    return scaling.predict(recipe, place, replicas, work)
 
 
-def test_a_step_is_the_sum_of_its_causes_and_all_images_go_through(pod):
-    for replicas in scaling.REPLICAS:
-        row = scaling.predict(pod[0], BOW, replicas, pod[1])
-        assert sum(row.parts.values()) == pytest.approx(row.seconds, rel=1e-12)
-        assert min(row.parts.values()) >= 0
-        assert row.global_batch == 3 * row.accumulation * row.replicas
-        assert row.images_per_second == pytest.approx(row.global_batch / row.seconds)
-        assert 0 < row.efficiency <= 1
+GPU = ("gpu", "run.device=cuda")
 
 
 @pytest.mark.parametrize(
@@ -52,19 +40,17 @@ def test_a_step_is_the_sum_of_its_causes_and_all_images_go_through(pod):
     ],
 )
 def test_pipelines_idle_for_one_micro_batch_less_than_stages(overrides, idle):
-    recipe = load(QUICKSTART, ["run.device=cuda", "batch.micro=8", *overrides])
-    work = workload.of(recipe)
-    slowest = 8 * max(stage.multiply_adds for stage in work.stages) / A100.rate.value
-    assert scaling.predict(recipe, A100, 1, work).parts["bubble"] == pytest.approx(idle * slowest)
+    arguments = ("quickstart", "run.device=cuda", "batch.micro=8", *overrides)
+    slowest = 8 * max(stage.multiply_adds for stage in setting(*arguments)[1].stages) / A100.rate.value
+    assert step(A100, 1, *arguments).parts["bubble"] == pytest.approx(idle * slowest)
 
 
-def test_stages_on_ipus_fill_twice_or_take_turns(pod):
+def test_stages_on_ipus_fill_twice_or_take_turns():
     """128 replicas: 16 micro batches and 2 K - 2 = 2 to fill and drain, each as long as the slowest stage takes."""
-    recipe, work = pod
-    parts, passes = scaling.predict(recipe, BOW, 128, work).parts, [stage.multiply_adds for stage in work.stages]
+    parts, passes = step(BOW, 128, "pod").parts, [stage.multiply_adds for stage in setting("pod")[1].stages]
     assert parts["compute"] + parts["imbalance"] == pytest.approx(16 * 3 * max(passes) / BOW.rate.value)
     assert parts["bubble"] == pytest.approx(2 * 3 * max(passes) / BOW.rate.value)
-    turns = scaling.predict(load(POD, ["parallel.schedule=sharded"]), BOW, 128, work).parts
+    turns = step(BOW, 128, "pod", "parallel.schedule=sharded").parts
     assert turns["bubble"] == turns["imbalance"] == 0
     assert turns["compute"] == pytest.approx(16 * 3 * sum(passes) / BOW.rate.value)
 
@@ -72,7 +58,6 @@ def test_stages_on_ipus_fill_twice_or_take_turns(pod):
 @pytest.mark.parametrize(
     ("overrides", "replicas", "batch", "accumulation"),
     [
-        ([], 512, 6144, 4),
         ([], 1024, 9216, 3),  # two micro batches would not fill two stages on IPUs, which need 2 K - 1
         (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 2048, 6144, 1),
         (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 4096, 12288, 1),
@@ -81,31 +66,26 @@ def test_stages_on_ipus_fill_twice_or_take_turns(pod):
     ],
 )
 def test_the_batch_grows_where_replicas_cannot_share_it(overrides, replicas, batch, accumulation):
-    recipe = load(POD, overrides)
-    row = scaling.predict(recipe, BOW if recipe.run.device == "ipu" else A100, replicas, workload.of(recipe))
+    row = step(A100 if overrides else BOW, replicas, "pod", *overrides)
     assert (row.global_batch, row.accumulation, row.grown) == (batch, accumulation, batch > 6144)
 
 
-def test_straggling_is_the_expected_slowest_of_many_in_proportion_to_the_step(gpu):
+def test_straggling_is_the_expected_slowest_of_many_in_proportion_to_the_step():
     """Blom's formula is good to a hundredth; 20,000 draws have a standard error of a hundredth of their deviation."""
     slowest = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
     assert scaling.slowest_of(64) == pytest.approx(slowest, abs=0.03) and scaling.slowest_of(1) == 0
-    recipe, work = gpu
-    calm, restless = (scaling.predict(recipe, with_figure(A100, straggling=s), 64, work) for s in (0.0, 0.05))
+    calm, restless = (step(workload.changed(A100, "straggling", value=spread), 64, *GPU) for spread in (0.0, 0.05))
     assert calm.parts["straggling"] == 0
     assert restless.parts["straggling"] == pytest.approx(0.05 * scaling.slowest_of(64) * calm.seconds)
 
 
-def test_reading_or_copying_costs_as_much_as_it_takes_longer_than_the_rest(gpu):
-    recipe, work = gpu
-    slow = with_figure(A100, decode=5.0)  # 16 cores: 80 images a second for each GPU
-    row = scaling.predict(recipe, slow, 8, work)
-    assert row.images_per_second == pytest.approx(8 * 16 * 5)
-    assert row.limit == "input"
-    drawn = load(GPU, ["run.device=cuda", "data.source=glyphs"])
-    assert scaling.predict(drawn, slow, 8, work).parts["input"] == 0  # nothing is read or decoded
-    thin = with_figure(A100, to_device=100 * 3 * 380**2)
-    assert scaling.predict(recipe, thin, 1, work).images_per_second == pytest.approx(100)
+def test_reading_or_copying_costs_as_much_as_it_takes_longer_than_the_rest():
+    slow = workload.changed(A100, "decode", value=5.0)  # 16 cores: 80 images a second for each GPU
+    row = step(slow, 8, *GPU)
+    assert (row.images_per_second, row.limit) == (pytest.approx(8 * 16 * 5), "input")
+    assert step(slow, 8, *GPU, "data.source=glyphs").parts["input"] == 0  # nothing is read or decoded
+    thin = workload.changed(A100, "to_device", value=100 * 3 * 380**2)
+    assert step(thin, 1, *GPU).images_per_second == pytest.approx(100)
 
 
 NEAR, FAR = (Link(reach.latency.value, 1 / reach.bandwidth.value) for reach in A100.links)
@@ -139,23 +119,13 @@ def test_sparse_exchanges_go_over_the_farthest_links(name):
     assert exchanged(name, 64, 1) == expected
 
 
-def test_an_exchange_beside_the_backward_pass_is_hidden_as_far_as_it_lasts(gpu):
-    recipe, work = gpu
-    open_, hidden, none = (
-        scaling.predict(recipe, A100.model_copy(update={"overlap": share}), 4096, work).parts["exchange"]
-        for share in (0.0, 0.05, 1.0)
-    )
-    assert hidden == pytest.approx(open_ - 0.05 * 32 * 2 * work.multiply_adds / A100.rate.value)
+def test_an_exchange_is_hidden_beside_the_backward_pass_or_if_late_on_cpus_the_next_step():
+    """On CUDA late exchanges do not overlap (docs/exchange.md)."""
+    places = (A100.model_copy(update={"overlap": share}) for share in (0.0, 0.05, 1.0))
+    whole, part, none = (step(place, 4096, *GPU).parts["exchange"] for place in places)
+    assert part == pytest.approx(whole - 0.05 * 32 * 2 * setting(*GPU)[1].multiply_adds / A100.rate.value)
     assert none == 0
-
-
-def test_late_gradients_are_exchanged_beside_the_next_step_on_cpus_alone():
-    """docs/exchange.md: on CUDA the exchange does not overlap yet."""
-    small = machine.load("two_cores")
-    on_time, late = (load(QUICKSTART, [f"exchange.delay={delay}"]) for delay in (0, 1))
-    work = workload.of(late)
-    parts = scaling.predict(late, small, 4096, work).parts
-    whole = scaling.predict(on_time, small, 4096, work).parts["exchange"]
-    assert parts["exchange"] == pytest.approx(whole - parts["compute"])
-    assert scaling.predict(late, small, 2, work).parts["exchange"] == 0
-    assert scaling.predict(late, A100, 2, work).parts["exchange"] > 0
+    on_time, late = (step(CORES, 4096, "quickstart", f"exchange.delay={delay}").parts for delay in (0, 1))
+    assert late["exchange"] == pytest.approx(on_time["exchange"] - late["compute"])
+    two = [step(place, 2, "quickstart", "exchange.delay=1").parts["exchange"] for place in (CORES, A100)]
+    assert two[0] == 0 < two[1]

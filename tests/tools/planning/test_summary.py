@@ -16,11 +16,6 @@ def planned(config, *overrides, place="dgx_a100"):
     return summary.make(load(config, overrides), machine.load(place))
 
 
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    monkeypatch.delenv("POPDIST_NUM_IPUS_PER_REPLICA", raising=False)
-
-
 def test_input_follows_from_the_rate():
     plan = planned(GPU, "run.device=cuda", "parallel.replicas=64")
     rate = plan.step.images_per_second

@@ -1,0 +1,24 @@
+"""Commands as tests call them."""
+
+import pytest
+
+
+@pytest.fixture
+def call(capsys):
+    """call(main, *arguments): exit code, lines of stdout, lines of stderr."""
+
+    def called(main, *arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse's
+            code = end.code
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return called
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    monkeypatch.delenv("POPDIST_NUM_IPUS_PER_REPLICA", raising=False)
