@@ -7,7 +7,7 @@ batch, and the number of workers who loads it, never its contents.
 
 import errno
 import os
-from typing import Callable, Iterable, Iterator, Union
+from typing import Callable, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
 
@@ -90,14 +90,16 @@ class EvaluationBatches:
         replica: int = 0,
         replicas: int = 1,
         device: torch.device = _CPU,
+        order: Optional[Sequence[int]] = None,
     ):
-        """Args: batch: images per micro batch; the last is padded. Others as for `training_batches`.
+        """Args: batch: images per micro batch, the last padded. order: of the images. Others as for `training_batches`.
 
         Each replica gets a contiguous range of the micro batches; `number` counts over all replicas, `step` is 0.
         """
         assert 0 <= replica < replicas, (replica, replicas)
+        order = order or range(len(source))
         self._requests = [
-            Request(0, 0, number, image_size, list(range(number * batch, min((number + 1) * batch, len(source)))))
+            Request(0, 0, number, image_size, list(order[number * batch : (number + 1) * batch]))
             for number in evaluation_share(len(source), batch, replica, replicas)
         ]
         self._data, self._device = data, device

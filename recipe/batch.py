@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Set
 
 from recipe import checks, images, ipu, ipu_plan
-from recipe.config import Exchange, Recipe
+from recipe.config import Recipe
 from recipe.division import Batch, count
-from recipe.errors import ConfigError, DataError
+from recipe.errors import ConfigError, DataError, printable
+from recipe.section import as_yaml
+
+# Keys that the first lines of a plan describe.
+_DESCRIBED = ("run.name", "run.output", "run.epochs", "run.steps", "run.images", "batch.global", "batch.micro")
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,8 @@ class Lengths:
 
 
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
-    """The batch of `recipe` over `replicas` (the recipe's own number if None; one where that is auto).
-
-    Raises ConfigError with the nearest batches for one that is no multiple of micro batch x replicas.
-    """
+    """The batch of `recipe` over `replicas` (None: the recipe's own number, one where that is auto). Raises ConfigError
+    with the nearest batches for one that is no multiple of micro batch x replicas."""
     replicas = replicas or recipe.parallel.replicas or 1
     total, micro = recipe.batch.global_, recipe.batch.micro
     portion = micro * replicas
@@ -69,10 +71,8 @@ def planned(recipe: Recipe) -> Batch:
 
 
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
-    """The run in steps for `train_images` images an epoch.
-
-    Raises DataError for fewer images than one global batch, ConfigError for a warm-up or a delay as long as the run.
-    """
+    """The run in steps for `train_images` images an epoch. Raises DataError for fewer images than one global batch,
+    ConfigError for a warm-up or a delay as long as the run."""
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
@@ -111,8 +111,7 @@ def in_steps(epochs: float | None, steps: int | None, images: int | None, per_ep
 def peak_learning_rate(recipe: Recipe) -> float:
     """The learning rate at the end of the warm-up, for the recipe's global batch.
 
-    Given per image it is multiplied by the batch; given for a reference batch it follows the rule: linear
-    (Goyal et al., 1706.02677) or square root (Krizhevsky, 1404.5997) of batch / reference.
+    A rate for a reference batch grows linearly (Goyal et al., 1706.02677) or as the root (Krizhevsky, 1404.5997).
     """
     schedule = recipe.schedule
     if schedule.peak_per_image is not None:
@@ -135,63 +134,24 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 
 
 def describe(recipe: Recipe) -> str:
-    """The plan that `--dry-run` prints: what the recipe alone determines, a line each."""
+    """The plan that `--dry-run` prints: what follows from the recipe, and its keys that differ from the defaults."""
     batch, number = planned(recipe), recipe.data.images("train")
     recipe.data.check_classes(recipe.model.classes)
-    model, precision, optimizer = recipe.model, recipe.precision, recipe.optimizer
-    decay = f"weight decay {optimizer.weight_decay:g}, " if hasattr(optimizer, "weight_decay") else ""
     length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
-    lines = {
-        "run": f"{recipe.run.name} -> {output_folder(recipe)}",
-        "model": f"{model.describe()}, {model.image_size} px, {model.classes} classes",
-        "batch": batch.describe(),
-        "growing": _describe_growth(recipe),
-        "parallel": _describe_parallel(recipe),
-        "precision": f"{precision.compute} compute, {precision.weights} weights, {precision.rounding} rounding",
-        "optimizer": f"{optimizer.name}, {recipe.schedule.name} schedule, {decay}"
-        f"peak learning rate {peak_learning_rate(recipe):.6g}",
-        "data": _describe_data(recipe),
-        "images": images.describe(recipe.data),
-        "length": length or "known once data.root is read (or data.train_images given)",
-    }
-    plan = [f"{name:<10} {text}" for name, text in lines.items() if text]
+    lines = [
+        ("run", f"{recipe.run.name} -> {output_folder(recipe)}"),
+        ("batch", batch.describe()),
+        ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
+        ("length", length or "known once data.root is read (or data.train_images given)"),
+        ("images", images.describe(recipe.data)),
+    ]
+    for section, part in recipe:
+        tag = getattr(part, "tag", None)
+        keys = {**({tag: getattr(part, tag)} if tag else {}), **part.changes()}
+        words = [f"{key} {as_yaml(value)}" for key, value in keys.items() if f"{section}.{key}" not in _DESCRIBED]
+        lines.append((section, ", ".join(words)))
+    plan = [f"{name:<10} {printable(text)}" for name, text in lines if text]
     return "\n".join([*plan, *(ipu_plan.lines(recipe, batch) if recipe.run.device == "ipu" else ())])
-
-
-def _describe_growth(recipe: Recipe) -> str:
-    schedule, largest = recipe.batch.schedule, recipe.batch.largest
-    if schedule == "noise":
-        return f"{recipe.batch.global_:,} at first, doubled up to {largest:,} as the noise scale allows"
-    return ", ".join(f"{batch:,g} from {images:,g} images on" for images, batch in schedule or ())
-
-
-def _describe_parallel(recipe: Recipe) -> str:
-    """Stages and exchange, where there is anything to say."""
-    parallel, exchange, parts = recipe.parallel, recipe.exchange, []
-    if parallel.stages > 1:
-        each = f" of {parallel.virtual_stages} parts" if parallel.virtual_stages else ""
-        cuts = f"[{', '.join(parallel.split)}]" if isinstance(parallel.split, list) else parallel.split or "auto"
-        parts.append(f"{parallel.schedule} over {parallel.stages} stages{each}, split {cuts}")
-    if parallel.recompute:
-        parts.append("recomputing " + ("all blocks" if parallel.recompute is True else ", ".join(parallel.recompute)))
-    if exchange != Exchange():
-        parts.append(exchange.describe(recipe.optimizer))
-    return "; ".join(parts)
-
-
-def _describe_data(recipe: Recipe) -> str:
-    data, average = recipe.data, recipe.average
-    parts = [data.source]
-    if data.image_sizes:
-        sizes = ", ".join(f"{pixels} px from epoch {epoch}" for epoch, pixels in data.image_sizes)
-        parts.append(f"training at {sizes}")
-    if data.augment != "none":
-        parts.append(data.augment)
-    switches = {"mixup": data.mixup, "cutmix": data.cutmix, "label smoothing": data.label_smoothing}
-    parts += [f"{name} {value:g}" for name, value in switches.items() if value]
-    decays = {"updates": average.step_decay, "epochs": average.epoch_decay}
-    parts += [f"average over {name} {decay:g}" for name, decay in decays.items() if decay is not None]
-    return ", ".join(parts)
 
 
 def output_folder(recipe: Recipe) -> str:

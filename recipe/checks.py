@@ -1,5 +1,4 @@
-"""All checks of a recipe that concern more than one section. Those of one section stand with its keys; what IPUs refuse
-is in ipu_rules.py."""
+"""Checks of a recipe that concern more than one section. What IPUs refuse is in ipu_rules.py."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     # Nothing may count updates, or sum in an order that depends on how many micro batches an update has.
     plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not delay
     if schedule is not None and not plain:
-        remedy = "use exchange.method=dense exchange.order=fast exchange.delay=0"
-        yield f"batch.schedule does not go with {exchange.describe(optimizer)}; {remedy}"
+        goes = "batch.schedule goes with a dense exchange in fast order without a delay only"
+        yield f"{goes}; use exchange.method=dense exchange.order=fast exchange.delay=0"
     if schedule is not None and statistics:
         yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
     if schedule == "noise" and not recipe.log.noise_scale:

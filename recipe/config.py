@@ -1,7 +1,4 @@
-"""The schema of a recipe: sections, keys, types, units and ranges.
-
-Annotations are evaluated by pydantic at run time and must work on Python 3.8.
-"""
+"""The schema of a recipe. Annotations are evaluated by pydantic at run time and must work on Python 3.8."""
 
 from typing import Iterator, List, Literal, Optional, Union
 
@@ -11,7 +8,6 @@ from recipe.distribution import Parallel
 from recipe.exchange import Exchange
 from recipe.hardware import EngineSection, Ipu
 from recipe.images import Data
-from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, check_pairs, exactly_one
@@ -67,7 +63,7 @@ class BatchSection(Section):
                     yield f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one"
 
 
-class Log(Parts):
+class Log(Section):
     """What is recorded during training; each logger adds its keys."""
 
     every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
@@ -75,23 +71,8 @@ class Log(Parts):
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
     """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
     trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
-
-
-class TensorBoard(Log):
-    """TensorBoard files."""
-
     tensorboard: bool = Field(True, description="write TensorBoard files into the run folder")
-
-
-class WeightsAndBiases(Log):
-    """Weights & Biases."""
-
     wandb: bool = Field(False, description="also send the numbers to Weights & Biases (package wandb)")
-
-
-class MLflow(Log):
-    """MLflow."""
-
     mlflow: bool = Field(False, description="also send the numbers to MLflow (package mlflow-skinny, or mlflow)")
 
 

@@ -35,8 +35,7 @@ class Update(NamedTuple):
 class Course:
     """The updates of a run of `total` steps.
 
-    growth: (step, steps of an update from there on) for each time that the schedule `noise` has made the batch larger,
-        in order. To be saved with the run, which resumes with it.
+    growth: (step, steps of an update from there on) for each growth by the schedule `noise`; to be saved with the run.
     """
 
     def __init__(self, recipe: Recipe, steps_per_epoch: int, total: int, growth: Sequence[Sequence[int]] = ()):
@@ -54,26 +53,20 @@ class Course:
         """See the class; empty without the schedule `noise`."""
         return [] if self._largest is None else self._changes[1:]
 
-    @property
-    def _doubled(self) -> int:
-        """Images of an update if the schedule `noise` makes the batch larger."""
-        return 2 * self._size * self._changes[-1][1]
-
     def may_grow(self, done: int) -> bool:
         """Whether the batch may be made larger after `done` steps."""
         at_end_of_epoch = done % self._per_epoch == 0 and done < self._total
-        return self._largest is not None and at_end_of_epoch and self._doubled <= self._largest
+        doubled = 2 * self._size * self._changes[-1][1]
+        return self._largest is not None and at_end_of_epoch and doubled <= self._largest
 
     def grow(self, done: int, noise: float, error: float) -> Optional[int]:
-        """Double the batch from step `done` on if the noise scale, in images, and its standard error allow it.
-
-        Returns the new batch, or None.
-        """
-        batch = self._doubled
-        if noise - error < batch:
+        """Double the batch from step `done` on if the noise scale, in images, less its standard error allows it; return
+        the new batch, or None."""
+        steps = 2 * self._changes[-1][1]
+        if noise - error < steps * self._size:
             return None
-        self._changes.append((done, 2 * self._changes[-1][1]))
-        return batch
+        self._changes.append((done, steps))
+        return steps * self._size
 
     def _steps_at(self, step: int) -> int:
         """Steps of an update that begins at `step`."""

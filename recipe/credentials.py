@@ -22,9 +22,7 @@ def masked(text: str) -> str:
 
 def take(url: str) -> str:
     """`url` without its credentials, which `restored` gives back; this process's command line loses them as well.
-
-    Raises ValueError where the end of the password is ambiguous.
-    """
+    Raises ValueError where the end of the password is ambiguous."""
     public = masked(url)
     place = public.rpartition("://")[2]
     port = re.split("[/?#]", place)[0].partition(":")[2]
@@ -37,10 +35,8 @@ def take(url: str) -> str:
 
 
 def restored(place: str) -> Tuple[str, str]:
-    """A place at or below a URL, with its user and password, and the query that goes behind the names of files there.
-
-    They are those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc.
-    """
+    """A place at or below a URL, with its user and password, and the query that goes behind the names of files there:
+    those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc."""
     given = os.environ.get(ENVIRONMENT, "")
     for public, url in [*_known.items(), (masked(given).rstrip("/"), given)]:
         if public != url.rstrip("/") and f"{place}/".startswith(f"{public}/"):

@@ -76,10 +76,8 @@ class Parallel(Section):
         return self.stages * (self.virtual_stages or 1)
 
     def in_flight(self, accumulation: int) -> List[int]:
-        """Micro batches whose activations each part holds at once, on CPUs and GPUs.
-
-        GPipe: all of a step (1811.06965); 1F1B and interleaved: one for each part from here to the last (1806.03377).
-        """
+        """Micro batches whose activations each part holds at once, on CPUs and GPUs: all of a step with GPipe
+        (1811.06965), else one for each part from here to the last (1806.03377)."""
         if self.schedule == "gpipe":
             return [accumulation] * self.parts
         return [min(accumulation, self.parts - part) for part in range(self.parts)]

@@ -34,10 +34,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text`, which others may have written, with escapes such as \\x1b for what cannot be printed or encoded.
-
-    A byte of a file's name that is no UTF-8 becomes \\xe9 and the like.
-    """
+    """Return `text` with escapes such as \\x1b for what cannot be printed or encoded, or is no UTF-8."""
     return "".join(map(_shown, text))
 
 

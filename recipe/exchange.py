@@ -93,21 +93,6 @@ class Exchange(Kind):
         amount = f"{self.density:g}" if self.sparse else getattr(self, "local_steps", "")
         return f"{self.variant} {amount}".rstrip() + (f", {self.sent_bits} bits" if self.sent_bits else "")
 
-    def describe(self, optimizer: Optimizer) -> str:
-        """A few words, e.g. `exchange gtopk (butterfly, float32), density 0.001 of the update, conserving`."""
-        pattern = f"{self.pattern}, " if self.sparse and hasattr(self, "pattern") else ""
-        form = f" ({pattern}{self.sent})" if self.sparse or self.sent != "float32" else ""
-        what = "means" if hasattr(self, "local_steps") else "gradients"
-        late = {f"{what} {count(self.delay, 'step')} late": self.delay}
-        return ", ".join([f"exchange {self.method}{form}", *_true({**self._details(optimizer), **late})])
-
-    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
-        """Words of the description, each with whether it is true."""
-        return {
-            f"in {self.sent_bits} bits": self.sent_bits,
-            f"order {getattr(self, 'order', 'fast')}": not self.sent_bits,
-        }
-
 
 class Dense(Exchange):
     """Sends float32."""
@@ -173,19 +158,6 @@ class Sparse(_Selecting):
     def sent(self) -> str:
         return f"int{self.bits}" if self.bits else self.wire
 
-    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
-        warmup = ", ".join(f"{density:g}" for density in self.density_warmup)
-        of = "update" if self.compresses_update(optimizer) else "gradient"
-        return {
-            f"density {self.density:g} of the {of}": True,
-            f"after {warmup} in the first epochs": warmup,
-            f"dense for {self.dense_steps} steps": self.dense_steps,
-            "conserving": getattr(self, "conserve", False),
-            "published residual rule": not getattr(self, "conserve", True),
-            "factor masking": self.masks(optimizer, self.density),
-            "dense 1d": self.dense_1d,
-        }
-
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
         """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the first `dense_steps`."""
         if step < self.dense_steps:
@@ -248,17 +220,6 @@ class Local(Exchange):
         """Whether update `step`, from 0, is made of the whole gradient."""
         return step < max(self.dense_steps, self.dense_epochs * (steps_per_epoch or 0))
 
-    def _details(self, optimizer: Optimizer) -> Dict[str, Any]:
-        nesterov = f"outer Nesterov {self.outer_lr:g}, {self.outer_momentum:g}"
-        outer = nesterov if self.outer == "nesterov" else "mean of the weights"
-        first = {f"{self.dense_steps:,} steps": self.dense_steps, f"{self.dense_epochs:g} epochs": self.dense_epochs}
-        return {
-            f"{outer} every {count(self.local_steps, 'step')}": True,
-            f"in {self.fragments} fragments": self.fragments > 1,
-            f"in {self.bits} bits": self.bits,
-            f"dense for {' and '.join(_true(first))}": _true(first),
-        }
-
 
 class NoExchange(Exchange):
     """Sends nothing, so that replicas drift apart: for measuring what the exchange costs."""
@@ -275,7 +236,3 @@ class Auto(_Merging, _Selecting):
     """points of top-1 that the method may lose, as measured (docs/exchange.md); 100: even if not measured"""
     wire: Optional[Literal["float32", "float16"]] = None
     """type of the values that travel; null is float16 with half, float32 with the others"""
-
-
-def _true(words: Dict[str, Any]) -> List[str]:
-    return [word for word, holds in words.items() if holds]

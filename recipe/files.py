@@ -15,8 +15,6 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
     """A path beside `path` to write a file to, which takes the place of `path` once the block ends without an error.
 
     Args: durable: whether content and name are on the disk then. shared: whether other processes may write this file.
-
-    Raises OSError if writing failed; `path` is as it was, and no partial file is left.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -65,10 +63,7 @@ def writing(place: Union[str, Path]) -> Iterator[None]:
 
 
 def check_same(path: Path, descriptor: int) -> None:
-    """Raises OSError unless `path` still leads to what `descriptor` has open.
-
-    What is open keeps its inode's number, so nothing that takes its place can have the same.
-    """
+    """Raises OSError unless `path` still leads to what `descriptor` has open, whose inode nothing else can have."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return

@@ -1,7 +1,6 @@
-"""A recipe's options for PopTorch, and its optimizer on the device, as plain data.
+"""A recipe's options for PopTorch as plain data: names stand for its objects, so plans need no Poplar SDK.
 
-Names stand for PopTorch's objects, so that a plan can be made and checked without the Poplar SDK. Facts are those of
-PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md explains each option, ipu_rules.py has what IPUs refuse.
+Facts are those of PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md explains each option.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ class Chain(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """One call on PopTorch's options.
-
-    call: the method, e.g. Options.Training.gradientAccumulation. arguments: plain values, Names and Chains. source:
-    the keys of the recipe that it comes from, or "always: " and why. main_only: for the first process of a run.
-    """
+    """One call on PopTorch's options. call: the method, e.g. Options.Training.gradientAccumulation. arguments: plain
+    values, Names and Chains. source: the keys of the recipe that it comes from, or "always: " and why. main_only: for
+    the first process of a run."""
 
     call: str
     arguments: tuple
@@ -82,10 +79,8 @@ def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
 
 
 def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
-    """The options of the training model, in the order in which they are to be set.
-
-    Args: served: replicas of this process. under_poprun: the options are popdist's, which bring the replicas along.
-    """
+    """The options of the training model, in the order in which they are to be set. Args: served: replicas of this
+    process. under_poprun: the options are popdist's, which bring the replicas along."""
     return [
         *_common(recipe, served, under_poprun, overlaps(recipe, batch)),
         *_updates(recipe, batch),

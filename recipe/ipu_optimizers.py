@@ -1,6 +1,5 @@
 """The form of each optimizer on IPUs: one of poptorch.optim and its arguments, or the reason why there is none.
 
-PopTorch runs no Python code of an optimizer. A form registers for the class of its section, as the one of `Sgd` does.
 Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 """
 
@@ -36,12 +35,9 @@ class Group(NamedTuple):
 
 
 class DeviceOptimizer(NamedTuple):
-    """An optimizer of poptorch.optim.
-
-    options: arguments of its constructor besides params and lr (which PopTorch compiles in unless it is one, too).
-    constant: attributes that are compiled in. sources: the keys of the recipe that each option comes from, or "always:
-    " and why. slots: PopART's prefix of each state tensor (willow/src/patterns/*decompose.cpp).
-    """
+    """An optimizer of poptorch.optim. options: arguments of its constructor besides params and lr (which PopTorch
+    compiles in unless it is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that
+    each option comes from, or "always: " and why. slots: PopART's prefix of each state tensor (*decompose.cpp)."""
 
     name: str
     options: Dict[str, object]
@@ -62,7 +58,7 @@ _BOTH_CAST = (_FLOAT, "always: the first moment is cast to its type")
 def optimizer(recipe: Recipe) -> DeviceOptimizer:
     """The optimizer that updates as the recipe's does, apart from rounding. Raises ConfigError where there is none."""
     section = recipe.optimizer
-    if not FORMS.all_of(section):
+    if not any(isinstance(section, registered) for registered, _ in FORMS.items()):
         names = ", ".join(registered.default_name() for registered, _ in FORMS.items())
         raise ConfigError(f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}")
     return FORMS.of(section)(section, recipe.precision)

@@ -1,7 +1,4 @@
-"""From YAML files and command-line overrides to a checked recipe.
-
-Every error is one line that names the place (file, or command line), the key and the remedy.
-"""
+"""From YAML files and command-line overrides to a checked recipe; errors are one line: place, key and remedy."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.ipu_rules import stages_of_launcher
 from recipe.kinds import Kind
+from recipe.section import first_fault
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
@@ -105,7 +103,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that `dump` wrote as `text`, then `overrides`; errors call it `place`. Raises ConfigError."""
-    return _checked([(place, _mapping(text, place))], overrides, default=place)
+    return _checked([(place, _mapping(parse_yaml(text, place), place))], overrides, default=place)
 
 
 def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
@@ -128,7 +126,10 @@ def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
             merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_first_line(error, origin, default)) from None
+        (section, *rest), words = first_fault(error, _suggest)
+        name = ".".join(map(str, (section, *rest[:1])))
+        where = f"{name}: {''.join(f'[{part}]' for part in rest[1:])}".rstrip()
+        raise ConfigError(f"{origin.get(name) or origin.get(section) or default}: {where} {words}") from None
 
 
 def _settle_stages(parallel: dict) -> None:
@@ -155,6 +156,16 @@ def dump(recipe: Recipe) -> str:
     return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=_Dumper, sort_keys=False, width=110)
 
 
+def read_yaml(path: Path, place: str, remedy: str) -> Any:
+    """The content of a file; errors call it `place`. Raises ConfigError with the remedy where it cannot be read."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror}; {remedy}") from None
+    except ValueError:  # also for a name that no file can have
+        raise ConfigError(f"{place}: not a text file; it must be YAML in UTF-8") from None
+
+
 def _chain(path: Path) -> list:
     """(place, mapping) of `path` and the files it extends, the base first."""
     layers: list = []
@@ -164,7 +175,11 @@ def _chain(path: Path) -> list:
         if not isinstance(base, str):
             raise ConfigError(f"{path}: extends: {base!r} is not the name of a file")
         path = path.parent / base
-        layer = _read(path, child)
+        place = f"{child}: extends {path}" if child else str(path)
+        remedy = (
+            "correct the name or make the file" if child else "name an existing recipe, e.g. configs/quickstart.yaml"
+        )
+        layer = _mapping(read_yaml(path, place, remedy), str(path))
         if os.path.realpath(path) in seen:
             raise ConfigError(f"{child}: extends itself through {path}; break the circle")
         seen.append(os.path.realpath(path))
@@ -173,20 +188,7 @@ def _chain(path: Path) -> list:
     return layers
 
 
-def _read(path: Path, child: str | None) -> dict:
-    """The mapping in `path`, which the recipe `child` extends; None: which the user named."""
-    place = f"{child}: extends {path}" if child else str(path)
-    remedy = "correct the name or make the file" if child else "name an existing recipe, e.g. configs/quickstart.yaml"
-    try:
-        return _mapping(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"{place}: {error.strerror}; {remedy}") from None
-    except ValueError:  # also for a name that no file can have
-        raise ConfigError(f"{place}: not a text file; a recipe is YAML in UTF-8") from None
-
-
-def _mapping(text: str, place: str) -> dict:
-    layer = parse_yaml(text, place)
+def _mapping(layer: Any, place: str) -> dict:
     if not isinstance(layer, (dict, type(None))):
         raise ConfigError(f"{place}: not a recipe: expected sections such as `run:` and `model:`")
     return layer or {}
@@ -226,32 +228,14 @@ def _merge(merged: dict, layer: dict) -> None:
         merged[section].update(given)
 
 
-def _first_line(error: ValidationError, origin: dict, default: str) -> str:
-    """The first fault as one line, and how many more there are."""
-    fault, *more = error.errors(include_url=False)
-    section, *rest = fault["loc"]
-    name = ".".join(map(str, fault["loc"][:2]))
-    place = origin.get(name) or origin.get(section) or default
-    if fault["type"] == "extra_forbidden":
-        words = f"unknown key{_suggest(section, *rest)}"
-    elif fault["type"] == "value_error":
-        words = str(fault["ctx"]["error"])
-    else:
-        index = "".join(f"[{part}]" for part in rest[1:])
-        message = re.sub("^(Input|Value|String|Tuple|List) should", "must", fault["msg"])
-        words = f"{index} {message}, found {fault['input']!r}".lstrip()
-    return f"{place}: {name}: {words}" + (f" (and {len(more)} more)" if more else "")
-
-
 def _suggest(section: str, key: str | None = None) -> str:
     """Suggestion for an unknown section or key: the nearest name, else all names."""
     keys = {name: list(field.annotation.fields()) for name, field in Recipe.model_fields.items()}
-    anywhere = {name: f"{other}.{name}" for other in keys for name in keys[other]}
     outer, _, inner = section.partition(".")
     if inner in keys.get(outer, ()):
         return f"; write it as `{outer}: {{{inner}: ...}}`"
-    near = {name: f"{section}.{name}" for name in keys[section]} if key is not None else {name: name for name in keys}
-    for choices in (near, anywhere):
+    near = {name: name for name in keys} if key is None else {name: f"{section}.{name}" for name in keys[section]}
+    for choices in (near, {name: f"{other}.{name}" for other in keys for name in keys[other]}):
         matches = difflib.get_close_matches(key or section, choices, n=1)
         if matches:
             return f"; did you mean {choices[matches[0]]}?"

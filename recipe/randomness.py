@@ -13,9 +13,9 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: Union[int, str]) -> int:
-    """64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight").
+    """64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight"), by BLAKE2b.
 
-    ("ab", "c") and ("a", "bc") differ, as do 1 and "1". The hash, BLAKE2b, is the same on every machine.
+    ("ab", "c") and ("a", "bc") differ, as do 1 and "1".
     """
     text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -32,10 +32,8 @@ def mix32(x: Any) -> Any:
 
 
 def bits32(draw: int, counter: Any) -> Any:
-    """32 random bits for each `counter` in [0, 2**32), elementwise as `mix32`, of the draw with 64-bit key `draw`.
-
-    With a single round of mixing, two draws would be permutations of each other.
-    """
+    """32 random bits for each `counter` in [0, 2**32), elementwise as `mix32`, of the draw with 64-bit key `draw`. Two
+    rounds of mixing: by one, two draws would be permutations of each other."""
     return mix32((mix32(counter ^ (draw & MASK32)) + (draw >> 32)) & MASK32)
 
 

@@ -1,16 +1,16 @@
 """Base class of all sections of a recipe: strict types, no unknown keys, immutable."""
 
-from typing import Any, Dict, Iterator, List, Tuple
+import json
+import re
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """A section of a recipe. Annotations are evaluated at run time and must work on Python 3.8.
-
-    A key is described by `description`, where that fits into its line, or else by a docstring below it.
-    """
+    """A section of a recipe; annotations are evaluated at run time and must work on Python 3.8. A key is described by
+    `description`, where that fits into its line, or else by a docstring below it."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -34,6 +34,25 @@ class Section(BaseModel):
     def defaults(self) -> Dict[str, Any]:
         """Default of each key, as in a file, for a recipe with the same names."""
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
+
+    def changes(self) -> Dict[str, Any]:
+        """The keys, as in a file, whose values are not their defaults."""
+        defaults = self.defaults()
+        return {key: each for key, each in self.model_dump(mode="json", by_alias=True).items() if each != defaults[key]}
+
+
+def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tuple, str]:
+    """Place and words of the first fault, and how many more there are. Args: suggest: the remedy of an unknown key."""
+    fault, *more = error.errors(include_url=False)
+    if fault["type"] == "extra_forbidden":
+        words = f"unknown key{suggest(*fault['loc'])}"
+    elif fault["type"] == "missing":
+        words = "is needed"
+    elif fault["type"] == "value_error":
+        words = str(fault["ctx"]["error"])
+    else:
+        words = f"{re.sub('^[A-Z][a-z]+ should', 'must', fault['msg'])}, found {fault['input']!r}"
+    return fault["loc"], words + (f" (and {len(more)} more)" if more else "")
 
 
 def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Iterator[str]:
@@ -63,3 +82,12 @@ def or_auto(schema: dict) -> None:
     """JSON Schema of a number that a file may leave open as auto."""
     options = schema.get("anyOf") or [{key: schema.pop(key) for key in ("type", "minimum")}]
     schema["anyOf"] = [{"const": "auto"}, *({**each} for each in options)]
+
+
+def as_yaml(value: Any) -> str:
+    """A value in one line, as a recipe could have it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,5 @@
-"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the name sets.
-
-Padding and epsilon are not in a file of weights, so the name is needed even where the file is at hand.
-"""
+"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the name sets,
+as padding and epsilon are not in a file of weights."""
 
 import re
 from typing import Any, Dict, NamedTuple, Optional
@@ -30,18 +28,14 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; write timm:tf_efficientnet_b4, or "
-            "timm:tf_efficientnet_b4:FILE for weights that are on this machine"
-        )
+        remedy = "write timm:tf_efficientnet_b4, or timm:tf_efficientnet_b4:FILE for weights that are on this machine"
+        raise ConfigError(f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; {remedy}")
     return TimmWeights(name, file or None)
 
 
 def keys(name: str) -> Dict[str, Any]:
-    """The keys of the section `model` with which it is timm's model of that name.
-
-    Source: timm/models/efficientnet.py: models with `tf_` pad as TensorFlow does and have its epsilon.
-    """
+    """The keys of the section `model` with which it is timm's model of that name (timm/models/efficientnet.py: models
+    with `tf_` pad as TensorFlow does and have its epsilon)."""
     found = _NAME.fullmatch(name)
     assert found is not None, name
     tensorflow, trained = found["tf"] is not None, set(re.split("[_.]", found["training"] or ""))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import threading
 
-from recipe.config import MLflow, TensorBoard, WeightsAndBiases
 from recipe.errors import DONE, STOPPED, first_line
 from recipe.files import writing
-from training.loggers import LOGGERS, Logger, ServiceState, Session, numbers
+from training.loggers import Logger, ServiceState, Session, numbers
 
 
-@LOGGERS.implements(TensorBoard)
 class TensorBoardLogger(Logger):
     """Files for TensorBoard. If they cannot be written the run ends, as with the run's other files."""
 
@@ -43,7 +41,6 @@ class TensorBoardLogger(Logger):
             self._excepthook(failure)
 
 
-@LOGGERS.implements(WeightsAndBiases)
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
 
@@ -78,7 +75,6 @@ class WandbLogger(Logger):
         self._run.finish(exit_code=exit_code)
 
 
-@LOGGERS.implements(MLflow)
 class MlflowLogger(Logger):
     """A run of MLflow, its parameters the recipe's keys. MLflow stores every event, so none is sent twice."""
 

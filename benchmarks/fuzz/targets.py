@@ -59,6 +59,7 @@ def _overrides(folder: Path) -> List[bytes]:
 
 def _read_override(data: bytes, folder: Path) -> None:
     recipe = loading.load(QUICKSTART, [data.decode(errors="surrogateescape")])
+    assert loading.loads(loading.dump(recipe), "again") == recipe
     batch.divide(recipe, 1)
 
 

@@ -6,8 +6,11 @@ from data.digits import DigitsSource
 from recipe import batch
 from recipe.batch import divide, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe
+from recipe.course import Course
 from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
+from recipe.loading import load
+from tests.conftest import QUICKSTART
 
 IMAGENET = 1_281_167
 
@@ -24,51 +27,29 @@ def recipe(global_=6144, micro=3, stages=2, replicas=None, run=None, schedule=No
     )
 
 
-# Accumulation on PODs of 8, 32, 64 and 128 replicas of two devices, as published with the recipe (at 6144
-# and 3 images: 256, 64, 32, 16) and as divided by hand for the smaller batches.
-TABLE = {
-    (768, 3): (32, 8, 4, 2),
-    (1536, 3): (64, 16, 8, 4),
-    (3072, 3): (128, 32, 16, 8),
-    (6144, 3): (256, 64, 32, 16),
-    (6144, 4): (192, 48, 24, 12),
-}
-
-
-@pytest.mark.parametrize(("size", "micro"), TABLE)
-def test_accumulation_on_every_pod(size, micro):
-    for replicas, accumulation in zip((8, 32, 64, 128), TABLE[size, micro]):
-        assert divide(recipe(size, micro), replicas) == Batch(size, micro, accumulation, replicas, 2)
-        assert divide(recipe(size, micro), replicas).micro_batches == size // micro
-        assert divide(recipe(size, micro, replicas=replicas)) == Batch(size, micro, accumulation, replicas, 2)
-        assert divide(recipe(size, micro, replicas=2 * replicas), replicas).replicas == replicas
-
-
-def test_one_line_says_how_the_batch_is_made_up():
-    assert divide(recipe(), 64).describe() == (
-        "6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)"
-    )
-    assert divide(recipe(48, 48, stages=1)).describe() == "48 = 48 micro x 1 accumulation x 1 replica (1 device)"
-    assert divide(recipe(96, 48, stages=1), 2).describe() == "96 = 48 micro x 1 accumulation x 2 replicas (2 devices)"
-
-
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
-    for size, replicas, words in (
-        (6000, 64, "3 micro x 64 replicas = 192; nearest: 5952 or 6144"),
-        (5, 2, "3 micro x 2 replicas = 6; nearest: 6"),
-        (4, None, "3 micro x 1 replica = 3; nearest: 3 or 6"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            divide(recipe(size), replicas)
-        assert str(caught.value) == f"batch.global {size} is not a multiple of {words}"
+@pytest.mark.parametrize(
+    ("global_", "micro", "stages", "replicas", "line"),
+    [
+        (6144, 3, 2, 64, "6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)"),
+        (48, 48, 1, None, "48 = 48 micro x 1 accumulation x 1 replica (1 device)"),
+        (96, 48, 1, 2, "96 = 48 micro x 1 accumulation x 2 replicas (2 devices)"),
+        (6000, 3, 2, 64, "batch.global 6000 is not a multiple of 3 micro x 64 replicas = 192; nearest: 5952 or 6144"),
+        (5, 3, 1, 2, "batch.global 5 is not a multiple of 3 micro x 2 replicas = 6; nearest: 6"),
+        (4, 3, 1, None, "batch.global 4 is not a multiple of 3 micro x 1 replica = 3; nearest: 3 or 6"),
+    ],
+)
+def test_a_batch_is_one_line_and_one_that_does_not_divide_names_the_nearest(global_, micro, stages, replicas, line):
+    try:
+        found = divide(recipe(global_, micro, stages), replicas).describe()
+    except ConfigError as error:
+        found = str(error)
+    assert found == line
+    assert divide(recipe(replicas=64), 8) == divide(recipe(replicas=8)) == Batch(6144, 3, 256, 8, 2)
 
 
 def test_lengths_of_the_published_run():
     """208 x 6144 = 1,277,952 of 1,281,167 images; 350 epochs of 208 steps, of which 70 warm up."""
-    found = lengths(recipe(), IMAGENET)
-    assert (found.steps_per_epoch, found.dropped) == (208, 3215)
-    assert (found.total, found.warmup) == (72_800, 14_560)
-    assert found.describe() == (
+    assert lengths(recipe(), IMAGENET).describe() == (
         "72800 steps = 350 epochs x 208 steps, 14560 of warm-up; 3215 images left over in each epoch"
     )
 
@@ -98,25 +79,25 @@ def test_a_warm_up_ends_and_gradients_are_applied_before_the_run_ends():
         lengths(recipe(run={"steps": 10}, schedule={"warmup_steps": 10}), IMAGENET)
 
 
-def test_an_epoch_holds_a_whole_batch():
-    assert lengths(recipe(48, 48), 48).steps_per_epoch == 1
-    assert lengths(recipe(48, 48), 95).dropped == 47
-    for replicas, images, remedy in (
+@pytest.mark.parametrize(
+    ("replicas", "images", "remedy"),
+    [
         (None, 47, "batch.global=45"),
         (5, 47, "batch.global=45"),
         (10, 47, "batch.global=30"),
         (None, 2, "batch.global=2 batch.micro=2"),
         (16, 47, "batch.global=32 batch.micro=2"),
-    ):
-        with pytest.raises(DataError) as caught:
-            lengths(recipe(48, 3, replicas=replicas), images)
-        assert str(caught.value) == (
-            f"batch.global 48 is more than the {images} training images; give more images or {remedy}"
-        )
-        values = dict(part.split("=") for part in remedy.split())
-        mended = recipe(int(values["batch.global"]), int(values.get("batch.micro", 3)), replicas=replicas)
-        assert divide(mended).global_ <= images
-        assert lengths(mended, images).steps_per_epoch == 1
+    ],
+)
+def test_an_epoch_holds_a_whole_batch(replicas, images, remedy):
+    assert lengths(recipe(48, 48), 48).steps_per_epoch == 1 and lengths(recipe(48, 48), 95).dropped == 47
+    with pytest.raises(DataError) as caught:
+        lengths(recipe(48, 3, replicas=replicas), images)
+    fault = f"batch.global 48 is more than the {images} training images"
+    assert str(caught.value) == f"{fault}; give more images or {remedy}"
+    values = dict(part.split("=") for part in remedy.split())
+    mended = recipe(int(values["batch.global"]), int(values.get("batch.micro", 3)), replicas=replicas)
+    assert divide(mended).global_ <= images and lengths(mended, images).steps_per_epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -158,52 +139,30 @@ def test_the_plan_refuses_classes_that_a_source_has_not(source, fitting, wrong):
 
 
 DIGITS = {"model": {"classes": 10}, "data": {"source": "digits"}}
-MODEL = "model      efficientnet_b4, width 1.4, depth 1.8, groups of 16 channels, expansion 4, 380 px"
 
 
-def test_the_plan_says_what_the_recipe_determines():
-    assert batch.describe(recipe(replicas=64, data={"train_images": IMAGENET})).splitlines() == [
-        "run        run -> runs/run",
-        f"{MODEL}, 1000 classes",
-        "batch      6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)",
-        "parallel   gpipe over 2 stages, split auto",
-        "precision  auto compute, float16 weights, stochastic rounding",
-        "optimizer  lars, polynomial schedule, weight decay 2.5e-06, peak learning rate 8.48529",
-        "data       folder",
-        "images     not found here: data.root is not set; name the folder of the images: data.root=/path/to/images",
-        f"length     1281167 training images; {lengths(recipe(), IMAGENET).describe()}",
-    ]
-    assert "known once data.root is read" in batch.describe(recipe())
-    digits = recipe(48, 48, model={"classes": 10}, data={"source": "digits", "train_images": 99})
-    assert "1437 training images; 10150 steps" in batch.describe(digits)  # 350 x 29
-
-
-def test_the_plan_has_a_place_for_everything_that_may_be_chosen():
-    parallel = {"stages": 2, "split": ["blocks.1.0"], "recompute": ["blocks.0.0", "blocks.1.0"], "replicas": 2}
-    images = {"image_sizes": [[0, 16], [4, 24]], "mixup": 0.2, "cutmix": 0.85, "label_smoothing": 0.1}
-    changed = {
-        "model": DIGITS["model"],
-        "exchange": {"method": "gtopk"},
-        "data": {**DIGITS["data"], **images, "augment": "randaugment"},
-        "average": {"step_decay": 0.9, "epoch_decay": 0.97},
-    }
-    made = recipe(96, run={"name": "a", "output": "/b", "epochs": 100}, parallel=parallel, **changed)
+def test_the_plan_says_what_follows_from_the_recipe_and_which_keys_are_not_at_their_defaults():
+    """Of a section that comes in kinds also the kind."""
+    data = {"train_images": IMAGENET, "image_sizes": [[0, 16], [4, 24]]}
+    changed = {"exchange": {"method": "gtopk"}, "average": {"epoch_decay": 0.97}}
+    made = recipe(replicas=64, data=data, run={"name": "a", "output": "/b", "epochs": 350}, **changed)
     assert batch.describe(made).splitlines() == [
         "run        a -> /b",
-        f"{MODEL}, 10 classes",
-        "batch      96 = 3 micro x 16 accumulation x 2 replicas (2 stages each: 4 devices)",
-        "parallel   gpipe over 2 stages, split [blocks.1.0]; recomputing blocks.0.0, blocks.1.0; exchange gtopk (tree, "
-        "float32), density 0.001 of the update, conserving, factor masking",
-        "precision  auto compute, float16 weights, stochastic rounding",
-        "optimizer  lars, polynomial schedule, weight decay 2.5e-06, peak learning rate 0.132583",
-        "data       digits, training at 16 px from epoch 0, 24 px from epoch 4, randaugment, mixup 0.2, cutmix 0.85, "
-        "label smoothing 0.1, average over updates 0.9, average over epochs 0.97",
-        f"length     1437 training images; {lengths(made, 1437).describe()}",
+        "batch      6144 = 3 micro x 32 accumulation x 64 replicas (2 stages each: 128 devices)",
+        "peak       learning rate 8.48529",
+        f"length     1281167 training images; {lengths(recipe(), IMAGENET).describe()}",
+        "images     not found here: data.root is not set; name the folder of the images: data.root=/path/to/images",
+        "model      name efficientnet_b4",
+        "parallel   stages 2, replicas 64",
+        "exchange   method gtopk, compress update",
+        "optimizer  name lars",
+        "schedule   name polynomial, peak_per_image 0.00138107, warmup_epochs 70",
+        f"data       source folder, image_sizes [[0, 16], [4, 24]], train_images {IMAGENET}",
+        "average    epoch_decay 0.97",
     ]
-    interleaved = {"stages": 4, "schedule": "interleaved", "virtual_stages": 2, "recompute": True}
-    plan = batch.describe(recipe(96, parallel=interleaved, **DIGITS))
-    assert "interleaved over 4 stages of 2 parts, split auto; recomputing all blocks\n" in plan
-    assert "\nparallel" not in batch.describe(recipe(96, stages=1, **DIGITS))
+    growing = batch.describe(load(QUICKSTART, ["batch.schedule=[[0,64],[700,128]]"]))
+    assert "\nbatch      evaluation 120, schedule [[0, 64], [700, 128]]\n" in growing
+    assert "known once data.root is read" in batch.describe(recipe())
 
 
 LAUNCHED = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "POPDIST_NUM_LOCAL_REPLICAS": "2", "POPDIST_NUM_IPUS_PER_REPLICA": "2"}
@@ -212,25 +171,60 @@ LAUNCHED = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "POPDIST_NUM_LOCAL_REPLICAS": "2"
 def test_a_pod_is_filled_with_replicas_unless_poprun_or_the_recipe_says_how_many(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
+    run = {"epochs": 100, "device": "ipu"}
     pod = {"ipu": {"pod": 16}, "optimizer": {"trust": "momentum"}, **DIGITS}
-    on_ipus = recipe(96, run={"epochs": 100, "device": "ipu"}, **pod)
-    whole = batch.whole_pod(on_ipus)
-    assert whole.parallel.replicas == 8
-    assert whole.model_copy(update={"parallel": on_ipus.parallel}) == on_ipus
-    for other in (
-        recipe(96, **pod),
-        recipe(96, run={"epochs": 100, "device": "ipu"}, **DIGITS),
-        recipe(96, replicas=2, run={"epochs": 100, "device": "ipu"}, **pod),
-    ):
+    on_ipus = recipe(96, run=run, **pod)
+    assert batch.whole_pod(on_ipus).parallel.replicas == 8 and batch.planned(on_ipus).replicas == 1
+    for other in (recipe(96, **pod), recipe(96, run=run, **DIGITS), recipe(96, replicas=2, run=run, **pod)):
         assert batch.whole_pod(other) is other
     with pytest.raises(ConfigError, match=r"^ipu\.pod 16 is not a multiple of parallel\.stages 3; "):
-        batch.whole_pod(recipe(96, stages=3, run={"epochs": 100, "device": "ipu"}, **pod))
-    assert batch.planned(on_ipus).replicas == 1
+        batch.whole_pod(recipe(96, stages=3, run=run, **pod))
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert batch.whole_pod(on_ipus) is on_ipus
-    assert batch.planned(on_ipus).replicas == 8
-    assert batch.planned(recipe(96, **pod)).replicas == 1
+    assert (batch.planned(on_ipus).replicas, batch.planned(recipe(96, **pod)).replicas) == (8, 1)
     monkeypatch.setenv("POPDIST_NUM_IPUS_PER_REPLICA", "1")
     with pytest.raises(ConfigError):
         batch.planned(on_ipus)
+
+
+GROWING = "batch.schedule=[[0,64],[700,128],[1600,256]]"
+
+
+def test_updates_take_as_many_steps_as_the_schedule_says_but_end_with_epochs_changes_and_the_run():
+    """Steps of 64 images: two at a time from step 11 (700 / 64 rounded up) on, four from 25 on; epochs of 8 steps."""
+    found = list(Course(load(QUICKSTART, [GROWING]), 8, 39).updates())
+    assert [update.steps for update in found] == [*[1] * 11, 2, 2, 1, *[2] * 4, 1, 4, 3, 4, 3]
+    assert [update.number for update in found] == list(range(len(found)))
+    assert [update.end for update in found[:-1]] == [update.step for update in found[1:]]
+    assert found[-1].end == 39 and {8, 16, 24, 32} <= {update.end for update in found}
+    assert [update.end for update in found if update.reaches(10)] == [10, 20, 32]
+
+
+@pytest.mark.parametrize("start", [0, 5, 11, 13, 24, 29, 36, 39])
+def test_a_resumed_run_has_the_rest_of_the_updates(start):
+    course = Course(load(QUICKSTART, [GROWING]), 8, 39)
+    assert list(course.updates(start)) == [update for update in course.updates() if update.step >= start]
+    plain = list(Course(load(QUICKSTART), 22, 50).updates(start))
+    assert [(each.step, each.steps, each.number) for each in plain] == [(step, 1, step) for step in range(start, 50)]
+
+
+NOISE = ("batch.schedule=noise", "batch.largest=300")
+
+
+def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound():
+    """Epochs of 8 steps of 64 images: 64, then 128 and 256; 512 would be above the bound."""
+    course, grown = Course(load(QUICKSTART, NOISE), 8, 39), []
+    for update in course.updates():
+        if course.may_grow(update.end):
+            noise, error = {8: (128.0, 1.0), 16: (140.0, 11.0), 24: (900.0, 1.0)}[update.end]
+            grown.append((update.end, course.grow(update.end, noise, error)))
+    assert grown == [(8, None), (16, 128), (24, 256)]
+    assert course.growth == [(16, 2), (24, 4)]
+    by_pairs = Course(load(QUICKSTART, [GROWING]), 8, 39)
+    assert not any(by_pairs.may_grow(step) for step in range(40)) and by_pairs.growth == []
+    updates = list(Course(load(QUICKSTART, NOISE), 8, 39, course.growth).updates())
+    assert [update.steps for update in updates] == [*[1] * 16, *[2] * 4, 4, 4, 4, 3]
+    for start in (0, 15, 16, 20, 24, 28):
+        resumed = Course(load(QUICKSTART, NOISE), 8, 39, [list(each) for each in course.growth])
+        assert list(resumed.updates(start)) == [update for update in updates if update.step >= start]

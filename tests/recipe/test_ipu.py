@@ -1,13 +1,17 @@
-"""A recipe on IPUs: the one right value of each option, and where it comes from."""
+"""A recipe on IPUs: the one right value of each option and its source; what is refused, and what to do then."""
 
+import contextlib
 import re
 
 import pytest
 
 from recipe import ipu
 from recipe.batch import divide
-from recipe.ipu import Chain, Name
+from recipe.division import Batch
+from recipe.errors import ConfigError
+from recipe.ipu import Chain, Launched, Name
 from recipe.loading import load
+from recipe.optimization import Optimizer
 from tests.conftest import QUICKSTART, ROOT
 
 TRUST = "optimizer.trust=momentum"
@@ -26,15 +30,14 @@ REDUCTION = "Options.Training.setMeanAccumulationAndReplicationReductionStrategy
 POST, RUNNING = (Name(f"poptorch.MeanReductionStrategy.{name}") for name in ("Post", "Running"))
 MEMORY, ITERATIONS = "Options.setAvailableMemoryProportion", "Options.deviceIterations"
 HALF, FLOAT = Name("torch.half"), Name("torch.float")
-
-
-def pod(name, replicas, *overrides):
-    return load(ROOT / "configs" / f"{name}.yaml", [TRUST, f"parallel.replicas={replicas}", *overrides])
+GROUPS, ENGINE, PREFETCH = "groupNormStridedChannelGrouping", "engineOptions", "defaultPrefetchBufferingDepth"
+PORTABLE = {"target.deterministicWorkers": "portable"}
 
 
 def small(*overrides):
     """Digits on one IPU: 16 micro batches of 4 an update."""
-    return load(QUICKSTART, ["run.device=ipu", TRUST, "batch.micro=4", *overrides])
+    trust = () if any(text.startswith("optimizer.name") for text in overrides) else (TRUST,)
+    return load(QUICKSTART, ["run.device=ipu", "batch.micro=4", *trust, *overrides])
 
 
 def options(recipe, model="training", served=1, under_poprun=False):
@@ -48,22 +51,12 @@ def options(recipe, model="training", served=1, under_poprun=False):
     return found
 
 
-def test_pod256_is_128_replicas_of_a_two_stage_pipeline():
-    """16 micro batches of 3 images, 128 times, are 6144. The rest is compared with docs/ipu.md in test_plan.py."""
-    found = options(pod("pod256", 128), served=8, under_poprun=True)
-    assert found["Options.Training.gradientAccumulation"] == 6144 // (3 * 128)
-    assert (found[ITERATIONS], found[STRATEGY], found[STOCHASTIC], found[PARTIALS]) == (1, PIPELINED, True, HALF)
-    assert TILES not in found, "PopTorch refuses I/O tiles in a pipeline"
-    assert "disableOptimizerStateTensorStreams" not in found, "momentum could not leave the device"
-    # The other value makes other channels a group (weights would fit no other device), or lets replicas drift apart.
-    for each in (found, options(pod("pod256", 128), "evaluation")):
-        assert each["groupNormStridedChannelGrouping"] is False
-        assert each["engineOptions"]["target.deterministicWorkers"] == "portable"
-
-
 @pytest.mark.parametrize(
     ("overrides", "training", "evaluation"),
     [
+        # Other values make other channels a group (weights would fit no other device), or let replicas drift apart.
+        ("", {GROUPS: False, ENGINE: PORTABLE}, {GROUPS: False, ENGINE: PORTABLE}),
+        ("ipu.prefetch_depth=5", {PREFETCH: 5, "disableOptimizerStateTensorStreams": None}, {PREFETCH: 5}),
         # PopTorch overlaps I/O in ShardedExecution only, on tiles of their own, and only turns of a loop.
         ("ipu.io_tiles=64", {STRATEGY: SHARDED, TILES: 64}, {STRATEGY: SHARDED, TILES: 64}),
         (f"{TWO} parallel.schedule=sharded", {STRATEGY: SHARDED, TILES: 32}, {STRATEGY: SHARDED, TILES: 32}),
@@ -115,7 +108,7 @@ def test_notes_are_about_what_has_no_effect():
 
 def test_poprun_brings_the_replicas_itself():
     """popdist's options raise where replicationFactor is called (PopTorch 3.4, tests/popdist_test.py)."""
-    recipe = pod("pod16", 8)
+    recipe = load(ROOT / "configs" / "pod16.yaml", [TRUST, "parallel.replicas=8"])
     for model in ("training", "evaluation"):
         assert options(recipe, model, served=8)["Options.replicationFactor"] == 8
         assert "Options.replicationFactor" not in options(recipe, model, served=4, under_poprun=True)
@@ -123,18 +116,20 @@ def test_poprun_brings_the_replicas_itself():
 
 def test_switches_are_off_unless_asked_for_and_options_that_replace_each_other_come_in_the_right_order():
     """setPartialsType writes the whole dictionary of convolutions; enableProfiling adds to the engine's."""
-    off = {"Options.enableProfiling", "Options.enableExecutableCaching", "Options.enableSyntheticData",
-           "Options.TensorLocations.setOptimizerLocation", "Options.Training.setAutomaticLossScaling",
-           "Options.setAvailableMemoryProportion", "convolutionOptions"}  # fmt: skip
-    assert not off & set(options(small()))
+    switches = {
+        "Options.enableProfiling": "profile",
+        "Options.enableExecutableCaching": "cache",
+        "Options.enableSyntheticData": True,
+        "Options.Training.setAutomaticLossScaling": True,
+        "convolutionOptions": {"partialsType": "float", "enableConvDithering": "true"},
+        ENGINE: {**PORTABLE, "opt.internalExchangeOptimisationTarget": "memory"},
+    }
+    assert options(small()).keys() & switches.keys() == {ENGINE}
     recipe = small(*EVERYTHING)
     found = options(recipe)
-    assert off <= set(found)
-    assert found["Options.enableExecutableCaching"] == "cache" and found["Options.enableSyntheticData"] is True
+    assert {name: found[name] for name in switches} == switches
     sharded = "poptorch.TensorLocationSettings().useOnChipStorage(True).useReplicatedTensorSharding(True)"
     assert str(found["Options.TensorLocations.setOptimizerLocation"]) == sharded
-    assert found["convolutionOptions"] == {"partialsType": "float", "enableConvDithering": "true"}
-    assert found["engineOptions"]["opt.internalExchangeOptimisationTarget"] == "memory"
     order = list(found)
     assert order.index("convolutionOptions") > order.index(PARTIALS)
     assert order.index("Options.enableProfiling") > order.index("engineOptions")
@@ -142,27 +137,111 @@ def test_switches_are_off_unless_asked_for_and_options_that_replace_each_other_c
     assert [each.arguments for each in settings if each.main_only] == [("profile",)]
 
 
-def test_every_source_is_a_key_of_a_recipe_or_a_reason():
-    recipe = small(TWO, *EVERYTHING)
-    sections = recipe.model_dump(by_alias=True)
-    for setting in ipu.training_settings(recipe, divide(recipe), 2, False):
-        for source in re.split("; ", setting.source):
-            if not source.startswith(("always: ", "under poprun ")):
-                for key in source.split(", "):
-                    section, _, name = key.partition(".")
-                    assert name in sections[section], f"{setting.call} comes from {source}"
+FULL = ("precision.compute=float32", "precision.weights=float32")
 
 
-def test_every_key_of_the_section_has_an_effect():
-    """On options of a model, or on what the engine asks; but for `pod`, which plans and the launcher ask."""
-    changed = {
-        "available_memory_proportion": "[0.2]", "partials": "float", "convolution_dithering": "true",
-        "shard_optimizer_state": "true", "executable_cache": "there", "synthetic_data": "true", "profile": "there",
-        "io_tiles": "64", "overlap_io": "false", "prefetch_depth": "5", "keep_activations": "[blocks.1.0]",
-        "exchange_memory_target": "cycles", "evaluation_iterations": "9",
-    }  # fmt: skip
-    assert set(changed) == set(type(small().ipu).model_fields) - {"pod"}
-    plain = small("parallel.recompute=true")
-    for key, value in changed.items():
-        other = small("parallel.recompute=true", f"ipu.{key}={value}")
-        assert any(options(other, model) != options(plain, model) for model in ("training", "evaluation")), key
+def check(*overrides):
+    made = small(*overrides)
+    batch, replicas = made.batch, made.parallel.replicas or 1
+    accumulation = batch.global_ // (batch.micro * replicas)
+    ipu.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
+
+
+# Overrides; a part of the reason; the remedy, which must be enough.
+RULES = [
+    (("optimizer.trust=gradient",), "PopTorch has no LARS", "optimizer.trust=momentum"),
+    (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
+    (("optimizer.name=sgd", "optimizer.nesterov=true"), "not divided by accumulation", "optimizer.nesterov=false"),
+    (("optimizer.clip_norm=1",), "cannot clip", "optimizer.clip_norm=null"),
+    (("average.step_decay=0.99",), "leave the device after every update", "average.step_decay=null"),
+    (("exchange.method=gtopk",), "PopART exchanges gradients itself", "exchange.method=dense"),
+    (("exchange.delay=1",), "from the gradients of its own step", "exchange.delay=0"),
+    (("exchange.order=tree",), "in which order", "exchange.order=fast"),
+    (("model.norm=batch",), "running statistics", "model.norm=group"),
+    (("data.source=folder", "data.reader=dali"), "by worker processes", "data.reader=torch"),
+    (("data.bad_images=skip",), "whole micro batches", "data.bad_images=error"),
+    (("precision.compute=bfloat16",), "float16 and float32 only", "precision.compute=float16"),
+    (("precision.compute=float32",), "in the format that it computes in", "precision.compute=float16"),
+    (("precision.weights=float32",), "in the format that it computes in", "precision.compute=float32"),
+    ((*FULL, "precision.dynamic_loss_scale=true"), "float16 gradients", "precision.dynamic_loss_scale=false"),
+    ((TWO, "parallel.schedule=interleaved"), "one way of its own", "parallel.schedule=1f1b"),
+    (("parallel.recompute=[blocks.1.0]",), "all blocks or none", "parallel.recompute=true"),
+    (("ipu.keep_activations=[blocks.1.0]",), "all activations are kept", "parallel.recompute=true"),
+    (("engine.compile=true",), "layouts and kernels of its own", "engine.compile=false"),
+    (("engine.memory_format=channels_last",), "layouts and kernels of its own", "engine.memory_format=auto"),
+    (("log.trace=3",), "does not see", "log.trace=0"),
+    ((TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "parallel.schedule=sharded"),
+    (("ipu.available_memory_proportion=[]",), "1 stages have 1 IPUs", "give one number"),
+    (("ipu.io_tiles=33",), "even numbers", "ipu.io_tiles=34"),
+    ((TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "ipu.overlap_io=null"),
+    (("ipu.overlap_io=true", "batch.micro=64"), "an update has only one", "ipu.overlap_io=null"),
+    ((TWO, "ipu.evaluation_iterations=1"), "needs at least 2 batches", "ipu.evaluation_iterations=null"),
+    ((TWO, "batch.micro=32"), "needs 2 x 2 - 1 = 3", "batch.micro=16"),
+    (("parallel.stages=4", "batch.micro=16"), "needs 2 x 4 - 1 = 7", "batch.micro=8"),
+    ((TWO, "batch.global=4"), "4 = 4 micro x 1 x 1 replicas", "batch.global=12"),  # mixing needs two images
+    ((TWO, "batch.global=4", "data.mixup=0"), "needs 2 x 2 - 1 = 3", "batch.micro=1"),
+    ((TWO, "batch.global=8", "parallel.replicas=2"), "fewer replicas", "batch.global=24"),
+    (("data.image_sizes=[[0, 20], [3, 28]]",), "another program to compile", "model.init_from"),
+    ((TWO, "ipu.available_memory_proportion=[0.1, 0.2, 0.3]"), "2 stages have 2 IPUs", "one for each stage"),
+    (("parallel.stages=3",), "powers of two", "use 2 or 4"),
+    (("parallel.replicas=3", "batch.global=96"), "powers of two", "use 2 or 4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason", "remedy"), RULES)
+def test_what_is_refused_and_why(overrides, reason, remedy):
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides)
+    assert reason in str(caught.value) and remedy in str(caught.value) and "\n" not in str(caught.value)
+    if "=" in remedy:  # it is enough
+        check(*overrides, remedy)
+
+
+def test_an_optimizer_without_a_form_is_refused_by_name():
+    class Adagrad(Optimizer):
+        name: str = "adagrad"
+
+    made = small().model_copy(update={"optimizer": Adagrad()})
+    with pytest.raises(ConfigError, match=r"^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
+        ipu.check(made, divide(small()))
+
+
+def test_dividing_a_batch_checks_the_rules_on_ipus_only():
+    """So `--dry-run` and the launcher refuse what the engine would."""
+    with pytest.raises(ConfigError, match="gradient on IPUs: PopTorch has no LARS"):
+        divide(small("optimizer.trust=gradient"))
+    divide(small("run.device=cpu", "optimizer.trust=gradient", "optimizer.clip_norm=1", "average.step_decay=0.9"))
+
+
+# poprun's default is one IPU a replica, which a recipe of two stages cannot use.
+COMMAND = (
+    r"gives each replica 1 IPU, but parallel.stages is 2; start it as `poprun --num-replicas 64 --ipus-per-replica 2 "
+    r"--num-instances N python train.py ...` \(N divides 64 and is 2 or more\), or use parallel.stages=auto"
+)
+
+
+@pytest.mark.parametrize(
+    ("launched", "overrides", "words"),
+    [
+        (Launched(64, 64, 1), (), COMMAND),
+        (Launched(8, 8, 2), (), None),
+        (Launched(64, 32, 2), (), None),
+        (Launched(64, 64, 2), (), "64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64"),
+        (Launched(12, 6, 2), (), "6 replicas x 2 IPUs = 12"),
+        (Launched(8, 4, 4), (), "gives each replica 4 IPUs, but parallel.stages is 2"),
+        (Launched(8, 4, 2), ("parallel.replicas=4",), "started 8 replicas, but parallel.replicas is 4"),
+        (Launched(8, 4, 2), ("parallel.replicas=8",), None),
+    ],
+)
+def test_what_poprun_started_fits_the_recipe(launched, overrides, words):
+    made = small(TWO, *overrides)
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        ipu.check_launched(made, launched)
+
+
+@pytest.mark.parametrize("text", ["", "two", "0", "-1"])
+def test_the_launcher_says_how_many_ipus_a_replica_has(text):
+    assert ipu.stages_of_launcher({"POPDIST_NUM_IPUS_PER_REPLICA": "4"}) == 4
+    assert ipu.stages_of_launcher({"POPDIST_NUM_TOTAL_REPLICAS": "4"}) is None
+    with pytest.raises(ConfigError, match="no number above 0"):
+        ipu.stages_of_launcher({"POPDIST_NUM_IPUS_PER_REPLICA": text})

@@ -38,56 +38,47 @@ def refusal(path, *overrides):
     return message.replace(f"{Path(path).parent}{os.sep}", "")
 
 
-def test_unknown_keys_come_with_the_nearest_name(write):
-    for text, line in (
-        ("optimizer: {momentun: 0.9}", "optimizer.momentun: unknown key; did you mean optimizer.momentum?"),
-        ("optimiser: {momentum: 0.9}", "optimiser: unknown key; did you mean optimizer?"),
-        ("seed: 5", "seed: unknown key; did you mean run.seed?"),
-        ("run.seed: 5", "run.seed: unknown key; write it as `run: {seed: ...}`"),
-        ("batch: {globl: 6144}", "batch.globl: unknown key; did you mean batch.global?"),
-        ("batch: {global_: 6144}", "batch.global_: unknown key; did you mean batch.global?"),
-        ("run: {tensorboard: true}", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
-        ("log: {xyz: 1}", "log.xyz: unknown key; log has every_steps, trust_ratios, noise_scale, "),
-        ("xyz: {}", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
-    ):
-        write(SMALLEST, "base.yaml")
-        assert refusal(write("extends: base.yaml\n" + text)).startswith(f"mine.yaml: {line}")
-
-
 def test_an_error_names_the_layer_that_made_it(write):
     """The same fault in the base, in the recipe and on the command line, each time with something after it."""
-    write(SMALLEST + "optimizer: {momentun: 0.9}", "base.yaml")
-    path = write("extends: base.yaml\nlog: {every_steps: 5}\noptimizer: {trust: momentum}")
+    wrong, right = "optimizer: {momentun: 0.9}", "optimizer: {trust: momentum}"
     unknown = "optimizer.momentun: unknown key; did you mean optimizer.momentum?"
-    assert refusal(path, "optimizer.trust=gradient") == f"base.yaml: {unknown}"
-    assert refusal(path, "run.seed=-1", "batch.micro=0").endswith(" (and 2 more)")
-    write(SMALLEST, "base.yaml")
-    path = write("extends: base.yaml\noptimizer: {momentun: 0.9}")
-    assert refusal(path, "optimizer.trust=gradient") == f"mine.yaml: {unknown}"
-    path = write("extends: base.yaml\noptimizer: {trust: momentum}")
-    assert refusal(path, "optimizer.momentun=0.9", "log.every_steps=3") == f"command line: {unknown}"
-    write(SMALLEST + "batch: {micro: -1}", "base.yaml")
-    assert refusal(path, "batch.global=6") == "base.yaml: batch.micro: must be greater than 0, found -1"
+    for base, own, override, place in (
+        (wrong, right, "optimizer.trust=gradient", "base.yaml"),
+        ("", wrong, "optimizer.trust=gradient", "mine.yaml"),
+        ("", right, "optimizer.momentun=0.9", "command line"),
+    ):
+        write(SMALLEST + base, "base.yaml")
+        assert refusal(write(f"extends: base.yaml\n{own}"), override, "log.every_steps=3") == f"{place}: {unknown}"
+    assert refusal(write(SMALLEST), "run.seed=-1", "batch.micro=0").endswith(" (and 1 more)")
 
 
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
-        ("run.seed=true", "must be a valid integer, found True"),
-        ("run.seed=null", "must be a valid integer, found None"),
-        ("run.deterministic=yes", "must be a valid boolean, found 'yes'"),
-        ("run.name=5", "must be a valid string, found 5"),
-        ("run.device=gpu", "must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
-        ("model.mean=[true, 0.5, 0.5]", "[0] must be a valid number, found True"),
-        ("model.mean=[1, 2]", "[2] Field required, found [1, 2]"),
-        ("optimizer.weight_decay=1e999", "must be a finite number, found inf"),
-        ("optimizer.skip=bias", "must be a valid list, found 'bias'"),
-        ("optimizer.skip=[bias, mean]", "[1] must be 'bias' or 'norm', found 'mean'"),
+        ("optimiser.momentum=1", "optimiser: unknown key; did you mean optimizer?"),
+        ("seed.x=1", "seed: unknown key; did you mean run.seed?"),
+        ("batch.globl=1", "batch.globl: unknown key; did you mean batch.global?"),
+        ("batch.global_=1", "batch.global_: unknown key; did you mean batch.global?"),
+        ("run.tensorboard=1", "run.tensorboard: unknown key; did you mean log.tensorboard?"),
+        ("log.xyz=1", "log.xyz: unknown key; log has every_steps, trust_ratios, noise_scale, "),
+        ("xyz.a=1", "xyz: unknown key; the sections are " + ", ".join(Recipe.model_fields)),
+        ("extends.x=1", "extends: unknown key; "),
+        ("run.seed=true", "run.seed: must be a valid integer, found True"),
+        ("run.seed=null", "run.seed: must be a valid integer, found None"),
+        ("run.seed=[", "run.seed:1: not valid YAML: "),
+        ("run.output=", "run.output: the value is empty; write run.output=null to"),  # mostly the slip of a shell
+        ("run.deterministic=yes", "run.deterministic: must be a valid boolean, found 'yes'"),
+        ("run.name=5", "run.name: must be a valid string, found 5"),
+        ("run.device=gpu", "run.device: must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
+        ("model.mean=[true, 0.5, 0.5]", "model.mean: [0] must be a valid number, found True"),
+        ("model.mean=[1, 2]", "model.mean: [2] is needed"),
+        ("optimizer.weight_decay=1e999", "optimizer.weight_decay: must be a finite number, found inf"),
+        ("optimizer.skip=bias", "optimizer.skip: must be a valid list, found 'bias'"),
+        ("optimizer.skip=[bias, mean]", "optimizer.skip: [1] must be 'bias' or 'norm', found 'mean'"),
     ],
 )
-def test_wrong_values_are_shown_with_what_is_expected(write, override, fault):
-    key = override.partition("=")[0]
-    assert refusal(write(SMALLEST), override).startswith(f"command line: {key}: {fault}")
+def test_wrong_keys_and_values_come_with_what_is_expected(write, override, fault):
+    assert refusal(write(SMALLEST), override).startswith(f"command line: {fault}")
 
 
 def test_scalars_are_those_of_yaml_1_2():
@@ -129,6 +120,7 @@ LONG = f"text: &text '{'x' * 100_000}'\nsplit: [{', '.join(['*text'] * 200)}]\n"
         ("run: " + "[" * 400, "mine.yaml:1: not valid YAML: lists and mappings are nested more than 32 levels deep"),
         ("- run\n", "mine.yaml: not a recipe: expected sections such as `run:` and `model:`"),
         ("run: 5\n", "mine.yaml: run: expected keys below it, found 5"),
+        ("run.seed: 5\n", "mine.yaml: run.seed: unknown key; write it as `run: {seed: ...}`"),
         ('"a\\nb": {}\n', "mine.yaml: a b: unknown key; the sections are run, "),
         (SMALLEST + 'log: {"a\\u2028b": 1}\n', "mine.yaml: log.a b: unknown key; log has every_steps, "),
     ],
@@ -139,14 +131,16 @@ def test_what_is_no_recipe_is_refused_with_its_line(write, text, fault):
 
 
 def test_files_that_cannot_be_read(write, tmp_path):
-    assert refusal(tmp_path / "none.yaml") == (
-        "none.yaml: No such file or directory; name an existing recipe, e.g. configs/quickstart.yaml"
-    )
-    assert refusal(write("", "folder/mine.yaml").parent).startswith("folder: Is a directory; name an existing recipe")
+    write("", "folder/mine.yaml")
     (tmp_path / "photo.yaml").write_bytes(b"\xff\xd8\xff")
-    assert refusal(tmp_path / "photo.yaml") == "photo.yaml: not a text file; a recipe is YAML in UTF-8"
     os.symlink("loop.yaml", str(tmp_path / "loop.yaml"))
-    assert refusal(tmp_path / "loop.yaml").startswith("loop.yaml: Too many levels of symbolic links; ")
+    for name, fault in (
+        ("none.yaml", "No such file or directory; name an existing recipe, e.g. configs/quickstart.yaml"),
+        ("folder", "Is a directory; name an existing recipe"),
+        ("photo.yaml", "not a text file; it must be YAML in UTF-8"),
+        ("loop.yaml", "Too many levels of symbolic links; "),
+    ):
+        assert refusal(tmp_path / name).startswith(f"{name}: {fault}")
 
 
 def test_empty_files_and_sections_say_nothing(write):
@@ -166,33 +160,26 @@ def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, mo
     assert (recipe.log.every_steps, recipe.log.tensorboard) == (6, False)
     assert (recipe.batch.global_, recipe.batch.micro) == (12, 1)
     assert (recipe.data.root, recipe.model.width) == (None, 1.4)
-    # An empty value is mostly the slip of a shell.
-    assert "run.output: the value is empty; write run.output=null to" in refusal(tmp_path / "mine.yaml", "run.output=")
 
 
-def test_a_missing_base_is_blamed_on_the_file_that_names_it(write, tmp_path):
-    write("extends: none.yaml", "base.yaml")
-    path = write("extends: base.yaml")
-    assert refusal(path) == (
-        "base.yaml: extends none.yaml: No such file or directory; correct the name or make the file"
-    )
-    for base, fault in (
+@pytest.mark.parametrize(
+    ("base", "fault"),
+    [
+        ("base.yaml", "base.yaml: extends none.yaml: No such file or directory; correct the name or make the file"),
         ("5", "mine.yaml: extends: 5 is not the name of a file"),
-        ("[a.yaml]", "mine.yaml: extends: ['a.yaml'] is not the name of a file"),
-        ('""', f"mine.yaml: extends {tmp_path}: Is a directory; "),
+        ('""', "mine.yaml: extends FOLDER: Is a directory; "),
         ('"a\\0b"', "mine.yaml: extends a\\x00b: not a text file; "),
         ("x" * 5000, "mine.yaml: extends "),
-    ):
-        assert refusal(write(f"extends: {base}")).startswith(fault)
-
-
-def test_recipes_that_extend_each_other_are_refused(write, tmp_path):
-    write("extends: ./mine.yaml", "base.yaml")
-    path = write("extends: base.yaml")
-    assert refusal(path) == "base.yaml: extends itself through mine.yaml; break the circle"
+        ("circle.yaml", "circle.yaml: extends itself through mine.yaml; break the circle"),
+        ("alias.yaml", "mine.yaml: extends itself through alias.yaml; break the circle"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_wrong_base_is_blamed_on_the_file_that_names_it(write, tmp_path, base, fault):
+    write("extends: none.yaml", "base.yaml")
+    write("extends: ./mine.yaml", "circle.yaml")
     os.symlink("mine.yaml", str(tmp_path / "alias.yaml"))
-    write("extends: alias.yaml")
-    assert refusal(path) == "mine.yaml: extends itself through alias.yaml; break the circle"
+    assert refusal(write(f"extends: {base}")).startswith(fault.replace("FOLDER", str(tmp_path)))
 
 
 def test_overrides_are_section_dot_key_equals_value(write):
@@ -201,8 +188,6 @@ def test_overrides_are_section_dot_key_equals_value(write):
         assert refusal(path, text) == (
             f"command line: {text!r} is not an override; write section.key=value, e.g. run.seed=1"
         )
-    assert refusal(path, "run.seed=[").startswith("command line: run.seed:1: not valid YAML: ")
-    assert refusal(path, "extends.x=1").startswith("command line: extends: unknown key; ")
     assert load(path, ["run.output=a=b"]).run.output == "a=b"
     assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
 
@@ -225,56 +210,33 @@ def test_what_is_dumped_loads_as_the_same_recipe(path, write):
     """config.yaml of a run folder is such a dump: it is a recipe on its own, and a base for others."""
     recipe = load(path)
     config = write(dump(recipe), "config.yaml")
-    assert load(config) == recipe
-    assert dump(load(config)) == dump(recipe)
+    assert load(config) == recipe and dump(load(config)) == dump(recipe)
     changed = load(write("extends: config.yaml\nrun: {steps: 5}\nschedule: {peak: 2}"), ["run.seed=9"])
     assert (changed.run.epochs, changed.run.steps, changed.run.seed) == (None, 5, 9)
     assert (changed.schedule.peak, changed.schedule.peak_per_image) == (2.0, None)
-    assert (changed.model, changed.optimizer) == (recipe.model, recipe.optimizer)
 
 
-FLOATS = (1, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308)
-TEXTS = (
-    "1e5", "08", "on", "true", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', " x ", "", "=", "<<",
-    "\ud7ff\U0001f600\x85", "x" * 300 + " " + "y" * 300,
-)  # fmt: skip
+AWKWARD = {
+    "schedule.peak": (1, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308),
+    "run.output": ("1e5", "08", "on", "true", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', " x ",
+                   "", "=", "<<", "\ud7ff\U0001f600\x85", "x" * 300 + " " + "y" * 300),
+    "run.seed": (0, 2**63 - 1),
+    "parallel.recompute": (True, False, [], ["on", "", "1e5"]),
+    "data.image_sizes": (None, [[0, 16], [3, 24]]),
+    "log.noise_scale": (True, "auto"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("schedule.peak", FLOATS),
-        ("run.output", TEXTS),
-        ("run.seed", (0, 2**63 - 1)),
-        ("batch.schedule", ([[0, 768], [500000.5, 1536]],)),
-        ("parallel.replicas", ("auto", None, 3)),
-        ("parallel.split", ("auto", None, "counted", [])),
-        ("parallel.recompute", (True, False, [], [*TEXTS])),
-        ("exchange.density_warmup", ([0.25, 1 / 3],)),
-        ("optimizer.skip", ([], ["bias"])),
-        ("data.crop_area", ([0.25, 0.5],)),
-        ("data.image_sizes", (None, [[0, 16], [3, 24]])),
-        ("log.noise_scale", (True, "auto", "layers")),
-        ("ipu.available_memory_proportion", (None, [0.1, 1 / 3])),
-    ],
-)
-def test_awkward_values_survive_dumping(key, values):
-    """Each type that keys have; `test_properties` has more."""
+@pytest.mark.parametrize("key", AWKWARD)
+def test_awkward_values_survive_dumping(key):
+    """Also where another program reads config.yaml as YAML 1.1, as PyYAML does."""
     section, _, name = key.partition(".")
-    for value in values:
-        content = {"run": {"steps": 2}, "schedule": {"peak": 2}, "exchange": {"method": "topk"}}
-        content["batch"] = {"global": 768 if name == "schedule" else 8, "micro": 1}
+    for value in AWKWARD[key]:
+        content = {"run": {"steps": 2}, "schedule": {"peak": 2}}
         content[section] = {**content.get(section, {}), name: value}
         recipe = Recipe.model_validate(content)
         assert loads(dump(recipe), "again") == recipe, value
-
-
-def test_dumps_read_alike_in_yaml_1_1(write):
-    """Other programs, PyYAML among them, read config.yaml as YAML 1.1."""
-    recipe = load(
-        write(SMALLEST), ["run.name=on", 'run.output="1e5"', "data.root='010'", "optimizer.weight_decay=1e-7"]
-    )
-    assert yaml.safe_load(dump(recipe)) == parse_yaml(dump(recipe), "here")
+        assert yaml.safe_load(dump(recipe)) == parse_yaml(dump(recipe), "here")
 
 
 def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):

@@ -43,13 +43,9 @@ def test_integers_arrays_and_tensors_draw_alike():
 
 
 def test_words_of_a_name_are_separated():
-    names = [
-        (), ("",), ("", ""), ("ab",), ("a", "b"), ("ab", ""), ("", "ab"), ("a b",), ("b", "a"),
-        (1,), ("1",), (1, 1), (11,), (-1,), ("-1",), (1, "1"), ("1", 1), (2**64,), (True,), ("é",), ("e\u0301",),
-    ]  # fmt: skip
+    names = [(), ("",), ("", ""), ("ab",), ("a", "b"), ("ab", ""), ("", "ab"), (1,), ("1",), (1, 1), (11,), (-1,)]
     assert len({key(*name) for name in names}) == len(names)
-    neighbours = {key("draw", seed, step, layer) for seed in range(10) for step in range(100) for layer in range(10)}
-    assert len(neighbours) == 10_000
+    assert len({key("draw", seed, step) for seed in range(10) for step in range(1000)}) == 10_000
 
 
 def test_streams_are_splitmix64():
@@ -62,12 +58,9 @@ def test_streams_are_splitmix64():
 
 def test_ranges_of_streams():
     stream = Stream(0)
-    assert {stream.integer(3) for _ in range(100)} == {0, 1, 2}
-    assert all(stream.integer(1) == 0 for _ in range(10))
-    assert all(stream.uniform(2.0, 2.0) == 2.0 for _ in range(10))
+    assert {stream.integer(3) for _ in range(100)} == {0, 1, 2} and stream.integer(1) == 0
     drawn = [stream.uniform(-3.0, 5.0) for _ in range(10_000)]
-    assert -3 <= min(drawn) < -2.98
-    assert 4.98 < max(drawn) <= 5
+    assert -3 <= min(drawn) < -2.98 and 4.98 < max(drawn) <= 5
     big = [stream.integer(3 << 62) for _ in range(3_000)]
     assert abs(np.mean([number >> 62 for number in big]) - 1) < 5 * math.sqrt(2 / 3 / 3_000)
 

@@ -15,29 +15,20 @@ GROWS_WITH = r"^batch\.schedule .*; use "
 
 # In quickstart.yaml: 64 images an update, of which a micro batch has 32.
 WITHIN_A_SECTION = [
-    ("run.epochs=null", "one of epochs, steps, images is needed"),
     ("batch.schedule=noise", "needs largest"),
     ("batch.largest=128", "no schedule noise"),
     ("batch.schedule=noise batch.largest=127", "cannot grow"),
     ("batch.schedule=[]", "pairs"),
-    ("batch.schedule=[[0,64,1]]", "pairs"),
     ("batch.schedule=[[10,64]]", "begin at 0"),
-    ("batch.schedule=[[0,64],[500,128],[500,256]]", "each later pair after"),
     ("batch.schedule=[[0,64],[500,100]]", "100 is not a multiple of global 64"),
-    ("batch.schedule=[[0,32]]", "32 is not a multiple of global 64"),
     ("parallel.split=[blocks.3.0]", "split names 1 cut points but 1 stages need 0; name them, or give split=auto"),
-    ("parallel.stages=3 parallel.split=[blocks.3.0]", "split names 1 cut points but 3 stages need 2"),
     ("parallel.stages=2 parallel.schedule=interleaved parallel.split=[b]", "2 stages x 2 virtual need 3"),
     ("parallel.schedule=interleaved", "needs stages of 2 or more"),
-    ("parallel.schedule=sharded", "needs stages of 2 or more"),
     ("parallel.stages=2 parallel.virtual_stages=2", "give virtual_stages=null"),
     ("parallel.split=halves", r"parallel\.split: must be auto, counted or a list of blocks, found 'halves'"),
     ("parallel.recompute=all", r"parallel\.recompute: must be true, false or a list of blocks, found 'all'"),
-    ("parallel.recompute=[3]", "must be true, false or a list of blocks"),
-    ("exchange.method=gtopk exchange.order=tree", "use dense"),
     ("exchange.method=half exchange.order=tree", "which method half rounds away"),
     ("exchange.density_warmup=[0.1]", "density_warmup goes with method topk or gtopk, not dense"),
-    ("exchange.method=half exchange.dense_1d=true", "dense_1d goes with method topk or gtopk, not half"),
     ("exchange.method=topk exchange.density_warmup=[0.1,0.0]", r"exchange\.density_warmup: .* above 0 and at most 1"),
     ("exchange.method=half exchange.wire=float32", "must be 'float16' or 'bfloat16'"),
     ("exchange.method=gtopk exchange.compress=gradient exchange.factor_masking=true", "give compress=update"),
@@ -56,10 +47,7 @@ WITHIN_A_SECTION = [
     ("model.std=[0.2,0,0.2]", r"model\.std: every value must be positive"),
     ("data.crop_area=[0.5,1.5]", r"data\.crop_area: \[0.5, 1.5\]: a crop cannot exceed the image"),
     ("data.crop_aspect=[2,1]", r"data\.crop_aspect: \[2.0, 1.0\] must be \[low, high\]"),
-    ("data.image_sizes=[[1,8]]", "must begin at 0 epochs"),
-    ("data.image_sizes=[[0,8],[0,9]]", "each later pair after the one before it"),
     ("data.image_sizes=[[0,8],[2,7]]", "every size must be 8 to 8192 pixels"),
-    ("data.image_sizes=[[0,8,9]]", r"must be \[epochs, pixels\] pairs"),
     ("data.reader=dali", "reader dali reads files, but source is digits; use reader torch"),
     ("data.cutmix=0.5", r"data\.cutmix: must be greater than or equal to 0.62"),
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),
@@ -70,18 +58,13 @@ ACROSS_SECTIONS = [
     ("batch.micro=1", r"data\.mixup mixes images of one micro batch, .*; raise it, or data\.mixup=0"),
     ("batch.micro=1 data.mixup=0 data.cutmix=0.85", r"data\.cutmix mixes .*; raise it, or data\.cutmix=null"),
     (f"{UPDATE} optimizer.name=rmsprop", "not with rmsprop; use exchange.compress=gradient"),
-    (
-        f"{UPDATE} optimizer.name=sgd optimizer.nesterov=true",
-        "not with sgd with nesterov; use exchange.compress=gradie",
-    ),
+    (f"{UPDATE} optimizer.name=sgd optimizer.nesterov=true", "not with sgd with nesterov; use exchange.compress=g"),
     (f"{UPDATE} exchange.delay=1", "use exchange.compress=gradient or exchange.delay=0"),
     (f"{LOCAL} model.norm=batch", r"exchange\.method local: .*; use model\.norm=group"),
     ("exchange.delay=1 model.norm=batch", "use model.norm=group or exchange.delay=0"),
     ("exchange.delay=1 precision.dynamic_loss_scale=true", "use precision.dynamic_loss_scale=false"),
     (f"{GROWING} exchange.order=tree", GROWS_WITH),
-    (f"{GROWING} exchange.delay=1", GROWS_WITH),
     (f"{GROWING} {LOCAL}", GROWS_WITH),
-    (f"{GROWING} exchange.method=half", GROWS_WITH),
     (f"{GROWING} model.norm=batch", GROWS_WITH),
     (f"{NOISE} log.noise_scale=false", "use log.noise_scale=auto"),
     (f"{NOISE} batch.micro=64", "lower batch.micro"),
@@ -92,24 +75,16 @@ ACROSS_SECTIONS = [
 ]
 
 
-def refusal(overrides):
-    with pytest.raises(ConfigError) as caught:
-        divide(load(QUICKSTART, overrides.split()))
+@pytest.mark.parametrize(("overrides", "words"), [*WITHIN_A_SECTION, *ACROSS_SECTIONS])
+def test_what_does_not_go_together_is_one_line_with_its_key_and_remedy(overrides, words):
+    """Within a section when the recipe is loaded, with its place; across sections when the batch is divided."""
+    within = (overrides, words) in WITHIN_A_SECTION
+    with pytest.raises(ConfigError, match=words) as caught:
+        recipe = load(QUICKSTART, overrides.split())
+        assert not within
+        divide(recipe)
     assert len(str(caught.value).splitlines()) == 1
-    return caught
-
-
-@pytest.mark.parametrize(("overrides", "words"), WITHIN_A_SECTION)
-def test_a_section_is_refused_with_its_place_and_key(overrides, words):
-    caught = refusal(overrides)
-    caught.match(words)
-    caught.match(f"^command line: {overrides.partition('.')[0]}")
-
-
-@pytest.mark.parametrize(("overrides", "words"), ACROSS_SECTIONS)
-def test_sections_that_do_not_go_together_are_refused_when_the_batch_is_divided(overrides, words):
-    load(QUICKSTART, overrides.split())
-    refusal(overrides).match(words)
+    assert not within or str(caught.value).startswith(f"command line: {overrides.partition('.')[0]}")
 
 
 @pytest.mark.parametrize(
@@ -117,16 +92,12 @@ def test_sections_that_do_not_go_together_are_refused_when_the_batch_is_divided(
     [
         UPDATE,
         f"{UPDATE} optimizer.name=sgd",
-        f"{UPDATE} optimizer.trust=momentum",
         "exchange.delay=1",
         f"{LOCAL} exchange.delay=1 precision.dynamic_loss_scale=true",
         f"{GROWING} exchange.method=auto",
         NOISE,
         "batch.micro=2 model.norm=batch data.cutmix=0.85",
-        "batch.micro=1 data.mixup=0",
-        "parallel.stages=2 parallel.schedule=1f1b",
         "parallel.stages=4 parallel.schedule=interleaved batch.micro=8",
-        "exchange.wire=float32",
     ],
 )
 def test_neighbours_of_what_is_refused_pass(overrides):

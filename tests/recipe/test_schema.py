@@ -12,33 +12,28 @@ from tests.conftest import RECIPES
 SCHEMA = json.loads(schema.text())
 
 
-def faults(value, node, place=""):
-    """Where `value` breaks the JSON Schema `node`: the keywords that pydantic writes, and no more."""
+TYPES = {
+    "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float),
+    "null": type(None),
+}  # fmt: skip
+
+
+def fits(value, node):
+    """Whether `value` obeys the JSON Schema `node`: the keywords that pydantic writes, and no more."""
     if "$ref" in node:
         node = {**SCHEMA["$defs"][node["$ref"].rpartition("/")[2]], **node}
     if "anyOf" in node:
-        found = [faults(value, option, place) for option in node["anyOf"]]
-        return [] if [] in found else found[0]
+        return any(fits(value, option) for option in node["anyOf"])
     if "const" in node or "enum" in node:
-        return [] if value in node.get("enum", [node.get("const")]) else [f"{place}: {value!r} is no choice"]
-    kinds = {
-        "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float),
-        "null": type(None),
-    }  # fmt: skip
-    if not isinstance(value, kinds[node["type"]]) or (isinstance(value, bool) and node["type"] != "boolean"):
-        return [f"{place}: {value!r} is no {node['type']}"]
-    found = []
+        return value in node.get("enum", [node.get("const")])
+    if not isinstance(value, TYPES[node["type"]]) or (isinstance(value, bool) and node["type"] != "boolean"):
+        return False
     if isinstance(value, dict):
-        for key, content in value.items():
-            if key in node["properties"]:
-                found += faults(content, node["properties"][key], f"{place}.{key}")
-            elif node["additionalProperties"] is False:
-                found.append(f"{place}.{key}: unknown")
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            options = node.get("prefixItems", [])
-            found += faults(item, options[number] if options else node["items"], f"{place}[{number}]")
-    return found
+        return all(key in node["properties"] and fits(each, node["properties"][key]) for key, each in value.items())
+    items = node.get("prefixItems", [])
+    return not isinstance(value, list) or all(
+        fits(item, items[place] if items else node["items"]) for place, item in enumerate(value)
+    )
 
 
 def test_the_file_is_current():
@@ -48,14 +43,12 @@ def test_the_file_is_current():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_our_recipes_follow_it(path):
     layer = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    assert faults(layer, SCHEMA) == []
+    assert fits(layer, SCHEMA)
     head = path.read_text(encoding="utf-8").splitlines()[0]
     assert head.startswith("# yaml-language-server: $schema=")
     assert (path.parent / head.partition("=")[2]).resolve() == schema.PATH
-    assert faults({**layer, "run": {"seed": "many", "sed": 1}}, SCHEMA) == [
-        ".run.seed: 'many' is no integer",
-        ".run.sed: unknown",
-    ]
+    for wrong in ({"seed": "many"}, {"sed": 1}, {"seed": True}):
+        assert not fits({**layer, "run": wrong}, SCHEMA)
 
 
 def test_it_describes_every_key_and_requires_none():
@@ -69,14 +62,11 @@ def test_it_describes_every_key_and_requires_none():
         assert node["description"]
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        {"optimizer": {"name": "sgd", "momentum": 0.9, "trust": None, "alpha": None, "clip_norm": None}},
-        {"exchange": {"method": "dense", "density": 0.001, "pattern": "tree", "wire": None, "density_warmup": []}},
-        {"data": {"source": "digits", "root": None, "train_folder": "train", "glyph_size": 32, "train_images": None}},
-    ],
-)
-def test_it_takes_null_for_keys_of_other_kinds_and_ignored_keys_of_other_sources(layer):
-    assert faults(layer, SCHEMA) == []
+def test_it_takes_null_for_keys_of_other_kinds_and_ignored_keys_of_other_sources():
+    layer = {
+        "optimizer": {"name": "sgd", "momentum": 0.9, "trust": None, "alpha": None, "clip_norm": None},
+        "exchange": {"method": "dense", "density": 0.001, "pattern": "tree", "wire": None, "density_warmup": []},
+        "data": {"source": "digits", "root": None, "train_folder": "train", "glyph_size": 32, "train_images": None},
+    }
+    assert fits(layer, SCHEMA)
     loads(json.dumps({"run": {"steps": 1}, "schedule": {"peak": 1}, **layer}), "older")

@@ -1,5 +1,7 @@
 """Keys that follow from the name of timm's weights: against timm's own models."""
 
+import re
+
 import pytest
 import timm
 import torch
@@ -11,11 +13,7 @@ from recipe.errors import ConfigError
 from tests.conftest import QUICKSTART
 from training.weights import StoredWeights, fitted
 
-PRETRAINED = [
-    name
-    for name in timm.list_pretrained("*efficientnet_b[0-7]*")
-    if name.startswith(("efficientnet", "tf_efficientnet")) and "pruned" not in name
-]
+PRETRAINED = [name for name in timm.list_pretrained("*") if re.match("(tf_)?efficientnet_b[0-7](?!_pruned)", name)]
 
 
 def of(name, *overrides):

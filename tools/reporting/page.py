@@ -1,7 +1,4 @@
-"""The page of a report: one file that needs nothing else, whose browser is forbidden to load anything.
-
-report.html is its template; Jinja escapes all text that it is given.
-"""
+"""The page of a report: one file, whose browser may load nothing else; report.html is its template."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii"
 
 
 class Figure(NamedTuple):
-    """One figure of the page.
-
-    key: its id. caption: what it shows. data, layout: as plotly has them, except that `x` may be
-    {"epoch": [...], "step": [...], "time": [...]}. marks: places of vertical lines, each such an object of numbers.
-    """
+    """One figure of the page. data, layout: as plotly has them, but for `x`, which may be an object of `epoch`, `step`
+    and `time`. marks: places of vertical lines, each such an object."""
 
     key: str
     title: str

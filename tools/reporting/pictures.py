@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import os
@@ -10,12 +11,11 @@ import time
 from pathlib import Path
 from typing import Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 
-import numpy as np
 import torch
 from PIL import Image
 
 from data import loader, mixing
-from data.base import Source, permutation
+from data.base import permutation
 from data.batches import MicroBatch
 from data.sources import open_source
 from data.transforms import Evaluation
@@ -43,94 +43,41 @@ class Picture(NamedTuple):
     name: str
 
 
-class Findings(NamedTuple):
-    """file: the checkpoint. report: scores over the images that were classified, out of `validation`.
-
-    missed: how many of those were taken for another class; pictures: those with the most confident guesses.
-    """
-
-    file: Path
-    report: scoring.Report
-    validation: int
-    classes: Sequence[str]
-    missed: int
-    pictures: List[Picture]
-
-
 def collect(run: Run, count: int) -> Tuple[dict, dict]:
-    """Both sections of the page, and what is in them as data; where one cannot be made, it has the reason.
-
-    Args: count: pictures of each kind, at most.
-    """
-    shown: List[Picture] = []
-    scored = None
+    """Both sections of the page, of so many pictures at most, and their figures; or the reason why there are none."""
+    data: dict = {"images_shown": 0, "scored": None}
     try:
         if run.recipe is None:
             raise ConfigError(run.complaint)
-        shown = training_pictures(run.recipe, count)
-        images: dict = {"reason": "", "pictures": shown}
+        images = {"reason": "", "pictures": training_pictures(run.recipe, count)}
+        data["images_shown"] = len(images["pictures"])
     except _FAILURES as error:
         images = {"reason": _reason(error)}
     try:
-        found = find_mistakes(run.folder, count)
+        mistakes, data["scored"] = find_mistakes(run.folder, count)
     except _FAILURES as error:
         mistakes = {"reason": _reason(error)}
-    else:
-        scores = {name: getattr(found.report, name) for name in ("images", "top1", "top5", "loss")}
-        scored = {"file": str(found.file), **scores, "of": found.validation, "missed": found.missed}
-        mistakes = mistakes_section(found)
-    return {"images": images, "mistakes": mistakes}, {"images_shown": len(shown), "scored": scored}
+    return {"images": images, "mistakes": mistakes}, data
 
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
-def mistakes_section(found: Findings) -> dict:
-    """What the page shows of the validation images."""
-    report, names = found.report, found.classes
-    which, remark = f"all {report.images:,}", ""
-    if report.images < found.validation:
-        which = f"{report.images:,} random ones of {found.validation:,}"
-        remark = " More would take longer than a minute here: evaluate.py scores them all."
-    scores = f"top-1 {share(report.top1)}, top-5 {share(report.top5)}, {found.missed:,} misclassified."
-    worst = [row for row in scoring.class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
-    stream = io.BytesIO()
-    scoring.draw_confusion(stream, report, names, f"top1 {report.top1:.2%}")
-    return {
-        "reason": "",
-        "text": f"{found.file.name} classified {which} validation images: {scores}{remark}",
-        "worst": [
-            (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)")
-            for row in worst
-        ],
-        "confusion": png_uri(stream),
-        "pictures": found.pictures,
-    }
-
-
 def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
     """The first images of a run's first epoch, made again as its first updates saw them: cropped, augmented and mixed.
 
-    Raises:
-        DataError: the images are not there, or not as many as one update takes.
+    Raises DataError: the images are not there, or not as many as one update takes.
     """
     data, size = _readable(recipe.data), recipe.batch.global_
     source = open_source(data, recipe.model.classes, "train")
     if len(source) < size:
         raise DataError(f"{len(source)} training images, but an update took {size}: not the run's own")
-    batches = loader.training_batches(
-        source,
-        data=data,
-        image_size=functools.partial(training_image_size, recipe),
-        global_batch=size,
-        micro=recipe.batch.micro,
-        seed=recipe.run.seed,
-        first_step=0,
-        last_step=-(-count // size),
-    )
+    pixels = functools.partial(training_image_size, recipe)
+    numbers = {"global_batch": size, "micro": recipe.batch.micro, "seed": recipe.run.seed, "first_step": 0}
+    batches = loader.training_batches(source, data=data, image_size=pixels, last_step=-(-count // size), **numbers)
     pictures: List[Picture] = []
-    try:
+    with contextlib.closing(batches):
         for batch in batches:
             images, targets = _as_trained(batch, recipe)
             for row in range(batch.valid):
@@ -138,8 +85,6 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
                 pictures.append(Picture(data_uri(images[row]), _shares(targets[row], source.classes), name))
             if len(pictures) >= count:
                 break
-    finally:
-        batches.close()
     return pictures[:count]
 
 
@@ -177,13 +122,11 @@ def png_uri(stream: io.BytesIO) -> str:
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
-def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Findings:
-    """Classifies validation images by the newest checkpoint: all of them, or as many random ones as time allows.
+def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[dict, dict]:
+    """Classifies validation images by the newest checkpoint: all of them, or as many random ones as `seconds` allow.
 
-    Args: folder: of the run. count: pictures of mistakes, at most. seconds: time limit.
-
-    Raises:
-        UserError: there is no checkpoint or no image, or the two do not fit.
+    Returns what the page shows, with the `count` most confident mistakes, and the scores. Raises UserError: there is no
+    checkpoint or no image, or they do not fit.
     """
     stored = weights.read(str(folder))
     recipe = loading.loads(str(stored.recipe), str(stored.path))
@@ -191,24 +134,40 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Findin
     source = open_source(data, recipe.model.classes, "validation")
     # On the devices of this machine: the run may have had others.
     here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})
-    engine = scoring.engine_with(stored, here)
-    try:
-        watched, shuffled = _Watched(engine), _Shuffled(source)
-        size, batch = recipe.model.image_size, recipe.batch.evaluation
-        batches = loader.EvaluationBatches(shuffled, data=data, image_size=size, batch=batch, device=engine.device)
-        try:
+    order = permutation(0, 0, len(source)).tolist()  # the first are a fair sample: images often lie by class
+    size, batch = recipe.model.image_size, recipe.batch.evaluation
+    with contextlib.closing(scoring.engine_with(stored, here)) as engine:
+        watched = _Watched(engine)
+        batches = loader.EvaluationBatches(
+            source, data=data, image_size=size, batch=batch, device=engine.device, order=order
+        )
+        with contextlib.closing(batches):
             report = scoring.score(watched, _within(seconds, batches), recipe.model.classes)
-        finally:
-            batches.close()
-    finally:
-        engine.close()
-    transform = Evaluation(data.crop_fraction)
-    pictures = []
+    transform, classes, pictures = Evaluation(data.crop_fraction), source.classes, []
     for part, index, label, guess in sorted(watched.mistakes, reverse=True)[:count]:
-        image = transform(shuffled.open(index), size, epoch=0, index=index)
-        caption = f"{source.classes[label]} taken for {source.classes[guess]}, {100 * part:.0f}\u00a0%"
-        pictures.append(Picture(data_uri(image), caption, shuffled.name(index)))
-    return Findings(stored.path, report, len(source), source.classes, len(watched.mistakes), pictures)
+        image = transform(source.open(index), size, epoch=0, index=index)
+        caption = f"{classes[label]} taken for {classes[guess]}, {100 * part:.0f}\u00a0%"
+        pictures.append(Picture(data_uri(image), caption, source.name(index)))
+    missed, stream = len(watched.mistakes), io.BytesIO()
+    scoring.draw_confusion(stream, report, classes, f"top1 {report.top1:.2%}")
+    rows = [row for row in scoring.class_rows(report, classes) if row["images"] and row["top1"] < 1][:_WORST]
+    which, remark = f"all {report.images:,}", ""
+    if report.images < len(source):
+        which = f"{report.images:,} random ones of {len(source):,}"
+        remark = " More would take longer than a minute here: evaluate.py scores them all."
+    scores = f"top-1 {share(report.top1)}, top-5 {share(report.top5)}, {missed:,} misclassified."
+    shown = {
+        "reason": "",
+        "text": f"{stored.path.name} classified {which} validation images: {scores}{remark}",
+        "worst": [
+            (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)")
+            for row in rows
+        ],
+        "confusion": png_uri(stream),
+        "pictures": pictures,
+    }
+    figures = {name: getattr(report, name) for name in ("images", "top1", "top5", "loss")}
+    return shown, {"file": str(stored.path), **figures, "of": len(source), "missed": missed}
 
 
 class _Watched:
@@ -225,27 +184,6 @@ class _Watched:
         columns = (shares[rows], batch.indices[rows], batch.labels[rows], guesses[rows])
         self.mistakes += zip(*(column.tolist() for column in columns))
         return logits
-
-
-class _Shuffled(Source):
-    """A source's images in a random order, so that the first of them are a fair sample: they often lie by class."""
-
-    def __init__(self, source: Source):
-        self._source, self._numbers = source, permutation(0, 0, len(source))
-        self.classes = source.classes
-        self.labels = np.asarray(source.labels)[self._numbers]
-
-    def name(self, index: int) -> str:
-        return self._source.name(int(self._numbers[index]))
-
-    def read(self, index: int) -> torch.Tensor:
-        return self._source.read(int(self._numbers[index]))
-
-    def open(self, index: int):
-        return self._source.open(int(self._numbers[index]))
-
-    def open_all(self, indices: Sequence[int]):
-        return self._source.open_all([int(self._numbers[index]) for index in indices])
 
 
 def _within(seconds: float, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

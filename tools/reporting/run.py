@@ -2,24 +2,91 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
-import datetime
 import fcntl
+import math
+from array import array
 from pathlib import Path
-from typing import List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.division import count
 from recipe.errors import ConfigError, UserError
-from tools.reporting import metrics
-from tools.reporting.metrics import Metrics
 from training import run_folder
-from training.metrics import MOST_STEPS, NAME
+from training.metrics import MOST_STEPS, NAME, is_number, lines
 
-FINISHED, RUNNING, CUT_OFF, FAILED, NOT_BEGUN = "finished", "running", "cut off", "failed", "not begun"
 AVERAGES = ("step_average", "epoch_average")
 _EXAMPLE = "name a run folder, e.g. runs/quickstart"
+
+
+class Events:
+    """Events of one kind in columns, so that a hundred thousand log lines of two hundred layers fit into memory.
+
+    A column for each number, those of inner objects as `trust/stem.conv_stem.weight`; NaN for what an event lacks.
+    """
+
+    def __init__(self) -> None:
+        self.columns: Dict[str, array] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, name: str) -> array:
+        """float64 [events]; NaN throughout where no event has it."""
+        column = self.columns.get(name)
+        if column is None:
+            return array("d", [math.nan]) * self._length
+        if len(column) < self._length:
+            column.extend([math.nan] * (self._length - len(column)))
+        return column
+
+    def has(self, name: str) -> bool:
+        """Whether any event has a number of that name."""
+        return any(value == value for value in self[name])
+
+    def add(self, event: dict) -> None:
+        """Append an event."""
+        values = dict(event)
+        for key, inner in event.items():
+            if type(inner) is dict:
+                values.update((f"{key}/{name}", value) for name, value in inner.items())
+        for name, value in values.items():
+            if is_number(value) or type(value) is float:
+                if name not in self.columns:
+                    self.columns[name] = array("d")
+                self[name].append(value if is_number(value) and value is not None else math.nan)
+        self._length += 1
+
+
+class Metrics(NamedTuple):
+    """Content of metrics.jsonl; evaluations have the `seconds` of the newest log line before them. step: the newest.
+    end: the event of a finished run. odd: numbers of the lines that are no events, but for one still being written."""
+
+    train: Events
+    evaluation: Events
+    step: int
+    end: Optional[dict]
+    odd: List[int]
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The events in a file that may still be written; none if it is missing. Raises OSError."""
+    kinds = {"train": Events(), "eval": Events()}
+    end, step, seconds, odd = None, 0, None, []
+    for number, event in lines(path) if path.exists() else ():
+        if event is None:
+            odd.append(number)
+            continue
+        step = max(step, event["step"])
+        if event["event"] == "train":
+            seconds = event.get("seconds")
+        if event["event"] in kinds:
+            kinds[event["event"]].add({"seconds": seconds, **event})
+        end = event if event["event"] == "end" else None
+    return Metrics(kinds["train"], kinds["eval"], step, end, odd)
 
 
 class Run(NamedTuple):
@@ -38,7 +105,7 @@ class Run(NamedTuple):
 
 
 class State(NamedTuple):
-    """kind: one of the five above. text: how far the run came, and why no further."""
+    """kind: finished, running, cut off, failed or not begun. text: how far the run came, and why no further."""
 
     kind: str
     text: str
@@ -56,26 +123,20 @@ def read(folder: Path) -> Run:
     except ConfigError as error:
         recipe, complaint = None, str(error)
     try:
-        found = metrics.read(events)
+        found = read_metrics(events)
     except OSError as error:
         raise UserError(f"{events}: {error.strerror}; make it readable") from None
     return Run(folder, recipe, complaint, found, starts_in(folder))
 
 
 def starts_in(folder: Path) -> List[dict]:
-    """All starts that environment.json has, the first one first.
+    """All starts in environment.json, the first one first; without `step` and `replicas` where these are no counts."""
+    least = {"step": 0, "replicas": 1}
 
-    `step` (updates done before) and `replicas` are left out unless they are counts; a start that trained nothing, as
-    the run was finished or the recipe refused, has neither.
-    """
-    found = []
-    for start in run_folder.starts(folder):
-        for name, least in (("step", 0), ("replicas", 1)):
-            count = start.get(name)
-            if type(count) is not int or not least <= count < MOST_STEPS:
-                start.pop(name, None)
-        found.append(start)
-    return found
+    def known(name: str, value: object) -> bool:
+        return name not in least or (type(value) is int and least[name] <= value < MOST_STEPS)
+
+    return [{name: value for name, value in start.items() if known(name, value)} for start in run_folder.starts(folder)]
 
 
 def resumed_at(starts: List[dict]) -> List[int]:
@@ -88,15 +149,15 @@ def state(run: Run) -> State:
     done, total = run.metrics.step, total_steps(run)
     where = f"step {done:,}" + (f" of {total:,}" if total else "")
     if run.metrics.end:
-        return State(FINISHED, where)
+        return State("finished", where)
     if in_use(run.folder):
-        return State(RUNNING, f"{where} is logged")
+        return State("running", f"{where} is logged")
     if not done:
-        return State(NOT_BEGUN, "no update is logged yet")
+        return State("not begun", "no update is logged yet")
     skipped = _skipped_at_last(run.metrics.train)
     if run.recipe and skipped > run.recipe.precision.max_skipped_steps:
-        return State(FAILED, f"at {where}: the last {skipped:.0f} updates had gradients that are not finite")
-    return State(CUT_OFF, f"at {where}: stopped, killed or failed; the command that began it resumes it")
+        return State("failed", f"at {where}: the last {skipped:.0f} updates had gradients that are not finite")
+    return State("cut off", f"at {where}: stopped, killed or failed; the command that began it resumes it")
 
 
 def in_use(folder: Path) -> bool:
@@ -111,7 +172,7 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _skipped_at_last(train: metrics.Events) -> float:
+def _skipped_at_last(train: Events) -> float:
     """Number of updates in a row, at the end of the log, that were left out for gradients that are not finite."""
     in_row, step, skipped = 0.0, 0.0, 0.0
     for next_step, next_skipped in zip(train["step"], train["skipped_steps"]):
@@ -152,36 +213,37 @@ def division(run: Run) -> Optional[str]:
         line = batch.divide(run.recipe, replicas).describe()
     except UserError:
         return None
-    if run.recipe.parallel.replicas is None and replicas is None:
-        line += "; with replicas: auto, as one replica divides it"
-    return line
+    auto = run.recipe.parallel.replicas is None and replicas is None
+    return f"{line}; with replicas: auto, as one replica divides it" if auto else line
+
+
+def epoch_and_seconds(run: Run) -> Tuple[Optional[float], Optional[float]]:
+    """Epochs and seconds of training so far; None where unknown."""
+    train, evaluation, end = run.metrics.train, run.metrics.evaluation, run.metrics.end or {}
+    epochs = [epoch for epoch in (_newest(train["epoch"]), _newest(evaluation["epoch"])) if epoch is not None]
+    return max(epochs, default=None), end.get("seconds", _newest(train["seconds"]))
 
 
 def headline(run: Run) -> dict:
     """The figures that a run is judged by; None for those that are not known (yet)."""
     train, evaluation, end = run.metrics.train, run.metrics.evaluation, run.metrics.end or {}
-    epochs = [epoch for epoch in (_newest(train["epoch"]), _newest(evaluation["epoch"])) if epoch is not None]
-    events = run.folder / NAME
-    written = (
-        datetime.datetime.fromtimestamp(events.stat().st_mtime, datetime.timezone.utc) if events.exists() else None
-    )
+    epoch, seconds = epoch_and_seconds(run)
     return {
         "folder": str(run.folder),
         "name": run.name,
         "state": state(run).kind,
         "step": run.metrics.step,
         "steps": total_steps(run),
-        "epoch": max(epochs, default=None),
+        "epoch": epoch,
         "top1": end.get("top1", _newest(evaluation["top1"])),
         "top5": end.get("top5", _newest(evaluation["top5"])),
         "best_top1": end.get("best_top1", max((top1 for top1 in evaluation["top1"] if top1 == top1), default=None)),
         **{name: _newest(evaluation[f"{name}/top1"]) for name in AVERAGES if evaluation.has(f"{name}/top1")},
         "images_per_second": end.get("images_per_second", _newest(train["images_per_second"])),
-        "seconds": end.get("seconds", _newest(train["seconds"])),
+        "seconds": seconds,
         "global_batch": run.recipe.batch.global_ if run.recipe else None,
         "device": device(run),
         "started": run.starts[0].get("started") if run.starts else None,
-        "last_written": written and written.isoformat(timespec="seconds"),
         "revision": run.starts[-1].get("revision") if run.starts else None,
         "starts": len(run.starts),
     }
@@ -205,3 +267,40 @@ def device(run: Run) -> Optional[str]:
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
     cores, threads = (environment.get(key) for key in ("cpus", "threads"))
     return f"CPU: {count(cores, 'core')}, {count(threads, 'thread')} per process"
+
+
+class SessionTime(NamedTuple):
+    """Seconds of one session by what they went to. first, last: updates done before and after it."""
+
+    first: int
+    last: int
+    computing: float
+    waiting: float
+    rest: float
+
+
+def session_times(metrics: Metrics, starts: Sequence[dict], global_batch: int) -> List[SessionTime]:
+    """Where the time of each session went, as far as the log shows it; the sessions whose work was kept.
+
+    A log line has the images a second and the share of waiting since the line before it (or the session's start), and
+    the seconds of the whole run. What the two do not account for went to evaluation and checkpoints. Those between
+    the last log line of a session and its end count to the next session. Loading torch and the model is in neither.
+    """
+    bounds = [0, *resumed_at(starts)]
+    parts = [[0.0, 0.0, 0.0] for _ in bounds]
+    last, counted, session = 0, 0.0, 0
+    columns = (metrics.train[name] for name in ("step", "images_per_second", "data_wait", "seconds"))
+    for step, pace, wait, seconds in zip(*columns):
+        session = max(0, bisect.bisect_left(bounds, step) - 1)
+        updates = step - max(last, bounds[session])
+        last = step
+        if not (pace > 0 and seconds >= counted):
+            continue  # not finite, or a file that was put together by hand
+        total, counted = seconds - counted, seconds
+        training = min(total, updates * global_batch / pace)
+        waiting = training * wait if 0 <= wait <= 1 else 0.0
+        parts[session] = [sum(pair) for pair in zip(parts[session], (training - waiting, waiting, total - training))]
+    if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
+        parts[session][2] += max(0.0, metrics.end["seconds"] - counted)
+    ends = [*bounds[1:], max(metrics.step, bounds[-1])]
+    return [SessionTime(first, end, *part) for first, end, part in zip(bounds, ends, parts) if sum(part) > 0]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, List, Optional, Sequence, Tuple
+import os
+from typing import List, Optional, Sequence, Tuple
 
 from recipe import loading
 from recipe.batch import peak_learning_rate
 from recipe.config import Recipe
 from recipe.credentials import masked
+from recipe.section import as_yaml
 from tools import formats
-from tools.reporting import curves, timing
-from tools.reporting.drawing import run_style
-from tools.reporting.run import AVERAGES, Run, division, headline, state
+from tools.reporting import curves
+from tools.reporting.curves import run_style
+from tools.reporting.run import AVERAGES, Run, division, headline, session_times, state
 from training.monitor import duration, pace
 
-_MOST_ROWS = 400  # of evaluations
 _OF_THE_PLACE = ("run.name", "run.output")  # differ in any two runs
 _OF_A_START = ("started", "command", "step")  # keys of environment.json that every start has anew
+_TIMES = ("session", "steps", "time", "computing", "waiting for images", "evaluation, checkpoints")
 
 
 def share(value: Optional[float]) -> str:
@@ -53,13 +54,11 @@ def of_run(run: Run) -> dict:
             ("Batch", division(run) or "not known without the recipe"),
             ("Device", figures["device"] or "unknown"),
             ("Started", _when(figures["started"])),
-            ("Last written", _when(figures["last_written"])),
             ("Revision", figures["revision"] or "unknown"),
         ],
         "faults": _faults(run),
         "curves": drawn,
-        "evaluations": _evaluations(run),
-        "layers": curves.trust_ratios([run], [run.name], drawn.unit[1]),
+        "layers": drawn.layers,
         "time": _time(run),
         "recipe": {
             "reason": run.complaint,
@@ -80,30 +79,19 @@ def _faults(run: Run) -> List[str]:
     return found
 
 
-def _evaluations(run: Run) -> dict:
-    events = run.metrics.evaluation
-    shares = [name for name in ("top1", "top5", *(f"{each}/top1" for each in AVERAGES)) if events.has(name)]
-    rows = [
-        (
-            f"{events['epoch'][place]:.4g}",
-            f"{events['step'][place]:.0f}",
-            *(share(events[name][place]) for name in shares),
-            f"{events['loss'][place]:.4f}",
-        )
-        for place in range(max(0, len(events) - _MOST_ROWS), len(events))
-    ]
-    return {"names": ["epoch", "step", *shares, "loss"], "rows": rows}
-
-
 def _time(run: Run) -> dict:
     if run.recipe is None:
         return {"rows": [], "note": "Where the time went is not known without the recipe."}
-    sessions = timing.session_times(run.metrics, run.starts, run.recipe.batch.global_)
+    rows = []
+    for number, part in enumerate(session_times(run.metrics, run.starts, run.recipe.batch.global_), start=1):
+        spent = (part.computing, part.waiting, part.rest)
+        shares = (f"{duration(each)} ({each / sum(spent):.0%})" for each in spent)
+        rows.append((str(number), f"{part.first:,} to {part.last:,}", duration(sum(spent)), *shares))
     end = run.metrics.end or {}
-    note = "" if sessions else "Nothing is logged yet."
+    note = "" if rows else "Nothing is logged yet."
     if end.get("input_bound"):
         note = f"Input-bound: data.workers={end.get('workers_needed')} would keep up, given a core for each."
-    return {"names": timing.COLUMNS, "rows": timing.as_rows(sessions), "note": note}
+    return {"names": _TIMES, "rows": rows, "note": note}
 
 
 def _starts(run: Run) -> List[tuple]:
@@ -135,13 +123,10 @@ def _when(time: object) -> str:
 
 
 def names_of(runs: Sequence[Run]) -> List[str]:
-    """The folders' names, with as many of the folders above them as make the runs differ."""
-    parts = [run.folder.resolve().parts for run in runs]
-    for depth in range(1, max(map(len, parts))):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(run.folder) for run in runs]
+    """The folders' names, with those of the folders above them that the runs do not share."""
+    folders = [run.folder.resolve() for run in runs]
+    shared = os.path.commonpath([folder.parent for folder in folders])
+    return [os.path.relpath(folder, shared) for folder in folders]
 
 
 def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
@@ -161,7 +146,7 @@ def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
         "runs": [(name, run_style(order), cells[order]) for order, name in enumerate(names)],
         "faults": [f"{name}: {text}" for name, run in zip(names, runs) for text in _faults(run)],
         "curves": drawn,
-        "layers": curves.trust_ratios(runs, names, drawn.unit[1]),
+        "layers": drawn.layers,
     }
     if readable:
         page["differences"] = {
@@ -173,26 +158,18 @@ def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
 
 
 def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
-    """(key, value, default, description) of the keys that differ from their defaults, in the order of the schema.
-
-    The default of a key that follows a name (of the model, the optimizer or the schedule) is that of the name given.
-    """
+    """(key, value, default, description) of the keys that differ from the defaults of the names that are given."""
     found = []
-    for section, keys in recipe.model_dump(mode="json", by_alias=True).items():
-        part = getattr(recipe, section)
+    for section, part in recipe:
         defaults, fields = part.defaults(), type(part).fields()
-        for key, value in keys.items():
-            if value != defaults[key]:
-                described = " ".join((fields[key].description or "").split())
-                found.append((f"{section}.{key}", as_yaml(value), as_yaml(defaults[key]), described))
+        for key, value in part.changes().items():
+            described = " ".join((fields[key].description or "").split())
+            found.append((f"{section}.{key}", as_yaml(value), as_yaml(defaults[key]), described))
     return found
 
 
 def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
-    """(key, value in each recipe, as text) of the keys that differ, and what follows from them.
-
-    The name and the folder of a run are left out.
-    """
+    """(key, value in each recipe, as text) of the keys that differ, but for a run's name and place; and the peak."""
     rows = []
     dumped = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
     for section in Recipe.model_fields:
@@ -204,12 +181,3 @@ def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
     if len(set(peaks)) > 1 and all(key != "schedule.peak" for key, _ in rows):
         rows.append(("peak learning rate, as it follows", peaks))
     return rows
-
-
-def as_yaml(value: Any) -> str:
-    """A value in one line, as a recipe could have it."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_yaml, value))}]"
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,4 @@
-"""The recipe that a trial trains, from the values that it draws, checked as train.py would check it.
-
-The batch arithmetic and the rule by which the peak follows the batch are the recipe's own (recipe/batch.py).
-"""
+"""The recipe that a trial trains, from the values that it draws, checked as train.py would check it."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ def as_text(value: Value) -> str:
 
 
 def load_candidates(sweep: SweepFile) -> Candidates:
-    """The recipes of a sweep's trials.
-
-    Raises:
-        ConfigError: the recipe cannot be read, or the metric or batch rule does not fit it.
-    """
+    """The recipes of a sweep's trials. Raises ConfigError where recipe, metric or batch rule do not fit."""
     definition = sweep.definition
     base = _load(sweep, definition.overrides)
     # Trials get credentials by their environment: their overrides are written into logs and best.yaml.
@@ -94,19 +87,15 @@ def _rule(sweep: SweepFile, base: Recipe) -> List[str]:
 def survey(candidates: Candidates) -> List[str]:
     """Check choices and ends of ranges before training: all combinations, or 200 drawn at random.
 
-    Returns:
-        A note if some cannot be trained; trials that draw them end as impossible.
-
-    Raises:
-        ConfigError: a choice that no combination can have, or no combination can be trained.
+    Returns a note if some cannot be trained: trials that draw them end as impossible. Raises ConfigError for a choice
+    that no combination can have, or if no combination can be trained.
     """
     sweep, space = candidates.sweep, candidates.sweep.definition.space
     ends = {key: axis.ends() for key, axis in space.items()}
     complete = math.prod(map(len, ends.values())) <= _MAX_CHECKED
     draw = random.Random(0)
-    combinations = [{key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED)]
-    if complete:
-        combinations = _combinations(ends)
+    drawn = ({key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED))
+    combinations = _combinations(ends) if complete else list(drawn)
     faults = [_fault(candidates, parameters) for parameters in combinations]
     if all(faults):
         raise ConfigError(f"{sweep.path}: space: no combination can be trained; the first: {faults[0]}")

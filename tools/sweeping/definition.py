@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Sequence, Union
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.credentials import ENVIRONMENT, masked
 from recipe.errors import ConfigError
-from recipe.loading import find, parse_yaml
-from recipe.section import Section
+from recipe.loading import find, read_yaml
+from recipe.section import Section, first_fault
 
 _OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
 _MAX_GRID = 100_000  # combinations
@@ -32,34 +33,30 @@ class Axis(Section):
     step: Optional[float] = Field(None, gt=0, description="only low, low + step, low + 2 step ...")
     integer: bool = Field(False, description="whole numbers only")
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Axis:
+    def faults(self) -> Iterator[str]:
         if self.choices is not None:
             if self.model_fields_set != {"choices"}:
-                raise ValueError("choices and a range are both given; keep one")
+                yield "choices and a range are both given; keep one"
             if any(isinstance(choice, dict) for choice in self.choices):
-                raise ValueError("a choice is the value of one key, not keys below it")
+                yield "a choice is the value of one key, not keys below it"
             if len(set(map(repr, self.choices))) < len(self.choices):
-                raise ValueError("choices has a value twice")
-            return self
+                yield "choices has a value twice"
+            return
         if self.low is None or self.high is None:
-            raise ValueError("give choices, or low and high")
+            yield "give choices, or low and high"
         if self.low > self.high:
-            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
+            yield f"low {self.low:g} is above high {self.high:g}"
         if self.log and self.low <= 0:
-            raise ValueError(f"a logarithmic range must begin above 0, not at {self.low:g}")
+            yield f"a logarithmic range must begin above 0, not at {self.low:g}"
         if self.log and self.step is not None:
-            raise ValueError("log and step are both given; keep one")
+            yield "log and step are both given; keep one"
         if self.integer and any(each is not None and each % 1 for each in (self.low, self.high, self.step)):
-            raise ValueError("low, high and step of whole numbers must be whole numbers")
+            yield "low, high and step of whole numbers must be whole numbers"
         if self.step is not None:
             low, high, step = (Decimal(repr(each)) for each in (self.low, self.high, self.step))
             rest = (high - low) % step
             if rest:
-                raise ValueError(
-                    f"from low {low} no whole number of steps of {step} leads to high {high}; e.g. {high - rest}"
-                )
-        return self
+                yield f"from low {low} no whole number of steps of {step} leads to high {high}; e.g. {high - rest}"
 
     def grid(self) -> Optional[List[Value]]:
         """All values in order; None for a continuous range."""
@@ -90,14 +87,10 @@ class Definition(Section):
         "best_top1", "top1", "top5", "loss", "step_average.top1", "step_average.top5", "step_average.loss",
         "epoch_average.top1", "epoch_average.top5", "epoch_average.loss",
     ] = Field("best_top1", description="value of the evaluations that ranks the trials")  # fmt: skip
-    pruner: Literal["none", "median"] = Field(
-        "none", description="median ends a trial that is worse than half of the trials were after as many evaluations"
-    )
+    pruner: Literal["none", "median"] = Field("none", description="median ends a trial that is worse than half are")
     pruner_startup_trials: int = Field(5, ge=1, description="trials that must be complete before one is pruned")
     pruner_warmup: int = Field(1, ge=0, description="evaluations of a trial before it may be pruned")
-    batch_rule: Optional[Literal["linear", "sqrt", "none"]] = Field(
-        None, description="how the peak learning rate follows the global batch; null: as the recipe says"
-    )
+    batch_rule: Optional[Literal["linear", "sqrt", "none"]] = Field(None, description="how the peak follows the batch")
     space: Dict[str, Axis] = Field(min_length=1, description="section.key of the recipe -> the values it may have")
 
     @property
@@ -105,41 +98,34 @@ class Definition(Section):
         """Whether the metric is to `maximize` or to `minimize`."""
         return "minimize" if self.metric.rpartition(".")[2] == "loss" else "maximize"
 
-    @model_validator(mode="after")
-    def _fitting_keys(self) -> Definition:
+    def faults(self) -> Iterator[str]:
         known = [
             f"{section}.{key}" for section, field in Recipe.model_fields.items() for key in field.annotation.fields()
         ]
         fixed = {text.partition("=")[0] for text in self.overrides}
         for key in (*self.space, *fixed):
             if key in _OWN_KEYS:
-                raise ValueError(f"{key} is given to each trial by the sweep; remove it")
+                yield f"{key} is given to each trial by the sweep; remove it"
         for key, axis in self.space.items():
             if key not in known:
                 instead = _nearest(key, known) or "; write section.key as in a recipe, e.g. optimizer.momentum"
-                raise ValueError(f"space: {key}: unknown key{instead}")
+                yield f"space: {key}: unknown key{instead}"
             if key in fixed:
-                raise ValueError(f"{key} is in the space and in the overrides; keep one")
+                yield f"{key} is in the space and in the overrides; keep one"
             if any(masked(str(choice)) != str(choice) for choice in axis.choices or ()):
-                raise ValueError(f"space: {key}: choices are stored; give credentials in {ENVIRONMENT} or ~/.netrc")
+                yield f"space: {key}: choices are stored; give credentials in {ENVIRONMENT} or ~/.netrc"
         for group in ALTERNATIVES:
             given = [key for key in group if key in self.space]
             if len(given) > 1:
-                raise ValueError(f"space: {' and '.join(given)} say the same; keep one")
-        return self
-
-    @model_validator(mode="after")
-    def _enough_values(self) -> Definition:
+                yield f"space: {' and '.join(given)} say the same; keep one"
         size = self.combinations()
         if self.sampler == "grid" and size is None:
-            raise ValueError(
-                f"space: a grid needs choices, steps or whole numbers, at most {_MAX_GRID:,} combinations; or use tpe"
-            )
+            most = f"at most {_MAX_GRID:,} combinations"
+            yield f"space: a grid needs choices, steps or whole numbers, {most}; or use tpe"
         if self.sampler != "grid" and self.trials is None:
-            raise ValueError(f"trials: is needed for the sampler {self.sampler}")
+            yield f"trials: is needed for the sampler {self.sampler}"
         if size is not None and self.trials is not None and self.trials > size:
-            raise ValueError(f"trials: {self.trials}, but the space has {size} combinations; give at most {size}")
-        return self
+            yield f"trials: {self.trials}, but the space has {size} combinations; give at most {size}"
 
     def combinations(self) -> Optional[int]:
         """Number of different trials; None for a continuous space or more than 100,000."""
@@ -163,8 +149,7 @@ class SweepFile(NamedTuple):
     @property
     def word(self) -> str:
         """The name with nothing that the name of a run may not have."""
-        letters = (letter if letter.isalnum() or letter in "_.-" else "_" for letter in self.name)
-        return "".join(letters).lstrip(".-") or "sweep"
+        return re.sub(r"[^\w.-]", "_", self.name).lstrip(".-") or "sweep"
 
     @property
     def recipe(self) -> Path:
@@ -172,18 +157,9 @@ class SweepFile(NamedTuple):
 
 
 def read(path: Path, overrides: Sequence[str] = (), trials: Optional[int] = None) -> SweepFile:
-    """The sweep in `path`, with what the command line adds.
-
-    Raises:
-        ConfigError: unreadable file, bad YAML, unknown key, wrong type or range.
-    """
+    """The sweep in `path`, with what the command line adds. Raises ConfigError."""
     path = find(path)
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a sweep file, e.g. configs/sweeps/digits.yaml") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a sweep file is YAML in UTF-8") from None
+    content = read_yaml(path, str(path), "name a sweep file, e.g. configs/sweeps/digits.yaml")
     recipe = isinstance(content, dict) and "recipe" not in content and {"run", "model", "extends"} & set(content)
     if not isinstance(content, dict) or recipe:
         raise ConfigError(
@@ -196,24 +172,13 @@ def read(path: Path, overrides: Sequence[str] = (), trials: Optional[int] = None
     try:
         return SweepFile(path, Definition.model_validate(content))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from None
+        place, words = first_fault(error, _suggest)
+        raise ConfigError(": ".join(map(str, (path, *place, words)))) from None
 
 
-def _first_line(error: ValidationError) -> str:
-    """The first fault in one line, and the number of the others."""
-    fault, *others = error.errors(include_url=False)
-    place = fault["loc"]
-    subject, _, rest = fault["msg"].replace(" after validation, not 0", "").partition(" should ")
-    if fault["type"] == "extra_forbidden":
-        known = list((Axis if len(place) > 1 else Definition).model_fields)
-        message = "unknown key" + (_nearest(str(place[-1]), known) or f"; the keys are {', '.join(known)}")
-    elif fault["type"] == "missing":
-        message = "is needed"
-    elif fault["type"] == "value_error":
-        message = str(fault["ctx"]["error"])
-    else:
-        message = f"{f'must {rest}' if rest else subject}, found {fault['input']!r}"
-    return ": ".join(map(str, (*place, message))) + (f" (and {len(others)} more)" if others else "")
+def _suggest(*place: str) -> str:
+    known = list((Axis if len(place) > 1 else Definition).model_fields)
+    return _nearest(str(place[-1]), known) or f"; the keys are {', '.join(known)}"
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

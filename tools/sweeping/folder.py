@@ -1,7 +1,4 @@
-"""The folder of a sweep: its definition, its files, and the lock that lets only one sweep write it.
-
-Like a run folder (training/run_folder.py), but without torch, which a sweep does not need.
-"""
+"""The folder of a sweep: its definition, its files, and the lock that lets only one sweep write it. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import errno
 import fcntl
 import json
 from pathlib import Path
-from typing import Any
 
 from recipe import loading
 from recipe.bounded import read_json
@@ -30,9 +26,8 @@ class SweepFolder:
     def __init__(self, path: Path, candidates: Candidates):
         """Opens or makes the folder and locks it for this process.
 
-        Raises:
-            ConfigError: the folder holds something else, is in use, or cannot be made or written.
-            CheckpointError: it holds another sweep, or one that was defined otherwise.
+        Raises ConfigError: the folder holds something else, is in use, or cannot be made or written; CheckpointError:
+        it holds another sweep.
         """
         self.path = path
         self.study, self.leaderboard = path / "study.db", path / "leaderboard.csv"
@@ -78,27 +73,23 @@ class SweepFolder:
                 raise ConfigError(f"{self.path} holds files that are no sweep; {_REMEDY}")
             return
         try:
-            before = read_json(self.path / _DEFINITION)
-        except ValueError:
+            before = _flat(read_json(self.path / _DEFINITION))
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{self.path / _DEFINITION}: not what a sweep wrote; {_REMEDY}") from None
-        difference = _difference(before, definition)
-        recipe = candidates.base if difference else loading.load(self.path / _RECIPE)
-        if recipe != candidates.base:
-            changed = first_difference(recipe, candidates.base)
-            difference = f"the recipe's {changed}" if changed else ""
+        difference = _difference(before, _flat(definition))
+        if not difference:
+            changed = first_difference(loading.load(self.path / _RECIPE), candidates.base)
+            difference = changed and f"the recipe's {changed}"
         if difference:
             raise CheckpointError(f"{self.path} belongs to another sweep: {difference}; {_REMEDY}")
 
 
-def _difference(before: Any, after: Any, place: str = "") -> str:
-    """`key is OLD there, NEW here` for the first place in which two trees of values differ, or nothing."""
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return "" if before == after else f"{place} is {json.dumps(before)} there, {json.dumps(after)} here"
-    for key in {**before, **after}:
-        name = f"{place}: {key}" if place else str(key)
-        if key not in after or key not in before:
-            return f"{name} is only {'there' if key in before else 'here'}"
-        found = _difference(before[key], after[key], name)
-        if found:
-            return found
-    return ""
+def _flat(definition: dict) -> dict:
+    """A definition with an entry for each key of its space."""
+    return {**definition, "space": None, **{f"space: {key}": axis for key, axis in definition["space"].items()}}
+
+
+def _difference(before: dict, after: dict) -> str:
+    """`KEY is OLD there, NEW here` for the first key that differs, or nothing."""
+    there_here = ((key, json.dumps(before.get(key)), json.dumps(after.get(key))) for key in {**before, **after})
+    return next((f"{key} is {there} there, {here} here" for key, there, here in there_here if there != here), "")

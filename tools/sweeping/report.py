@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import math
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
-from recipe import loading, schema
-from recipe.files import write_text
-from tools.sweeping import picture
+from recipe import loading
+from recipe.errors import printable
+from recipe.files import replacing, write_text
+from tools.planning import text
 from tools.sweeping.candidates import Candidates, as_text
-from tools.sweeping.definition import Definition
+from tools.sweeping.definition import Definition, SweepFile
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.trials import COMPLETE, STATES, Record
+from tools.sweeping.trials import COMPLETE, PRUNED, STATES, Record
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tools.sweeping.study import Study
 
 _SHOWN = 20  # rows of the table; all are in the file
 _PICTURE_SECONDS = 30.0  # between two pictures: drawing one takes a second
+_COLUMNS = 3
+_SIDE = 3.4  # of a panel, inches
+_BLUE, _ORANGE, _GREY = "#0072b2", "#f0a30a", "#9a9a9a"  # by Okabe and Ito, distinct for colour-blind readers
 
 
 class Report:
@@ -47,11 +50,9 @@ class Report:
 
     def conclude(self) -> Dict[str, Any]:
         """Writes all files, prints the table, and returns everything as data."""
-        from rich.console import Console
-
         rows = self._write()
         importances, folder = self._draw(), self._folder
-        Console(width=None if sys.stdout.isatty() else 120).print(table(rows, self._definition))
+        print(table(rows, self._definition))
         files = {"study": folder.study, "leaderboard": folder.leaderboard, "picture": folder.picture}
         if self._best is not None:
             files["best"] = folder.best
@@ -76,7 +77,7 @@ class Report:
 
     def _draw(self) -> Optional[Dict[str, float]]:
         importances = self._study.importances()
-        picture.draw(self._folder.picture, self._candidates.sweep, self._study.records(), importances)
+        draw_picture(self._folder.picture, self._candidates.sweep, self._study.records(), importances)
         self._drawn = time.monotonic()
         return importances
 
@@ -85,11 +86,8 @@ def _best_recipe(folder: SweepFolder, candidates: Candidates, best: Dict[str, An
     """The best trial as a recipe that extends the sweep's, by its path from the folder."""
     sweep, definition = candidates.sweep, candidates.sweep.definition
     # Without links: `..` of a linked folder is elsewhere.
-    schema_path, recipe_path = (
-        os.path.relpath(os.path.realpath(path), os.path.realpath(folder.path)) for path in (schema.PATH, sweep.recipe)
-    )
+    recipe_path = os.path.relpath(os.path.realpath(sweep.recipe), os.path.realpath(folder.path))
     head = (
-        f"yaml-language-server: $schema={schema_path}",
         f"The best trial of the sweep {sweep.name} ({sweep.path}): {folder.trial(best['trial'])}",
         f"  python train.py --config {shlex.quote(str(folder.best))}",
         f"Measured: {definition.metric} {best['value']:.6g} after {best['epochs']:.4g} epochs",
@@ -102,19 +100,15 @@ def _best_recipe(folder: SweepFolder, candidates: Candidates, best: Dict[str, An
     for section, values in recipe.model_dump(mode="json", by_alias=True).items():
         same_kind = type(getattr(base, section)) is type(getattr(recipe, section))
         before = getattr(base, section).model_dump(mode="json", by_alias=True) if same_kind else {}
-        swept = [key for key in values if f"{section}.{key}" in definition.space]
-        changed = [key for key in values if key in swept or key not in before or before[key] != values[key]]
-        lines += ["", f"{section}:"] if changed else []
-        for key in changed:
-            lines.append(f"  {key}: {as_text(values[key])}{'   # found by the sweep' if key in swept else ''}")
+        # A key of the space is written though the recipe has the same value: another kind of section may replace it.
+        kept = [key for key in before if before[key] == values.get(key) and f"{section}.{key}" not in definition.space]
+        changed = [key for key in values if key not in kept]
+        lines += ["", f"{section}:", *(f"  {key}: {as_text(values[key])}" for key in changed)] if changed else []
     return "\n".join(lines) + "\n"
 
 
 def ranked(records: Sequence[Record], definition: Definition) -> List[Dict[str, Any]]:
-    """A row for each trial: complete ones from the best to the worst, of equals the earlier first; then the others.
-
-    `rank` is None for trials that are not complete; those are in the order of their states and numbers.
-    """
+    """A row for each trial: complete ones from the best to the worst, with a rank; then the others by state."""
     sign = 1 if definition.direction == "minimize" else -1
     order = sorted(records, key=lambda each: (STATES.index(each.state), sign * (each.value or 0.0), each.trial))
     return [
@@ -135,26 +129,65 @@ def write_csv(path: Path, rows: Sequence[Dict[str, Any]], definition: Definition
     write_text(path, stream.getvalue())
 
 
-def table(rows: Sequence[Dict[str, Any]], definition: Definition) -> Table:
+def table(rows: Sequence[Dict[str, Any]], definition: Definition) -> str:
     """The first rows for a terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
     last = [key.rpartition(".")[2] for key in definition.space]
     names = [name if last.count(name) == 1 else key for key, name in zip(definition.space, last)]
-    found = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "trial", definition.metric, *names, "epochs", "seconds"):
-        found.add_column(Text(name), justify="right", overflow="fold")
-    found.add_column("state", overflow="fold")
+    found = [("rank", "trial", definition.metric, *names, "epochs", "seconds", "state")]
     for row in rows[:_SHOWN]:
         numbers = [
             "" if row[name] is None else format(row[name], form)
             for name, form in (("rank", "d"), ("trial", "d"), ("value", ".5g"), ("epochs", ".4g"), ("seconds", ".1f"))
         ]
-        parameters = [_cell(row["parameters"][key]) for key in definition.space]
-        found.add_row(*map(Text, [*numbers[:3], *parameters, *numbers[3:], row["state"]]))
-    return found
+        parameters = [printable(_cell(row["parameters"][key])) for key in definition.space]
+        found.append((*numbers[:3], *parameters, *numbers[3:], row["state"]))
+    return "\n".join(text.table(found, "", left=(len(found[0]) - 1,)))
 
 
 def _cell(value: Any) -> str:
     return value if isinstance(value, str) else as_text(value)
+
+
+def draw_picture(
+    path: Path, sweep: SweepFile, records: Sequence[Record], importances: Optional[Dict[str, float]]
+) -> None:
+    """History, importances, and the value over each parameter. Args: importances: None: too few trials."""
+    from matplotlib.figure import Figure
+
+    metric, space = sweep.definition.metric, sweep.definition.space
+    complete, pruned = ([each for each in records if each.state == state] for state in (COMPLETE, PRUNED))
+    better = min if sweep.definition.direction == "minimize" else max
+    lines = math.ceil((2 + len(space)) / _COLUMNS)
+    figure = Figure(figsize=(_COLUMNS * _SIDE * 1.15, lines * _SIDE), layout="constrained")
+    figure.suptitle(f"{sweep.name}: {metric} of {len(complete)} complete trials".replace("$", r"\$"))
+    history, importance, *panels = figure.subplots(lines, _COLUMNS, squeeze=False).flat
+    numbers, values = [each.trial for each in complete], [each.value for each in complete]
+    history.plot(numbers, values, "o", color=_BLUE, label="trial")
+    best_so_far = list(itertools.accumulate(values, better))
+    history.step(numbers, best_so_far, where="post", color=_ORANGE, label="best so far")
+    history.plot([each.trial for each in pruned], [each.value for each in pruned], "x", color=_GREY, label="pruned")
+    history.set(title="history", xlabel="trial", ylabel=metric)
+    history.xaxis.get_major_locator().set_params(integer=True)
+    history.legend(fontsize=8)
+    importance.set(title="importance (PED-ANOVA)", xlim=(0, 1))
+    if importances is None:
+        importance.text(0.5, 0.5, "too few different values\nto say what mattered", ha="center", va="center")
+    for name, share in sorted((importances or {}).items(), key=lambda pair: pair[1]):
+        importance.barh(name, share, color=_BLUE)
+    for (key, axis), panel in zip(space.items(), panels):
+        places = [each.parameters[key] for each in complete]
+        if axis.choices is not None:
+            labels = [as_text(choice) for choice in axis.choices]
+            places = [labels.index(as_text(value)) for value in places]
+            panel.set_xticks(range(len(labels)), [label.replace("$", r"\$") for label in labels])
+            panel.set_xlim(-0.5, len(labels) - 0.5)
+        else:
+            panel.set_xscale("log" if axis.log else "linear")
+            panel.axvspan(axis.low, axis.high, alpha=0)  # the whole range, also where nothing was drawn
+        panel.set(title=key, ylabel=metric)
+        panel.grid(alpha=0.3)
+        panel.plot(places, values, "o", color=_BLUE)
+    for panel in panels[len(space) :]:
+        panel.set_axis_off()
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tupl
 from parallel.parent_death import bound_to_parent
 from recipe import credentials
 from recipe.config import Recipe
+from recipe.division import count
 from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
 from tools.reporting.run import in_use
 from tools.sweeping.candidates import Candidates, as_text
@@ -37,27 +39,29 @@ _NOTHING = Progress()
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
+@dataclass(eq=False)
 class Trial:
     """A trial that is under way: its process, once there is one, and how much of its metrics was read."""
 
-    def __init__(self, number: int, recipe: Recipe, command: List[str], log: Path):
-        """Args: command: arguments of Python. log: the process's output is appended to it."""
-        self.number, self.recipe = number, recipe
-        self.process: Optional[subprocess.Popen] = None
-        self.starts = 0  # of processes
-        self.reported = 0  # evaluations that the study has
-        self.pruned = False
-        self._command, self._log, self._log_start = [sys.executable, "-u", *command], log, 0
-        self._metrics_status: Optional[Tuple[int, int]] = None
+    number: int
+    recipe: Recipe
+    command: List[str]
+    log: Path  # the process's output is appended to it
+    process: Optional[subprocess.Popen] = None
+    starts: int = 0  # of processes
+    reported: int = 0  # evaluations that the study has
+    pruned: bool = False
+    _log_start: int = 0
+    _metrics_status: Optional[Tuple[int, int]] = None
 
     def start(self, threads: int) -> None:
         """Starts a process. Args: threads: of OpenMP, unless the environment sets them."""
-        with open(self._log, "ab") as stream:
-            stream.write(f"$ {shlex.join(self._command)}\n".encode("utf-8", "surrogateescape"))
+        with open(self.log, "ab") as stream:
+            stream.write(f"$ {shlex.join(self.command)}\n".encode("utf-8", "surrogateescape"))
             self._log_start = stream.tell()
             stream.flush()
             self.process = subprocess.Popen(
-                bound_to_parent(self._command),
+                bound_to_parent(self.command),
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
                 env={"OMP_NUM_THREADS": str(threads), **os.environ, **credentials.environment()},
                 start_new_session=True,  # a terminal's Ctrl-C is for the sweep alone
@@ -75,7 +79,7 @@ class Trial:
 
     def last_line(self) -> str:
         """The last line of the process's output, or nothing."""
-        with open(self._log, "rb") as stream:
+        with open(self.log, "rb") as stream:
             stream.seek(self._log_start)
             return stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()[:_MAX_LINE]
 
@@ -87,10 +91,8 @@ class Trial:
 
 
 class StopRequest(StopSignals):
-    """Within it, SIGTERM, SIGINT and SIGUSR1 are noted: the first lets trials save and end, the second kills them.
-
-    SIGUSR1 never kills: SLURM may send it to a sweep and its trials alike, as it does to runs.
-    """
+    """Within it, SIGTERM, SIGINT and SIGUSR1 are noted: the first lets trials save and end, the second kills them; but
+    SIGUSR1 never kills: SLURM may send it to a sweep and its trials alike, as it does to runs."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -105,57 +107,51 @@ class StopRequest(StopSignals):
             self.at_once = True
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Begins trials, resumes those that were cut off, and records how each ended."""
 
-    def __init__(
-        self,
-        candidates: Candidates,
-        study: Study,
-        folder: SweepFolder,
-        workers: int,  # trials at once
-        trainer: Sequence[str],  # the program that trains, as Python is given it
-        stop: StopRequest,
-        changed: Callable[[str, Optional[Record]], None],  # is given a line, and the record of a trial that has ended
-    ):
-        self._candidates, self._study, self._folder, self._stop = candidates, study, folder, stop
-        self._workers, self._trainer, self._changed = workers, trainer, changed
-        self._metric = candidates.sweep.definition.metric
+    candidates: Candidates
+    study: Study
+    folder: SweepFolder
+    workers: int  # trials at once
+    trainer: Sequence[str]  # the program that trains, as Python is given it
+    request: StopRequest
+    changed: Callable[[str, Optional[Record]], None]  # takes a line, and the record of a trial that has ended
+
+    def __post_init__(self) -> None:
+        self._metric = self.candidates.sweep.definition.metric
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = max(1, cores // workers)  # of OpenMP, of each trial
+        self._threads = max(1, cores // self.workers)  # of OpenMP, of each trial
         self._running: List[Trial] = []
         # Trials that ended because the input is wrong, while none was complete: not yet recorded as failed.
         self._put_off: Dict[str, Tuple[int, Progress, str]] = {}  # by the line without the trial's own folder
         self._input_fault = ""  # that two trials met
 
     def run(self, trials: int) -> None:
-        """Returns once `trials` trials have ended, or after a signal once all processes have.
-
-        Raises:
-            UserError: two trials ended with the same complaint about the input, and none was ever complete; they and
-                those that run go on when the same command is given again.
-        """
-        cut_off = self._study.cut_off()
+        """Returns once `trials` trials have ended, or after a signal once all processes have. Raises UserError if two
+        trials ended with the same complaint about the input, and none was ever complete."""
+        cut_off = self.study.cut_off()
         announced = False
         try:
             while True:
-                while not self._ending() and len(self._running) < self._workers:
+                while not self._ending() and len(self._running) < self.workers:
                     if cut_off:
                         self._begin(cut_off.pop(0), "goes on")
-                    elif len(self._study.records()) < trials:
-                        self._begin(self._study.begin(), "begins")
+                    elif len(self.study.records()) < trials:
+                        self._begin(self.study.begin(), "begins")
                     else:
                         break
                 if self._ending() and self._running and not announced:
                     announced = True
-                    why = self._stop.name or "the input is wrong"
-                    self._changed(f"{why}: the trials that run finish their step, save and end", None)
+                    why = self.request.name or "the input is wrong"
+                    self.changed(f"{why}: the trials that run finish their step, save and end", None)
                     for trial in self._running:
                         trial.stop()
                 if not self._running:
                     break
                 for trial in list(self._running):
-                    if self._stop.at_once:
+                    if self.request.at_once:
                         trial.stop(at_once=True)
                     self._watch(trial)
                 time.sleep(_POLL_SECONDS)
@@ -164,38 +160,35 @@ class Scheduler:
                 trial.stop(at_once=True)
         if self._input_fault:
             raise UserError(self._input_fault)
-        if not self._stop.name:
+        if not self.request.name:
             self._fail_put_off()
 
     def _ending(self) -> bool:
-        return bool(self._stop.name or self._input_fault)
+        return bool(self.request.name or self._input_fault)
 
     def _begin(self, number: int, verb: str) -> None:
-        parameters = self._study.record(number).parameters
+        parameters = self.study.records()[number].parameters
         overrides = [
-            *self._candidates.overrides(parameters),
-            f"run.output={as_text(str(self._folder.trial(number)))}",
-            f"run.name={as_text(f'{self._candidates.sweep.word}-{number:04d}')}",
+            *self.candidates.overrides(parameters),
+            f"run.output={as_text(str(self.folder.trial(number)))}",
+            f"run.name={as_text(f'{self.candidates.sweep.word}-{number:04d}')}",
         ]
         try:
-            recipe = self._candidates.recipe(overrides)
+            recipe = self.candidates.recipe(overrides)
         except ConfigError as error:
             return self._end(number, IMPOSSIBLE, reason=str(error))
-        command = [*self._trainer, "--config", str(self._candidates.sweep.recipe.resolve()), *overrides]
-        self._running.append(Trial(number, recipe, command, self._folder.log(number)))
+        place = str(self.candidates.sweep.recipe.resolve())
+        command = [sys.executable, "-u", *self.trainer, "--config", place, *overrides]
+        self._running.append(Trial(number, recipe, command, self.folder.log(number)))
         text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
-        self._changed(f"trial {number} {verb}: {text}", None)
+        self.changed(f"trial {number} {verb}: {text}", None)
 
     def _watch(self, trial: Trial) -> None:
         """Look at a trial once: what it has reached, whether its process runs, and what its end means."""
-        run = self._folder.trial(trial.number)
+        run = self.folder.trial(trial.number)
         code = None if trial.process is None else trial.process.poll()
         if trial.new_metrics(run / "metrics.jsonl") or code is not None:
-            try:
-                reached = progress(run, self._metric, trial.recipe)
-            except UserError as error:
-                trial.stop(at_once=True)
-                return self._end(trial.number, FAILED, reason=str(error))
+            reached = progress(run, self._metric, trial.recipe)
             if not trial.pruned and self._report(trial, reached):
                 trial.pruned = True
                 trial.stop()
@@ -209,20 +202,17 @@ class Scheduler:
             trial.start(self._threads)
 
     def _report(self, trial: Trial, reached: Progress) -> bool:
-        """Report new evaluations to the study; returns whether to prune the trial.
-
-        The pruner does not decide on the last evaluation of a run: ending it would save nothing, and whether it is
-        seen before the run ends is a matter of time.
-        """
+        """Report new evaluations to the study; returns whether to prune the trial: never by the last evaluation of a
+        run, as ending it would save nothing, and whether it is seen before the run ends is a matter of time."""
         first, last = trial.reported, len(reached.values) - 1
         for evaluation in range(first, last + 1):
             trial.reported = evaluation + 1
             value = reached.values[evaluation]
-            bad = value is not None and self._study.report(trial.number, evaluation, value)
+            bad = math.isfinite(value) and self.study.report(trial.number, evaluation, value)
             if bad and not (evaluation == last and reached.last_is_final):
                 return True
         if first <= last:
-            self._changed("", None)
+            self.changed("", None)
         return False
 
     def _process_ended(self, trial: Trial, code: int, reached: Progress) -> None:
@@ -233,22 +223,22 @@ class Scheduler:
             self._running.remove(trial)  # goes on when the same command is given again
         elif code == STOPPED or (code < 0 and trial.starts < _MAX_STARTS):
             why = signalled if code < 0 else "was stopped from outside"
-            self._changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
+            self.changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
             trial.process = None
         elif code < 0:
             self._end(trial.number, FAILED, reached, f"{signalled} {_MAX_STARTS} times")
         else:
             line = trial.last_line()
-            if code == WRONG_INPUT and line and all(each.state != COMPLETE for each in self._study.records()):
+            if code == WRONG_INPUT and line and all(each.state != COMPLETE for each in self.study.records()):
                 return self._refused(trial, reached, line)
-            line = line or f"{self._folder.log(trial.number)} is empty"
+            line = line or f"{self.folder.log(trial.number)} is empty"
             self._end(trial.number, FAILED, reached, line if code else f"ended without an end event: {line}")
 
     def _refused(self, trial: Trial, reached: Progress, line: str) -> None:
         """Puts off a trial whose input is wrong while none is complete; a second with that line stops the sweep."""
         self._running.remove(trial)
-        self._changed(f"trial {trial.number} is put off: {line}", None)
-        shared = line.replace(str(self._folder.trial(trial.number)), "")
+        self.changed(f"trial {trial.number} is put off: {line}", None)
+        shared = line.replace(str(self.folder.trial(trial.number)), "")
         if shared in self._put_off:
             first, second = sorted((self._put_off[shared][0], trial.number))
             self._input_fault = f"trials {first} and {second}: {line}; then repeat the command: they run again"
@@ -261,11 +251,11 @@ class Scheduler:
 
     def _conclude(self, trial: Trial, reached: Progress) -> None:
         """Records a run that is finished or pruned."""
-        value = reached.values[-1] if reached.values else None
+        value = reached.values[-1] if reached.values else math.nan
         if trial.pruned:
-            evaluations = "1 evaluation" if trial.reported == 1 else f"{trial.reported} evaluations"
+            evaluations = count(trial.reported, "evaluation")
             self._end(trial.number, PRUNED, reached, f"worse than the median after {evaluations}")
-        elif value is None or not math.isfinite(value):
+        elif not math.isfinite(value):
             self._end(trial.number, FAILED, reached, f"the run ended without a finite {self._metric}")
         else:
             self._end(trial.number, COMPLETE, reached, value=value)
@@ -276,7 +266,7 @@ class Scheduler:
         self, number: int, state: str, reached: Progress = _NOTHING, reason: str = "", value: Optional[float] = None
     ) -> None:
         self._running = [trial for trial in self._running if trial.number != number]
-        record = self._study.end(number, state, value, reached.epochs, reached.seconds, reason or None)
+        record = self.study.end(number, state, value, reached.epochs, reached.seconds, reason or None)
         if value is not None:
             reason = f"{self._metric} {value:.6g} after {reached.epochs:.4g} epochs, {reached.seconds:.1f} s"
-        self._changed(f"trial {number} {'' if state == FAILED else 'is '}{state}: {reason}", record)
+        self.changed(f"trial {number} {'' if state == FAILED else 'is '}{state}: {reason}", record)

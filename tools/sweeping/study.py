@@ -1,7 +1,4 @@
-"""The study of a sweep: which trials there are, what the sampler draws next, what the pruner decides.
-
-An ordinary Optuna study in an SQLite file, so that its own tools open it. Optuna is slow to load: import this late.
-"""
+"""The study of a sweep, an ordinary one of Optuna in an SQLite file. Optuna is slow to load: import this late."""
 
 from __future__ import annotations
 
@@ -37,10 +34,10 @@ StorageError = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
 
 class Study:
-    """The study in a file."""
+    """The study in a file, which is opened or made."""
 
     def __init__(self, path: Path, sweep: SweepFile):
-        """Opens or makes the study. Raises ConfigError if the file is no study, or not that of this sweep."""
+        """Raises ConfigError if the file is no study, or not that of this sweep."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         definition = self._definition = sweep.definition
         self._distributions = {key: _distribution(axis) for key, axis in definition.space.items()}
@@ -76,9 +73,6 @@ class Study:
         """All trials by number."""
         return [self._record(each) for each in self._trials()]
 
-    def record(self, number: int) -> Record:
-        return self._record(self._trials()[number])
-
     def cut_off(self) -> List[int]:
         """Numbers of the trials that an earlier process has begun and not ended."""
         return [each.number for each in self._trials() if each.state == TrialState.RUNNING]
@@ -106,13 +100,11 @@ class Study:
         outcome = {"state": state, "epochs": epochs, "seconds": seconds, "reason": reason}
         trial.set_user_attr("outcome", outcome)  # one write: each waits for the disk
         self._study.tell(trial, value, state=_TO_OPTUNA[state])
-        return self.record(number)
+        return self.records()[number]
 
     def importances(self) -> Optional[Dict[str, float]]:
-        """Importance of each parameter by PED-ANOVA, in all 1; None: too few trials.
-
-        Source: Watanabe, Bansal and Hutter, 2304.10255. Optuna's other evaluators need scikit-learn.
-        """
+        """Importance of each parameter by PED-ANOVA (Watanabe, Bansal and Hutter, 2304.10255), in all 1; None: too few
+        trials. Optuna's other evaluators need scikit-learn."""
         values = [each.value for each in self._trials() if each.state == TrialState.COMPLETE]
         if len(values) < 2 * _TARGET or min(values) == max(values):
             return None
@@ -135,15 +127,11 @@ class Study:
             spaces.check_distribution_compatibility(distribution, self._distributions[name])
         for number, record in enumerate(map(self._record, trials)):
             numbers = [each for each in (record.value, record.epochs, record.seconds) if each is not None]
-            whole = (
-                record.trial == number
-                and record.state in STATES
-                and set(record.parameters) == set(self._distributions)
-                and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
-                and (record.state != COMPLETE or record.value is not None)
-                and isinstance(record.reason, (str, type(None)))
-            )
-            if not whole:
+            whole = record.trial == number and record.state in STATES
+            whole = whole and set(record.parameters) == set(self._distributions)
+            whole = whole and all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
+            whole = whole and (record.state != COMPLETE or record.value is not None)
+            if not whole or not isinstance(record.reason, (str, type(None))):
                 raise ValueError(f"trial {number} is not what a sweep wrote")
 
     def _trials(self) -> List[FrozenTrial]:
@@ -175,10 +163,8 @@ class Study:
         for attempt in range(_MAX_DRAWS):
             # In memory: parameters drawn one by one in the file could be cut off half-way.
             seed = key("sweep", self._definition.seed, number, attempt) & MASK32
-            if self._definition.sampler == "random":
-                sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
-            else:
-                sampler = optuna.samplers.TPESampler(seed=seed)
+            drawn_by = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
+            sampler = drawn_by[self._definition.sampler](seed=seed)
             study = optuna.create_study(direction=self._definition.direction, sampler=sampler)
             study.add_trials(trials)
             drawn = study.ask(self._distributions).params

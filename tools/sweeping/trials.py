@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional, Sequence
 
-from recipe.batch import in_steps
 from recipe.config import Recipe
+from tools.reporting.run import Run, epoch_and_seconds, read_metrics, total_steps
 from tools.sweeping.candidates import Parameters
-from training.metrics import read_events
+from training.metrics import NAME
 
 COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING = "complete", "pruned", "impossible", "failed", "running"
 STATES = (COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING)
@@ -30,7 +30,7 @@ class Record(NamedTuple):
 class Progress(NamedTuple):
     """A run so far."""
 
-    values: Sequence[Optional[float]] = ()  # of the metric at each evaluation; None: not finite, or not there yet
+    values: Sequence[float] = ()  # of the metric at each evaluation; NaN: not finite, or not there yet
     last_is_final: bool = False  # the last of them is that of the run's end
     ended: bool = False
     epochs: Optional[float] = None
@@ -40,44 +40,12 @@ class Progress(NamedTuple):
 def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
     """Progress of the run of `recipe` in a folder, which may not be there yet.
 
-    Args:
-        metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events, of an average after
-            its name and a dot.
-
-    Raises:
-        UserError: metrics.jsonl is damaged.
+    metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events; of an average after a dot.
     """
-    if not (run_folder / "metrics.jsonl").exists():
-        return Progress()
-    events = read_events(run_folder)
-    train, evaluations, end = (events.get(kind, []) for kind in ("train", "eval", "end"))
-    timed = [*train, *end]
-    return Progress(
-        _values(evaluations, metric),
-        bool(evaluations) and _is_final(evaluations[-1], recipe),
-        bool(end),
-        max((event.get("epoch") or 0.0 for event in (*train, *evaluations)), default=None),
-        timed[-1].get("seconds") if timed else None,
-    )
-
-
-def _values(evaluations: List[dict], metric: str) -> List[Optional[float]]:
+    run = Run(run_folder, recipe, "", read_metrics(run_folder / NAME), [])
+    events, total = run.metrics.evaluation, total_steps(run)
+    values = events["top1" if metric == "best_top1" else metric.replace(".", "/")]
     if metric == "best_top1":
-        return list(itertools.accumulate(_values(evaluations, "top1"), _larger))
-    average, _, name = metric.rpartition(".")
-    scores = [event.get(average) if average else event for event in evaluations]
-    values = [each.get(name) if isinstance(each, dict) else None for each in scores]
-    return [value if type(value) in (int, float) else None for value in values]
-
-
-def _larger(*values: Optional[float]) -> Optional[float]:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _is_final(evaluation: dict, recipe: Recipe) -> bool:
-    if not evaluation.get("epoch"):
-        return False
-    per_epoch = round(evaluation["step"] / evaluation["epoch"])
-    run = recipe.run
-    total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, recipe.batch.global_))
-    return evaluation["step"] >= total
+        values = itertools.accumulate(values, lambda best, value: best if best >= value or value != value else value)
+    final = bool(events) and total is not None and events["step"][-1] >= total
+    return Progress(tuple(values), final, bool(run.metrics.end), *epoch_and_seconds(run))

@@ -1,7 +1,9 @@
 """Figures show what the events say; plotly itself checks that it knows all that they are made of."""
 
 import copy
+import math
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 
@@ -34,7 +36,8 @@ def checked(figures):
 
 def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
     found = checked(curves.draw([read()], ["run"]).figures)
-    assert list(found) == ["loss", "top1", "lr", "norms", "images_per_second", "mfu", "data_wait"]
+    norms = ["weight_norm", "gradient_norm", "update_norm"]
+    assert list(found) == ["loss", "top1", "lr", *norms, "images_per_second", "mfu", "data_wait"]
     training, validation = found["loss"].data
     assert training["y"][:3] == [pytest.approx(2 / step, rel=1e-4) for step in (6, 12, 18)]
     assert training["x"] == {
@@ -45,14 +48,14 @@ def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
     assert validation["x"]["step"] == [60, 120, 180, 240]
     assert found["top1"].data[1]["y"] == [0.1, 0.2, 0.3, 0.4]
     assert training["line"] != validation["line"] and validation["mode"] == "lines+markers"
-    assert found["loss"].layout["yaxis"]["type"] == found["norms"].layout["yaxis"]["type"] == "log"
+    assert found["loss"].layout["yaxis"]["type"] == found["weight_norm"].layout["yaxis"]["type"] == "log"
     assert found["lr"].layout["yaxis"]["type"] == "linear"
 
 
 def test_quantities_that_are_missing_or_never_change_are_omitted_and_named(read):
     bare = [{key: value for key, value in event.items() if not key.endswith("_norm")} for event in LINES]
     assert curves.draw([read(bare)], ["run"]).left_out == [
-        "norms (not in metrics.jsonl)",
+        *(f"norm of the {name} (not in metrics.jsonl)" for name in ("weights", "gradient", "update")),
         "gradient noise scale (not in metrics.jsonl)",
         "loss scale (128 throughout)",
         "skipped updates (0 throughout)",
@@ -77,7 +80,7 @@ def test_runs_are_drawn_in_the_same_figures_each_in_its_colour(read):
         for trace in figure.data:
             colours.setdefault(trace["name"], set()).add(trace["line"]["color"])
     assert {name: len(each) for name, each in colours.items()} == {"&lt;b&gt;a&lt;/b&gt; &amp; %{x}": 1, "b": 1, "c": 1}
-    assert len(set.union(*colours.values())) == 3
+    assert len(set.union(*colours.values())) == 3 and len({curves.run_style(order)[:2] for order in range(36)}) == 36
     assert len(found["loss"].data) == 1 + 2 + 3
 
 
@@ -86,30 +89,48 @@ def test_gaps_stay_gaps_and_later_sessions_are_marked(read):
     drawn = curves.draw([read(events)._replace(starts=[start(step=0), start(step=96)])], ["run"])
     found = checked(drawn.figures)
     assert found["loss"].data[0]["y"] == [1, 1, None, 1, 1]
-    assert [trace["name"] for trace in found["norms"].data] == ["weight", "update"]
+    assert {"weight_norm", "update_norm"} <= set(found) and "gradient_norm" not in found
     assert found["loss"].marks == [{"epoch": 1.6, "step": 96, "time": 48.0}]
+
+
+def trust_ratios(*runs):
+    return curves.draw(runs, ["a", "b"][: len(runs)]).layers
 
 
 def test_trust_ratios_are_drawn_by_layer_and_by_their_median(read):
     one = read()
-    trust, heat = curves.trust_ratios([one], ["run"], 60.0)
+    trust, heat = trust_ratios(one)
     checked([trust, heat])
     assert [trace["y"][0] for trace in trust.data] == [0.03, 0.02, 0.01]
     assert heat.data[0]["y"] == ["blocks.0.conv", "blocks.1.conv", "blocks.2.conv"]
     assert [10 ** row[0] for row in heat.data[0]["z"]] == pytest.approx([0.01, 0.02, 0.03], rel=0.002)
-    (medians,) = curves.trust_ratios([one, one], ["a", "b"], 60.0)
+    (medians,) = trust_ratios(one, one)
     checked([medians])
     assert [trace["y"][0] for trace in medians.data] == [0.02, 0.02]
 
 
 def test_trust_ratios_that_are_not_finite_or_not_there_leave_gaps_or_nothing(read):
     values = ({"a.weight": None, "b.weight": 0.0}, {"a.weight": 1.0, "b.weight": 2.0})
-    trust, heat = curves.trust_ratios([read([train_event(1, trust=each) for each in values])], ["run"], 1.0)
+    trust, heat = trust_ratios(read([train_event(1, trust=each) for each in values]))
     assert heat.data[0]["z"] == [[None, 0.0], [None, pytest.approx(0.301)]]
     checked([trust, heat])
-    assert curves.trust_ratios([read([train_event(1, trust={})])], ["run"], 1.0) == []
-    assert [figure.key for figure in curves.trust_ratios([read(LINES[:1])], ["run"], 1.0)] == ["trust"]
+    assert trust_ratios(read([train_event(1, trust={})])) == []
+    assert [figure.key for figure in trust_ratios(read(LINES[:1]))] == ["trust"]
     names = [f"blocks.{stage}.conv.weight" for stage in range(175)]
-    many = read([train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)])
-    heat = curves.trust_ratios([many], ["run"], 1.0)[1]
+    heat = trust_ratios(read([train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)]))[1]
     assert len(heat.data[0]["z"]) == 175 and 120 <= len(heat.data[0]["z"][0]) <= 240 and heat.layout["height"] <= 1000
+
+
+def test_no_spike_or_gap_is_lost_and_no_more_is_drawn_than_asked_for():
+    values = np.random.default_rng(0).normal(size=100_000)
+    spikes = {17: 50.0, 54_321: -60.0, 99_998: 70.0}
+    for place, value in spikes.items():
+        values[place] = value
+    kept = curves.thinned(values, 600)
+    assert len(kept) <= 600 and kept == sorted(set(kept))
+    assert set(spikes) <= set(kept) and {0, 99_999} <= set(kept)
+    assert curves.thinned(values[:600], 600) == list(range(600))
+    values = [1.0] * 10_000
+    values[5000] = math.nan
+    assert 5000 in curves.thinned(values, 100)
+    assert len(curves.thinned([math.nan] * 10_000, 100)) <= 100

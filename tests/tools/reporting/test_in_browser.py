@@ -60,8 +60,8 @@ def test_the_page_is_drawn_in_silence_and_names_are_text(tmp_path, several):
     report = tmp_path / "report.html"
     assert main([*map(str, folders), "--images", "4", "--output", str(report)]) == 0
     found, console = opened(report)
-    norms = {"weight_norm", "gradient_norm", "update_norm"} if several else {"norms", "layers"}
-    assert set(found["drawn"]) == {"loss", "top1", "lr", "images_per_second", "mfu", "data_wait", "trust"} | norms
+    more = {"weight_norm", "gradient_norm", "update_norm"} | (set() if several else {"layers"})
+    assert set(found["drawn"]) == {"loss", "top1", "lr", "images_per_second", "mfu", "data_wait", "trust"} | more
     assert all(found["drawn"].values()) and set(found["titles"]) == {"time, seconds"} and found["labels"] > 5, found
     assert found["images"] == [16] * (0 if several else 4) and found["overflow"] <= 0
     assert not found["struck"] and "window.struck" in found["text"] and console == []

@@ -1,12 +1,15 @@
-"""The state of a run follows from its folder and its lock."""
+"""The state of a run follows from its folder and its lock; its time is accounted for whole."""
 
 import subprocess
 import sys
 
 import pytest
 
+from recipe import loading
+from tests.conftest import QUICKSTART, ROOT
 from tests.tools.reporting.runs import end_event, eval_event, start, train_event, written
-from tools.reporting import run
+from tools.reporting import run, sections
+from tools.reporting.sections import differences, settings
 
 
 def state(folder):
@@ -84,3 +87,84 @@ def test_the_device_is_that_of_the_newest_start(tmp_path):
     assert run.device(run.read(written(tmp_path / "a", starts=starts))) == "2 x H100, A100"
     assert run.device(run.read(written(tmp_path / "b", starts=starts, overrides=["run.device=cpu"]))).startswith("CPU")
     assert run.device(run.read(written(tmp_path / "c", starts=()))) is None
+
+
+def test_a_start_that_trained_nothing_has_no_step(tmp_path):
+    """Three starts: the second found its recipe refused. What is no count is not taken for one."""
+    noted = [start(step=0, replicas=2), start(), start(step=120, replicas=4)]
+    odd = [start(step=odd, replicas=odd) for odd in ("many", None, -1, 1.5, True)]
+    found = run.starts_in(written(tmp_path / "run", starts=[*noted, *odd]))
+    counts = [(each.get("step"), each.get("replicas")) for each in found]
+    assert counts == [(0, 2), (None, None), (120, 4), *[(None, None)] * 5]
+    assert run.resumed_at(found) == [120]
+
+
+def times(tmp_path, *events, starts=()):
+    return run.session_times(run.read(written(tmp_path / "run", events)).metrics, starts, 24)
+
+
+def test_training_waiting_and_the_rest_are_the_whole_time(tmp_path):
+    """6 updates of 24 images at 48 images a second are 3 s, of which a tenth was waited; 4 s passed until the line."""
+    lines = [train_event(6 * n, seconds=4.0 * n) for n in (1, 2)]
+    parts = times(tmp_path, *lines, end_event(12, 10.0))
+    assert parts == [(0, 12, pytest.approx(2 * 2.7), pytest.approx(2 * 0.3), pytest.approx(2 * 1.0 + 2.0))]
+    row = ("1", "0 to 12", "0:00:10", "0:00:05 (54%)", "0:00:01 (6%)", "0:00:04 (40%)")
+    assert sections.of_run(run.read(tmp_path / "run"))["time"]["rows"] == [row]
+    assert times(tmp_path) == []
+
+
+def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_of_it(tmp_path):
+    """Saved by a signal at step 9: the line of step 12 tells of 3 updates of this session, which took 1.5 s."""
+    lines = [train_event(6, seconds=3.0), train_event(12, seconds=6.0)]
+    first, second = times(tmp_path, *lines, starts=[{"step": 0}, {"step": 9}])
+    assert (first.first, first.last, second.first, second.last) == (0, 9, 9, 12)
+    assert first.computing + first.waiting == pytest.approx(3.0)
+    assert second.computing + second.waiting == pytest.approx(1.5)
+
+
+def test_a_clock_that_is_not_finite_or_runs_back_is_passed_over(tmp_path):
+    lines = [train_event(6, seconds=4.0), train_event(12, images_per_second=None), train_event(18, seconds=2.0)]
+    (part,) = times(tmp_path, *lines)
+    assert part.computing + part.waiting + part.rest == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "pod16", "ablation/bs768_rmsprop"])
+def test_the_settings_alone_make_the_recipe_again(name):
+    """Laid over nothing but the names, they give an equal recipe: none is missing."""
+    recipe = loading.load(ROOT / "configs" / f"{name}.yaml")
+    found = settings(recipe)
+    names = [f"{part}.name={getattr(recipe, part).name}" for part in ("run", "model", "optimizer", "schedule")]
+    rest = [f"{setting[0]}={quoted(setting[1])}" for setting in found if not setting[0].endswith(".name")]
+    assert loading.loads("", "nothing", [*names, *rest]) == recipe
+    assert all(setting[1] != setting[2] and setting[3] for setting in found)
+
+
+def quoted(value):
+    return f"'{value}'" if value.replace(".", "", 1).isalpha() and value not in ("true", "false", "null") else value
+
+
+def test_the_defaults_are_those_of_the_name():
+    """B0's own size is no setting of a recipe that names B0, nor is SGD's momentum of one that names SGD."""
+    overrides = ["run.epochs=1", "schedule.peak=1", "model.name=efficientnet_b0", "optimizer.name=sgd"]
+    found = {setting[0] for setting in settings(loading.loads("", "x", overrides))}
+    assert found == {override.partition("=")[0] for override in overrides}
+
+
+def test_only_the_keys_that_differ_are_listed_and_a_peak_that_follows_the_batch():
+    rule = ["schedule.batch_rule=linear", "schedule.reference_batch=64"]
+    first, second, third = (
+        loading.load(QUICKSTART, [*rule, *overrides])
+        for overrides in (
+            ["batch.global=64"],
+            ["batch.global=64", "run.name=b", "run.output=/elsewhere"],
+            ["batch.global=128", "optimizer.momentum=0.8", "data.crop_area=[0.5, 1]", "optimizer.clip_norm=1e-5"],
+        )
+    )
+    assert differences([first, second]) == []
+    assert differences([first, second, third]) == [
+        ("batch.global", ["64", "64", "128"]),
+        ("optimizer.clip_norm", ["null", "null", "1e-05"]),
+        ("optimizer.momentum", ["0.9", "0.9", "0.8"]),
+        ("data.crop_area", ["[0.75, 1]", "[0.75, 1]", "[0.5, 1]"]),
+        ("peak learning rate, as it follows", ["2", "2", "4"]),
+    ]

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from tests.tools.sweeping.sweeps import Sweep
-from tools.sweeping import picture, scheduler
+from tools.sweeping import report, scheduler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,4 +27,4 @@ def some(tmp_path, capfd, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """To draw takes longer than all trials together."""
-    monkeypatch.setattr(picture, "draw", lambda *arguments: None)
+    monkeypatch.setattr(report, "draw_picture", lambda *arguments: None)

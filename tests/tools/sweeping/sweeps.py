@@ -7,12 +7,12 @@ import os
 import signal
 import sqlite3
 import sys
-import time
 
 from tests.conftest import QUICKSTART, ROOT
 from tests.tools.sweeping import double
+from tests.waiting import wait_until
 from tools import sweep
-from tools.sweeping import picture, scheduler
+from tools.sweeping import report, scheduler
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 DOUBLE = str(ROOT / "tests" / "tools" / "sweeping" / "double.py")
@@ -34,7 +34,7 @@ _CONTEXT.set_forkserver_preload(["tests.tools.sweeping.conftest", "tools.sweepin
 
 def _command(arguments, environment, output):
     scheduler._POLL_SECONDS = 0.02
-    picture.draw = lambda *arguments: None
+    report.draw_picture = lambda *arguments: None
     os.environ.update(environment)
     with open(output, "w") as stream:
         os.dup2(stream.fileno(), 1)
@@ -78,11 +78,11 @@ class Sweep:
     def killed_at(self, trial, evaluations):
         """The command is killed when a trial has that many evaluations; then the trial's process is gone, too."""
         process = self.start(DOUBLE_SLOW=str(trial), DOUBLE_SECONDS="1")
-        wait_for(lambda: self.evaluations(trial) >= evaluations)
+        wait_until(lambda: self.evaluations(trial) >= evaluations)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         pid = self.starts()[trial][-1]["pid"]
-        wait_for(lambda: is_gone(pid), seconds=5)
+        wait_until(lambda: is_gone(pid), 5)
         assert self.evaluations(trial) < double.EPOCHS, "it died with the sweep, not because it was done"
 
     def run(self, number):
@@ -113,13 +113,6 @@ class Sweep:
 
     def states(self):
         return [state for state, _, _ in self.stored().values()]
-
-
-def wait_for(condition, seconds=240):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def is_gone(pid):
