@@ -13,11 +13,7 @@ comes down as ranks share this machine's processors, so that these are idle (`id
 In each run all ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

@@ -10,11 +10,7 @@ Each section runs in a process of its own: a kernel that reads where it must not
 the rest of one section.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -25,6 +21,7 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 import tempfile
 import time
 from importlib import metadata

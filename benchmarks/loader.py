@@ -12,11 +12,7 @@ are CPU seconds of the whole process, with all its threads. All sides take turns
 - `decode only`: whole images decoded from memory. The fastest is the limit for loaders that decode whole images.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -24,10 +20,12 @@ if __name__ == "__main__":  # before the imports: see run
 import functools
 import io
 import itertools
+import os
 import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple

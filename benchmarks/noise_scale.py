@@ -12,17 +12,15 @@
 - `predicted_updates_error`: median relative error of benchmarks/evidence/predicted_updates.py. Not with --quick.
 """
 
-import functools
-import os
-import statistics
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
+import functools
+import os
+import statistics
+import sys
 from typing import Dict, Iterator, List, Tuple
 
 import torch

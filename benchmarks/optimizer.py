@@ -13,11 +13,7 @@ shows what it would do without.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

@@ -16,11 +16,7 @@ turns; a step's time is that of the slowest rank.
 own: how far the resident memory rises in two steps above what it was before the first.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

@@ -11,11 +11,7 @@ EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro
 The claim is about the faster of both forms of DDP, and the number of micro batches where we do worse.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

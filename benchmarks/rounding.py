@@ -10,11 +10,7 @@ figures are medians over the repetitions. Rounding to nearest shows that the tes
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

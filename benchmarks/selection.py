@@ -12,11 +12,7 @@ At the end, a whole update by LARS on one core, with what a sparse exchange does
 `compress_update_over_gradient` is what selecting from updates adds to it, over what selecting from gradients adds.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

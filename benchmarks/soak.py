@@ -9,18 +9,16 @@ are shown beside it. glibc's allocator gives back what is free. Claims are slope
 without the first tenth (with --quick the first half), in which caches fill.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
 import contextlib
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path

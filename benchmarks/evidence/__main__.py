@@ -9,17 +9,15 @@ keeps what pages need of them. Without both, everything is trained anew, and com
 before these are replaced.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)
 
 import functools
+import os
 import signal
+import sys
 from typing import Callable, Dict
 
 from benchmarks import claims

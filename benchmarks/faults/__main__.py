@@ -8,11 +8,7 @@ and words, and, mended and started again, end with the bits of the undisturbed r
 disk) and a C compiler (for a clock that jumps). Takes about half an hour on two cores.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)

@@ -8,11 +8,7 @@ the error that is promised. Some damage is pickles and texts that call a functio
 is printed: the same seed gives the same inputs. Memory growth is the slope over the second half of a target's inputs.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)
