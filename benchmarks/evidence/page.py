@@ -62,14 +62,14 @@ def _value(text: str) -> Union[int, float, str, None]:
     return text or None
 
 
-def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> Optional[List[str]]:
-    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs; None without a file.
+def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> List[str]:
+    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs.
 
     Rows agree whose means differ by no more than the larger of the two spreads over the seeds.
     """
     path = folder / f"{experiment.name}.csv"
     if not path.exists():
-        return None
+        return []
     labels, (mean, spread) = list(experiment.series()[0].labels), experiment.compared
     before = {_named(row, labels): row for row in read(path)}
     found = []

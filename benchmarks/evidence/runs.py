@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import traceback
@@ -29,7 +28,6 @@ from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading
-from recipe.batch import steps_per_epoch
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
 from training.loop import Stopped, TrainingError
@@ -142,22 +140,6 @@ def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
     """Epochs and values along the run, e.g. of ("eval", "top1"). Empty for a run that diverged at once."""
     events = events_of(run).get(kind, [])
     return [event["epoch"] for event in events], [event[key] for event in events]
-
-
-def updates_to(run: Run, target: float, window: int = 1) -> Optional[float]:
-    """Updates until the moving mean of top-1 over `window` evaluations is at `target`, on the line between two; None if
-    it never is. The line begins at guessing."""
-    recipe = run.recipe()
-    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
-    points = list(zip(*curve(run, "eval", "top1")))
-    before = (0.0, 1 / recipe.model.classes)
-    for place in range(len(points) - window + 1):
-        epoch, top1 = (statistics.mean(values) for values in zip(*points[place : place + window]))
-        if top1 >= target:
-            share = (target - before[1]) / (top1 - before[1])
-            return each * (before[0] + share * (epoch - before[0]))
-        before = (epoch, top1)
-    return None
 
 
 def train_all(
