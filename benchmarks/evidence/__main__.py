@@ -86,8 +86,8 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
         claims.report(experiment.name, experiment.rows_of(quick), [], as_json)
         return 0
     rows = experiment.rows()
-    for each in page.differences(experiment, rows):
-        print(f"other than the earlier figures: {each}")
+    differing = page.differences(experiment, rows)
+    print(f"{len(differing)} of {len(rows)} rows differ from the earlier figures", *differing, sep="\n  ")
     page.write(experiment, rows)
     print(f"verdict: {experiment.verdict(rows)}")
     print(f"written: docs/results/{experiment.name}.md, .csv, .png")

@@ -15,7 +15,6 @@ from benchmarks import RESULTS
 from recipe.bounded import parse_json
 
 FILE = RESULTS / "runs.jsonl"
-_TRAIN_LINES = 20  # that are kept of a run, besides those that have a noise scale
 _FIELDS = {
     "train": ("event", "step", "epoch", "loss", "batch", "noise_scale"),
     "eval": ("event", "step", "epoch", "loss", "top1"),
@@ -27,7 +26,9 @@ Events = Dict[str, List[dict]]
 
 def keep(name: str, program: List[str], events: Events, diverged: str = "") -> None:
     """Adds a finished run. Args: name: of its folder. program: what trained it. diverged: why it did not end well."""
-    kept = {kind: [_shortened(event) for event in _chosen(kind, events.get(kind, []))] for kind in _FIELDS}
+    events = {kind: events.get(kind, []) for kind in _FIELDS}
+    events["train"] = [each for each in events["train"] if each.get("noise_scale") or each is events["train"][-1]]
+    kept = {kind: list(map(_shortened, some)) for kind, some in events.items()}
     line = {"run": name, "program": program, "torch": torch.__version__, "diverged": diverged, "events": kept}
     with open(FILE, "a", encoding="utf-8") as stream:
         stream.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -36,15 +37,6 @@ def keep(name: str, program: List[str], events: Events, diverged: str = "") -> N
 def find(name: str) -> Optional[dict]:
     """The line of a run: `events` by kind, and `diverged`, empty if it did not. None: it is not there."""
     return _lines(FILE, FILE.stat().st_mtime_ns).get(name) if FILE.exists() else None
-
-
-def _chosen(kind: str, events: List[dict]) -> List[dict]:
-    plain = [each for each in events if not each.get("noise_scale")]
-    if kind != "train" or len(plain) <= _TRAIN_LINES:
-        return events
-    places = {round((at + 1) * len(plain) / _TRAIN_LINES) - 1 for at in range(_TRAIN_LINES)}
-    thinned = {id(plain[place]) for place in places}
-    return [each for each in events if each.get("noise_scale") or id(each) in thinned]
 
 
 def _shortened(event: dict) -> dict:

@@ -3,13 +3,11 @@
 import contextlib
 import csv
 import inspect
-import statistics
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from benchmarks import RESULTS, claims
-from benchmarks.evidence.experiment import Experiment, Series, cell
-from benchmarks.evidence.runs import Run, curve
+from benchmarks.evidence.experiment import Experiment, cell
 
 _EXAMPLE = "The last row's last run by itself:"
 _MEASURED = "one thread a run.\n\n"
@@ -63,15 +61,13 @@ def _value(text: str) -> Union[int, float, str, None]:
 
 
 def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> List[str]:
-    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs.
+    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs, or was not there.
 
     Rows agree whose means differ by no more than the larger of the two spreads over the seeds.
     """
     path = folder / f"{experiment.name}.csv"
-    if not path.exists():
-        return []
     labels, (mean, spread) = list(experiment.series()[0].labels), experiment.compared
-    before = {_named(row, labels): row for row in read(path)}
+    before = {_named(row, labels): row for row in (read(path) if path.exists() else ())}
     found = []
     for row in rows:
         name = _named(row, labels)
@@ -139,36 +135,4 @@ def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path,
     axis.invert_yaxis()
     axis.legend()
     axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-def draw_curves(series: Sequence[Series], path: Path) -> None:
-    """Training loss and validation accuracy over epochs, the mean over seeds bold and each seed thin.
-
-    The first label of a series is its panel, the others name its line.
-    """
-    from matplotlib.figure import Figure
-
-    panels: Dict[str, Dict[str, List[Run]]] = {}
-    for each in series:
-        title, *labels = each.labels.values()
-        panels.setdefault(title, {})[" ".join(map(str, labels)).strip()] = each.runs
-    figure = Figure(figsize=(min(5.5 * len(panels), 24), 7), layout="constrained")
-    axes = figure.subplots(2, len(panels), squeeze=False)
-    names = list(dict.fromkeys(name for each in panels.values() for name in each))  # a colour each in all panels
-    legend: Dict[str, object] = {}
-    for column, (title, found) in enumerate(panels.items()):
-        top, bottom = axes[0][column], axes[1][column]
-        top.set(title=title, xlabel="epoch", ylabel="training loss", yscale="log")
-        bottom.set(title=title, xlabel="epoch", ylabel="validation top-1")
-        for axis, kind, key in ((top, "train", "loss"), (bottom, "eval", "top1")):
-            for name, runs in found.items():
-                colour, curves = f"C{names.index(name)}", [curve(run, kind, key) for run in runs]
-                for epochs, values in curves:
-                    axis.plot(epochs, values, color=colour, lw=0.5, alpha=0.5)
-                means = [statistics.mean(values) for values in zip(*(values for _, values in curves))]
-                (legend[name],) = axis.plot(curves[0][0][: len(means)], means, color=colour)
-            axis.grid(alpha=0.3)
-    title = ", ".join([*series[0].labels][1:])
-    figure.legend(list(legend.values()), list(legend), title=title, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
