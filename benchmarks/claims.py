@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import operator
 import os
-import platform
 import statistics
 import sys
 import time
@@ -164,22 +162,9 @@ def report(
 
 def machine() -> dict:
     """Processor, cores, threads, torch and date: conditions of the figures."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
+    from tools.diagnosis.machine import about
 
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        for line in stream:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()  # Arm's cpuinfo names no model
+    return about(torch.device("cpu"))
 
 
 def _print_table(rows: Sequence[dict]) -> None:
