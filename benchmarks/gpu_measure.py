@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -100,10 +100,10 @@ Maker = Callable[[contextlib.ExitStack], Side]  # makes a side; leaves in the st
 
 
 class Session:
-    """What a section is given: sizes, its time, and the rows of the sections before it."""
+    """What a section is given: sizes, and its time."""
 
-    def __init__(self, section: str, plan: Plan, seconds: float, before: Sequence[Row] = ()):
-        self.section, self.plan, self.before = section, plan, before
+    def __init__(self, section: str, plan: Plan, seconds: float):
+        self.section, self.plan = section, plan
         self.device = torch.device(plan.device)
         self._seconds, self._end = seconds, time.monotonic() + seconds
 

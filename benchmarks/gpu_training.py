@@ -23,7 +23,7 @@ from engines.devices import synchronize
 from recipe.batch import divide
 from recipe.config import Recipe
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 KERNELS = ("triton", "torch")
 OURS, TIMM, MEMORY = "ours", "timm", "memory"
 _DEPTHWISE = ("model.group_size=1", "model.expansion=6", "model.norm=batch")
@@ -71,27 +71,17 @@ def training(session: Session, setting: Setting) -> Iterator[Row]:
 
 
 def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
-    """One of ours and one of timm's by turns, the likely fastest first: of each there is one if time runs out."""
+    """One of ours and one of timm's by turns, of which there is one each if time runs out; compiling takes long."""
     overrides = [f"precision.compute={setting.dtype}", *(_DEPTHWISE if setting.depthwise else ())]
     compiling = f"engine.compile={setting.compiled}".lower()
-    own: Dict[str, Maker] = {}
-    for kernels in KERNELS[1:] if setting.depthwise or setting.compiled else KERNELS:
-        for layout in FORMATS:
-            engine = (f"engine.memory_format={layout}", f"engine.kernels={kernels}", compiling)
-            plan = recipe(session.plan, micro, *overrides, *engine)
-            own[f"{OURS}, {layout}, {kernels}"] = functools.partial(_ours, plan)
-    plan = recipe(session.plan, micro, *overrides)
-    others: Dict[str, Maker] = {
-        f"{TIMM}, {layout}": functools.partial(_timms, plan, setting, session.device, layout) for layout in FORMATS
-    }
-    if setting.compiled:
-        # Compiling takes long: of each side the layout that is fastest uncompiled, contiguous where that is not known.
-        eager = setting._replace(compiled=False).name()
-        known = {row.what: row.value for row in session.before if row.section == eager and row.value}
-        fastest = [max(each, key=lambda name: known.get(name, 0.0)) for each in (others, own)]
-        return {name: {**others, **own}[name] for name in fastest}
-    pairs = itertools.zip_longest(own.items(), others.items())
-    return dict(side for pair in pairs for side in pair if side is not None)
+    kinds = KERNELS[1:] if setting.depthwise or setting.compiled else KERNELS
+    made: Dict[str, Maker] = {}
+    for kernels, layout in itertools.product(kinds, FORMATS):
+        engine = (f"engine.memory_format={layout}", f"engine.kernels={kernels}", compiling)
+        plan = recipe(session.plan, micro, *overrides, *engine)
+        made[f"{OURS}, {layout}, {kernels}"] = functools.partial(_ours, plan)
+        made[f"{TIMM}, {layout}"] = functools.partial(_timms, plan, setting, session.device, layout)
+    return made
 
 
 def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
