@@ -52,18 +52,17 @@ MERGING = ("gtopk tree", "gtopk butterfly")
 
 
 class Turn(NamedTuple):
-    """One turn of a side on one rank: seconds on the machine's clock, ticks of all processors, bytes."""
+    """One turn of a side on one rank: seconds on the machine's clock, ticks of all processors, bytes sent."""
 
     start: float
     end: float
     idle: int
     ticks: int
     sent: int
-    received: int
 
 
 class Outcome(NamedTuple):
-    """A side on one rank: its turns, the digest of each sum, the sum (rank 0's, float32), the values left out of it."""
+    """A side on one rank: its turns, the digest of each sum, the sum (rank 0's), the values left out of it."""
 
     turns: List[Turn]
     digests: List[str]
@@ -75,30 +74,27 @@ class Side:
     """One way to sum, on one rank."""
 
     def __init__(self, name: str, own: Sparse, elements: int):
-        self.buffer, self._own = torch.empty(elements), own
-        self._scratch = torch.zeros(elements, dtype=torch.int32)
-        self._dense, group = name in WHOLE, distributed.group.WORLD
-        self._local, self._sum = None, None
+        self.buffer, self._name, self._own = torch.empty(elements), name, own
+        self._scratch, group = torch.zeros(elements, dtype=torch.int32), distributed.group.WORLD
         if name == "local":
-            weights = SimpleNamespace(flat=self.buffer)
-            processes = SimpleNamespace(replica_group=group)
+            processes, weights = SimpleNamespace(replica_group=group), SimpleNamespace(flat=self.buffer)
             setup = Setup(None, None, processes, self.buffer, (), None, group, None, None, weights)
             self._local = LocalSteps(setup, Exchange(method="local", local_steps=1))
-        elif not self._dense:
+        elif name in PATTERNS:
             self._sum = SparseSum(group, pattern=PATTERNS[name], wire="float32")
 
     def prepare(self) -> None:
         """The buffer as it is at the end of a backward pass, or cleared for the sum."""
         self.buffer.zero_()
-        if self._dense:
+        if self._name in WHOLE:
             self.buffer[self._own.indices] = self._own.values
 
     def __call__(self) -> Sequence[Sparse]:
         """Leaves the sum in the buffer; what this rank has to keep."""
-        if self._local is not None:
+        if self._name == "local":
             self.buffer.copy_(self._local.mean(self.buffer)).mul_(distributed.get_world_size())  # exact: names_of_sides
             return []
-        if self._dense:
+        if self._name == "dense":
             distributed.all_reduce(self.buffer)
             return []
         parts, kept = self._sum(self._own, self._scratch)
@@ -144,13 +140,13 @@ def rank_takes_turns(rank: int, meet: Callable[[], object]) -> Dict[str, Outcome
 def _take_turn(side: Side, meet: Callable[[], object]) -> Tuple[Turn, Sequence[Sparse]]:
     side.prepare()
     meet()
-    before = (*networks.processors(), *networks.traffic())
+    before = (*networks.processors(), networks.traffic()[0])
     meet()
     start = time.perf_counter()
     kept = side()
     end = time.perf_counter()
     meet()
-    after = (*networks.processors(), *networks.traffic())
+    after = (*networks.processors(), networks.traffic()[0])
     return Turn(start, end, *(now - then for now, then in zip(after, before))), kept
 
 
@@ -204,12 +200,8 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
     ranks, times = len(outcomes), seconds(outcomes, name)
     expected = model(name, ranks)
     turns = outcomes[0][name].turns
-    sent, received = (
-        statistics.median(
-            max(getattr(turn, field) for turn in each) for each in zip(*(own[name].turns for own in outcomes))
-        )
-        for field in ("sent", "received")
-    )  # by the rank that sends or receives most
+    by_round = zip(*(each[name].turns for each in outcomes))
+    sent = statistics.median(max(turn.sent for turn in each) for each in by_round)  # by the rank that sends most
     return {
         "ranks": ranks,
         "mbit_per_s": RATES[ranks],
@@ -219,7 +211,6 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
         "over_model": statistics.median(times) / expected,
         "over_bytes": sent / interface_bytes(name, ranks),
         "kb_sent": sent / 1e3,
-        "kb_received": received / 1e3,
         "idle": 100 * sum(turn.idle for turn in turns) / sum(turn.ticks for turn in turns),
         "dropped": dropped,
     }
