@@ -80,7 +80,7 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
 
 def state_of(weights, trust):
     """As an engine has it. Besides the weights it has a parameter without trust ratio, which must be left out."""
-    own = {str(number): parameter for number, parameter in enumerate(parameters(weights))}
+    own = dict(zip("abc", parameters(weights)))
     options = {"dtype": torch.float32, "rounding": "nearest", "seed": 0}
     return WeightState(own.items(), lambda named: lars(list(named.values()), trust), **options)
 
@@ -100,8 +100,7 @@ def stepped(optimizer, weights, gradients, lr):
     group = optimizer.param_groups[0]
     group["lr"] = lr
     for parameter, weight, gradient in zip(group["params"], weights, gradients):
-        parameter.data.copy_(weight)
-        parameter.grad = gradient
+        parameter.data, parameter.grad = weight.clone(), gradient
     optimizer.step()
     return distances(group["params"], weights)
 
