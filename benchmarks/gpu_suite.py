@@ -50,8 +50,8 @@ _BYTES = 18
 
 _HOW = """\
 Measured by `python -m benchmarks.gpu_suite` in less than eight minutes. Figures are medians over turns, in which the
-sides of a section are computed one after the other, by CUDA's events and without warm-up. Sides and limits are
-described in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
+sides of a section are computed one after the other, each until the device is done, without warm-up. Sides and limits
+are described in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
 
 
 class Section(NamedTuple):

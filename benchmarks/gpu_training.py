@@ -3,7 +3,7 @@
 Both get the same micro batch, which lies on the device, and make an update from each. Ours: the engine as a recipe
 makes it, weights and momentum in float16 with stochastic rounding; it takes uint8 images and normalises them. timm's:
 the body of the loop in its train.py, with float32 weights, autocast (and its scaler in float16) and its Lars; its
-images are normalised already. Both with cuDNN's search for the fastest kernels, both counted by the device's clock.
+images are normalised already. Both with cuDNN's search for the fastest kernels.
 """
 
 import contextlib
