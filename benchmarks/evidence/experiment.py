@@ -74,9 +74,14 @@ class Experiment(abc.ABC):
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         """Write the figure; all runs are finished."""
 
-    @abc.abstractmethod
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
+        """The rows whose top-1 the verdict compares, by what is compared."""
+        return {}
+
     def verdict(self, rows: Sequence[dict]) -> str:
         """The answer in a sentence, computed from the rows."""
+        compared = (f"{name} {points(*pair)}" for name, pair in self.pairs(rows).items())
+        return f"Points of top-1: {', '.join(compared)}."
 
     def trials(self) -> Iterable[Run]:
         """Runs whose outcome decides which series there are; all that are known by now."""

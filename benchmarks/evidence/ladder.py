@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import CLEAR, Climb, Experiment, Series, search_table, standard_errors
+from benchmarks.evidence.experiment import Climb, Experiment, Series, search_table
 from benchmarks.evidence.runs import Run, curve
 from recipe.batch import steps_per_epoch
 
@@ -97,27 +97,13 @@ class Ladder(Experiment):
         head = "The search: validation loss of the first seed at each peak rate that was tried."
         return f"{head}\n\n{search_table(self.climbs())}"
 
-    def verdict(self, rows: Sequence[dict]) -> str:
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
         at = {(row["optimizer"], row["batch"]): row for row in rows}
-        behind = {name: self._falls(at, name) for name in (LINEAR, RMSPROP)}
-        loses = standard_errors(at[LARS, SMALLEST], at[LARS, LARGEST]) > CLEAR
-        word = "Reproduced in part" if loses else "Reproduced"
-        if not any(behind.values()):
-            word = "Did not reproduce"
-        first = ", ".join(f"{name} {batch or 'none'}" for name, batch in behind.items())
-        lost = ", ".join(
-            f"{name} {at[name, SMALLEST]['top1_mean'] - at[name, LARGEST]['top1_mean']:.1f}"
-            for name in (LINEAR, *RULES, LARS_MOMENTUM)
-        )
-        return f"{word}: LARS is clearly ahead from batch: {first}; points lost from {SMALLEST} to {LARGEST}: {lost}."
-
-    @staticmethod
-    def _falls(at: Dict[Tuple[str, int], dict], optimizer: str) -> Optional[int]:
-        """The batch from which on LARS is better than an optimizer by more than chance explains."""
-        behind = [standard_errors(at[LARS, batch], at[optimizer, batch]) > CLEAR for batch in BATCHES]
-        while behind and not all(behind):
-            behind = behind[1:]
-        return BATCHES[-len(behind)] if behind else None
+        every = (LINEAR, *RULES, LARS_MOMENTUM)
+        return {
+            **{f"{name} at {LARGEST} against {SMALLEST}": (at[name, LARGEST], at[name, SMALLEST]) for name in every},
+            **{f"{LARS} against {name} at {LARGEST}": (at[LARS, LARGEST], at[name, LARGEST]) for name in every[:3]},
+        }
 
 
 def overrides(optimizer: str, batch: int) -> Tuple[str, ...]:
