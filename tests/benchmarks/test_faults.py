@@ -58,9 +58,9 @@ def test_what_does_not_survive_is_told(bench, monkeypatch):
 
     stopped, resumed = Ending(75, 1.0, "stopping"), Ending(0, 1.0, "resuming")
     assert tried(stopped, resumed).wrong == ""
-    assert "exit code -9 instead of 75" in tried(Ending(-9, 1.0, "stopping"), resumed).wrong
+    assert "exit code -9 instead of (75,)" in tried(Ending(-9, 1.0, "stopping"), resumed).wrong
     assert "not said: stopping" in tried(Ending(75, 1.0, "nothing"), resumed).wrong
-    assert "not said when resumed: resuming" in tried(stopped, Ending(0, 1.0, "nothing")).wrong
+    assert "not said: resuming" in tried(stopped, Ending(0, 1.0, "nothing")).wrong
     assert "it ended with 1" in tried(stopped, resumed._replace(code=1), resumed).wrong
     assert "other weights" in tried(stopped, resumed, result=reference._replace(digest="abd")).wrong
     assert "always ended before the fault" in tried(*[resumed] * 4).wrong
