@@ -3,14 +3,12 @@
     python -m benchmarks.exchange [--quick] [--json]        (as root)
 
 Hosts of `benchmarks/networks.py`, 2 to 32 of them with one rank each, whose cables have the rate of the table. Every
-rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer:
-- `dense`: torch's all-reduce of float32 over gloo. `local`: the mean of weights that have as many values, which comes
-  once in some updates. `topk`: all ranks gather all sparse vectors. `gtopk tree`, `gtopk butterfly` and `gtopk owners`:
-  `parallel/sparse.py`, which keeps 6,250 values of the sum.
-Ranks begin together, and the time is that from the first start to the last end. `model_ms` is `parallel/costs.py` with
-the cable's nominal rate, no latency, and nothing but payload; headers of frames alone take 1.05 times that. The rate
-comes down as ranks share this machine's processors, so that these are idle (`idle`, in per cent).
-In each run all ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
+rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer, by torch's
+all-reduce (`dense`), as a mean of weights (`local`), by gathering all sparse vectors (`topk`), or by
+`parallel/sparse.py`, which keeps 6,250 values of the sum (`gtopk tree`, `butterfly`, `owners`). A time is that from the
+first rank's start to the last one's end. `model_ms` is `parallel/costs.py` at the cable's rate, for payload alone;
+headers add 5 per cent. Rates come down as ranks share this machine's processors, which are `idle` (per cent).
+All ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
 """
 
 if __name__ == "__main__":  # before the imports: see run

@@ -2,13 +2,10 @@
 
     python -m benchmarks.loader [--quick] [--json]
 
-One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py), which are in the
-page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64. Times
-are CPU seconds of the whole process, with all its threads. All sides take turns; a ratio is of one turn.
-
-- `loader`: ours (by torch from files and from shards, by DALI) to uint8 micro batches, timm's and torchvision's to
-  normalised float32 ones. timm, whose default draws the interpolation and has a prefetcher, is compared as it is
-  fastest.
+One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py) in the page
+cache; random crops and flips, at 380 and at 160 px, micro batches of 64. Times are CPU seconds of all threads.
+- `loader`: ours to uint8 micro batches, timm's and torchvision's to normalised float32 ones. timm, whose default draws
+  the interpolation and has a prefetcher, is compared as it is fastest.
 - `decode only`: whole images decoded from memory. The fastest is the limit for loaders that decode whole images.
 """
 

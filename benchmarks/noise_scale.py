@@ -2,12 +2,12 @@
 
     python -m benchmarks.noise_scale [--quick] [--json]
 
-- `noise_scale_error`: a small model on the digits, as they are (no crops, no mixing), with its weights held where they
-  are after 0, 60 and 240 updates, which gives three sizes of noise. |G|^2 and S of the engine's meter, over updates of
-  8 micro batches of 8, are averaged over the run. Beside it the definition: the gradient of each of the 1,437 images by
-  itself, their mean and the trace of their covariance, in float64. The error is relative, the largest of the three.
-- `meter_overhead`: four updates with the meter over four without, less 1, in turns, with the quickstart's model and its
-  batch of 64 in 2 micro batches. One update in four is measured.
+- `noise_scale_error`: a small model on the digits, its weights held after 0, 60 and 240 updates, which gives three
+  sizes of noise. |G|^2 and S of the engine's meter are averaged over updates of 8 micro batches of 8. Beside them the
+  definition: the gradient of each of the 1,437 images, their mean and the trace of their covariance, in float64. The
+  error is relative, the largest of the three.
+- `meter_overhead`: four updates with the meter, which measures one of four, over four without, less 1, in turns, with
+  the quickstart's model and its batch of 64 in 2 micro batches.
 """
 
 if __name__ == "__main__":  # before the imports: see run

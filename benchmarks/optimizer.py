@@ -3,12 +3,10 @@
     python -m benchmarks.optimizer [--quick] [--json]
 
 On the CPU, with the shapes of EfficientNet-B4 G16 (19.3 million parameters) and random gradients. The update is the
-whole one of a training step: gradients divided by the loss scale and checked, norms, trust ratios, momentum, weight
-decay, rounding, and the module's weights renewed. It reads a float32 gradient and two float16 numbers a parameter and
-writes these two: 12 bytes, and as many are moved by the copy beside it. Compiled, and uncompiled as it runs where there
-is no C++ compiler. Rounding alone is compared with a cast to float16, both compiled. All take turns; figures are
-medians, ratios those of neighbouring turns. With ATEN_CPU_CAPABILITY=avx2 in the environment a machine with AVX-512
-shows what it would do without.
+whole one of a training step: it reads a float32 gradient and two float16 numbers a parameter and writes these two,
+12 bytes, which the copy beside it moves. Compiled, and uncompiled as where there is no C++ compiler. Rounding alone is
+compared with a cast to float16, both compiled. All take turns. With ATEN_CPU_CAPABILITY=avx2 in the environment a
+machine with AVX-512 shows what it would do without.
 """
 
 from __future__ import annotations

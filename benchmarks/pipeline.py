@@ -2,18 +2,14 @@
 
     python -m benchmarks.pipeline [--quick] [--json]
 
-EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe's schedule,
-cut where `parallel.split: auto` cuts it here. Two stages are two processes of one thread, in which all sides take
-turns; a step's time is that of the slowest rank.
+EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe, cut where
+`parallel.split: auto` cuts it here. Two stages are two processes of one thread, in which all sides take turns:
 - `ours`: a training step of our engine, and beside it one with `parallel.recompute`.
-- `alone`: what the ideal is taken from. Two processes at once, so that they share caches and memory as the stages do,
-  each training the whole model by our engine. The ideal is the sum of their rates times M / (M + 1), M micro batches
-  filling and draining two stages.
-- `torch`: the same blocks, cut at the same places, by torch.distributed.pipelining as its users write it, with our
-  foreach LARS. It does without what an engine owes besides: sums of losses and hits, a check for finite gradients on
-  all ranks, a mask for each micro batch in the random layers.
-`processor_ms` is the time of processors over all ranks: waiting does not count. Memory is taken in processes of their
-own: how far the resident memory rises in two steps above what it was before the first.
+- `alone`: each process trains the whole model. The ideal is the sum of their rates times M / (M + 1), as M micro
+  batches fill and drain two stages.
+- `torch`: the same blocks and cut by torch.distributed.pipelining, with our LARS, without what an engine owes besides:
+  sums of losses and hits, a check for finite gradients, a mask for each micro batch in the random layers.
+`processor_ms`: without waiting. Memory is how far resident memory rises in two steps, in processes of their own.
 """
 
 if __name__ == "__main__":  # before the imports: see run

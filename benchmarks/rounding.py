@@ -2,10 +2,9 @@
 
     python -m benchmarks.rounding [--quick] [--json]
 
-Each of 100 values between two float16 neighbours is rounded a million times: as 10,000 elements of a parameter
-in 100 steps, as in training. The bias of the mean is given in standard errors of a mean of exact, independent
-draws; then the worst of 100 values is about 2.7, and above 4 in one repetition of 160. Each has a seed of its own;
-figures are medians over the repetitions. Rounding to nearest shows that the test sees a bias. Takes ten seconds.
+Each of 100 values between two float16 neighbours is rounded a million times: as 10,000 elements of a parameter in 100
+steps. The bias of the mean is given in standard errors of a mean of exact, independent draws, with which the worst of
+100 values is about 2.7, and above 4 in one repetition of 160. Rounding to nearest shows that the test sees a bias.
 """
 
 from __future__ import annotations

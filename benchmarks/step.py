@@ -3,12 +3,11 @@
     python -m benchmarks.step [--quick] [--json]
 
 The same EfficientNet G16 with LARS, the same batch, float32 arithmetic and weights on both sides, in turn:
-- `step`: EfficientNet-B0 at 64 px, images that lie in memory. timm's loop gets normalised float32 images, ours gets
-  uint8 and normalises them. Beside them our step with float16 weights rounded stochastically, which timm has not.
-- `files`: JPEG files (benchmarks/photographs.py), decoded, cropped and flipped by each side's own workers. Each side
-  has the threads and workers with which it is fastest here, found first. The claim is about the quickstart's model at
-  32 px, where two cores spend most of their time on files, as those beside a GPU do; EfficientNet-B0 at 64 px is shown,
-  too.
+- `step`: EfficientNet-B0 at 64 px, images in memory. timm's loop gets normalised float32 images, ours uint8. Beside
+  them our step with float16 weights rounded stochastically, which timm has not.
+- `files`: JPEG files (benchmarks/photographs.py) by each side's own workers, with the threads and workers with which
+  it is fastest here. The claim is about the quickstart's model at 32 px, where two cores spend most of their time on
+  files, as those beside a GPU do.
 timm's side is the loop of its train.py (accumulation, meters) around timm's model, timm's Lars and timm's loader.
 """
 
