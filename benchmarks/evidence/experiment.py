@@ -113,8 +113,10 @@ class Experiment(abc.ABC):
     def table(self, rows: Sequence[dict]) -> str:
         """Markdown: labels, mean ± standard deviation over the seeds of the columns, how many runs diverged."""
         measured = [each for each in self.columns if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
-        names = ("top1", "loss", "train_loss", "behind")
-        hidden = {f"{key}_{kind}" for key in names for kind in ("mean", "sd")} | {"seeds", "diverged"}
+        hidden = {f"{key}_{kind}" for key, _, _ in Experiment.columns for kind in ("mean", "sd")} | {
+            "seeds",
+            "diverged",
+        }
         labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
         diverged = any(row.get("diverged") for row in rows)
         head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, _ in measured)]
@@ -128,15 +130,12 @@ class Experiment(abc.ABC):
 
 def cell(value: object) -> str:
     """A label or a value of a table, with the digits that it needs."""
-    if value is None:
-        return ""
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value or "")
 
 
 def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int) -> str:
     """`mean ± deviation`; empty without a mean."""
-    values = [f"{value:.{digits}f}" for value in (mean, deviation) if value is not None]
-    return " ± ".join(values) if mean is not None else ""
+    return " ± ".join(f"{value:.{digits}f}" for value in (mean, deviation) if value is not None)
 
 
 def row(series: Series) -> dict:

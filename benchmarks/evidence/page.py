@@ -100,24 +100,17 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5.0, 4.2 * len(panels)), 4.2), layout="constrained")
-    names = list(dict.fromkeys(name for each in panels.values() for name in each))
-    legend: Dict[str, object] = {}
     for axis, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
         for name, points in found.items():
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
-            legend[name] = axis.errorbar(
-                places, means, errors, color=f"C{names.index(name)}", marker="o", ms=4, lw=1.3, capsize=3
-            )
+            axis.errorbar(places, means, errors, marker="o", ms=4, lw=1.3, capsize=3, label=name)
         axis.set(title=title, xlabel=x, ylabel=y)
         if log_x:
             axis.set_xscale("log", base=2)
-            every = sorted({point[0] for points in found.values() for point in points})
-            axis.set_xticks(every, [f"{value:g}" for value in every])
-            axis.minorticks_off()
+        axis.set_xticks(places, [f"{value:g}" for value in places])
         axis.grid(alpha=0.3)
-    if len(names) > 1:
-        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=3)
+        axis.legend()
     figure.savefig(path, dpi=110)
 
 
