@@ -114,9 +114,10 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(ratios(over, under))
 
 
-def milliseconds(seconds: Sequence[float], per: str = "", low: str = "fastest", high: str = "slowest") -> dict:
+def milliseconds(seconds: Sequence[float], per: str = "") -> dict:
     """Columns of a row: median, least and most of some times."""
-    return {f"ms{per}": 1e3 * statistics.median(seconds), low: 1e3 * min(seconds), high: 1e3 * max(seconds)}
+    median = 1e3 * statistics.median(seconds)
+    return {f"ms{per}": median, "fastest": 1e3 * min(seconds), "slowest": 1e3 * max(seconds)}
 
 
 def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict:

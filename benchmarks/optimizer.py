@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import statistics
 from typing import Callable, Dict, List, Mapping, Tuple
 
 import timm.optim
@@ -54,7 +53,7 @@ def main() -> None:
     updates, state = our_updates(parameters)
     sides = {**updates, **their_updates(parameters), COPY: copy_of(count * _BYTES), **roundings(count)}
     times = claims.in_turn(sides, _TURNS, at_most=3)
-    rows = [row(name, seconds, count) for name, seconds in times.items()]
+    rows = [{"what": name, **claims.milliseconds(seconds)} for name, seconds in times.items()]
     claims.report("optimizer", rows, found(times, state), as_json)
 
 
@@ -145,11 +144,6 @@ def roundings(count: int) -> Sides:
 
 def _cast(source: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(source)
-
-
-def row(name: str, seconds: List[float], count: int) -> dict:
-    times = claims.milliseconds(seconds, low="lowest", high="highest")
-    return {"what": name, **times, "ns a parameter": 1e9 * statistics.median(seconds) / count}
 
 
 def found(times: Dict[str, List[float]], state: WeightState) -> List[dict]:
