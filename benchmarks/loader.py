@@ -102,16 +102,6 @@ def fastest(times: Dict[Key, List[float]], part: str, start: str = "") -> List[f
     return min(found, key=statistics.median)
 
 
-def row(key: Key, values: List[float], bare: List[float]) -> dict:
-    return {
-        "part": key[0],
-        "side": key[1],
-        **claims.milliseconds(values, "_per_image"),
-        "images_per_second": 1 / statistics.median(values),
-        "of_bare_decode": claims.median_ratio(bare, values),
-    }
-
-
 def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
     bare = fastest(times, "decode only")
     torch_reader = times["loader 380 px", "ours, torch"]
@@ -228,7 +218,16 @@ def main() -> None:
     torch.manual_seed(0)
     times = claims.in_turn(sides(), TURNS, seconds_an_image)
     bare = fastest(times, "decode only")
-    rows = [row(key, values, bare) for key, values in times.items()]
+    rows = [
+        {
+            "part": part,
+            "side": side,
+            **claims.milliseconds(values, "_per_image"),
+            "images_per_second": 1 / statistics.median(values),
+            "of_bare_decode": claims.median_ratio(bare, values),
+        }
+        for (part, side), values in times.items()
+    ]
     images = [next(our_batches(our_data("ours, torch"), size, MICRO, MICRO)).images for size in SIZES]
     bytes_per_value = [each.untyped_storage().nbytes() / each.numel() for each in images]
     made = [*speed_claims(times), claims.claim("bytes_per_channel_value", bytes_per_value, "bytes", "<= 1")]

@@ -48,7 +48,7 @@ class Topology(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a session ended: exit code (None: it hung and was killed), seconds since it was struck, all that it said."""
+    """How a session ended: exit code (None: it hung and was killed), seconds since it was struck, its output."""
 
     code: Optional[int]
     seconds: float
@@ -113,13 +113,12 @@ class Session:
             streams = {"stdout": stream, "stderr": stream, "start_new_session": True}
             self.process = subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, **streams)
 
-    def reach(self, step: int, delay: float) -> bool:
-        """Waits until the run has logged `step` (0: not at all) and `delay` seconds more; False if it has ended."""
+    def reach(self, step: int, delay: float) -> None:
+        """Waits until the run has ended, or logged `step` (0: not at all) and `delay` seconds more have passed."""
         end = time.monotonic() + SESSION_SECONDS
         while self.running and self._site.steps() < step and time.monotonic() < end:
             time.sleep(0.002)
         time.sleep(delay)
-        return self.running
 
     @property
     def running(self) -> bool:
@@ -150,10 +149,8 @@ class Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(SESSION_SECONDS)
         seconds = time.monotonic() - since
-        if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         end = time.monotonic() + _LEAVING_SECONDS
         while _alive(self._site.folder) and time.monotonic() < end:
             time.sleep(0.02)
