@@ -21,12 +21,6 @@ def after(gradients, rates):
     return [each.item() for each in found]
 
 
-def test_unrelated_gradients():
-    """Cosines of two random directions in 100,000 dimensions are around 0.003, and some 70 pairs count."""
-    gradients = list(torch.randn(100, 100_000, generator=torch.Generator().manual_seed(0)))
-    assert after(gradients, [0.3] * 100) == pytest.approx([(1 - MOMENTUM**2) ** -0.5] * 2, rel=0.01)
-
-
 def test_aligned_gradients_and_a_rising_rate_which_shortens_the_scheduled_step_only():
     """Aligned gradients, rate 1, 2, ... 400: the sum of mu^k (n - k) / n is (1 - mu / (n (1 - mu))) / (1 - mu)."""
     direction = torch.randn(100)
