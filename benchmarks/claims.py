@@ -58,12 +58,6 @@ def less(whole: _Any, part: _Any) -> _Any:
     return part if quick() else whole
 
 
-def turns(number: int, what: Optional[str] = "turn", at_most: int = 2) -> Iterator[int]:
-    """Count from 0 to `number`, with --quick to `at_most`; print the progress unless `what` is None."""
-    numbers = range(less(number, min(number, at_most)))
-    return progress(numbers, what) if what else iter(numbers)
-
-
 def progress(items: Sequence[_Any], what: str) -> Iterator[_Any]:
     """The items; every few seconds prints to stderr how many are done and how much time is left."""
     began = said = time.monotonic()
@@ -98,7 +92,8 @@ def in_turn(
     Args: at_most: rounds with --quick. what: name of a round in the progress; None prints none.
     """
     found: Dict[_Key, List[_Any]] = {name: [] for name in sides}
-    for number in turns(rounds + 1, what, at_most + 1):
+    numbers = range(1 + less(rounds, min(rounds, at_most)))
+    for number in progress(numbers, what) if what else numbers:
         for name in list(sides)[:: -1 if number % 2 else 1]:
             found[name].append(measure(sides[name], number))
     return {name: values[1:] for name, values in found.items()}

@@ -47,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)  # short operations: on a machine that does other work, too, threads wait for each other
     sample = draw_sample(np.random.default_rng(0))
     bias: Dict[str, List[np.ndarray]] = {"stochastic": [], "exact draws": []}
-    for repetition in claims.turns(_REPETITIONS):
+    for repetition in claims.progress(range(claims.less(_REPETITIONS, 2)), "turn"):
         bias["stochastic"].append(np.abs(stochastic_mean(sample, seed=repetition) - sample.values))
         bias["exact draws"].append(np.abs(ideal_mean(sample, np.random.default_rng([1, repetition])) - sample.values))
     bias["nearest"] = [np.abs(sample.values.astype(np.float16) - sample.values)]

@@ -63,12 +63,12 @@ def test_photographs_are_like_imagenets(folder):
         assert len(photographs._encoded(image, target)) == sizes[quality]
 
 
-def test_files_that_are_not_what_was_made_are_made_again(tmp_path, monkeypatch):
+def test_files_are_made_once_for_each_version(tmp_path, monkeypatch):
+    made, make = [], photographs.make
     monkeypatch.setattr(photographs, "FOLDER", tmp_path / "few")
     monkeypatch.setattr(photographs, "COUNT", 5)
-    for harm in (lambda path: path.write_bytes(b""), lambda path: path.unlink()):
-        paths = photographs.photographs()
-        made = [path.stat().st_mtime_ns for path in paths]
-        assert [path.stat().st_mtime_ns for path in photographs.photographs()] == made, "not made again"
-        harm(paths[3])
-        assert all(path.stat().st_size > 10_000 for path in photographs.photographs())
+    monkeypatch.setattr(photographs, "make", lambda paths: made.append(len(paths)) or make(paths))
+    for version in (1, 1, 2):
+        monkeypatch.setattr(photographs, "_VERSION", version)
+        assert len(photographs.photographs()) == 5
+    assert made == [5, 5]
