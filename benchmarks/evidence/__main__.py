@@ -76,7 +76,7 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     try:
         report = functools.partial(print, file=sys.stderr, flush=True)
         short = [run for series in quick for run in series.runs]
-        train_all(lambda: short or experiment.wanted(), len(os.sched_getaffinity(0)), report, keep=not quick)
+        train_all(lambda: short or experiment.wanted(), len(os.sched_getaffinity(0)), report, kept=not quick)
     except Lost as error:
         return fail(error, FAILED)
     except KeyboardInterrupt:

@@ -31,7 +31,7 @@ SHORT = (
 def kept(tmp_path, monkeypatch):
     """Runs are kept in a folder of the test's own."""
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(runs.kept, "FILE", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
     return tmp_path / "runs"
 
 
@@ -46,15 +46,20 @@ def test_a_run_is_named_by_what_it_is():
 
 
 def test_of_a_log_the_last_line_and_every_noise_scale_are_kept(kept):
-    train = [{"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0} for step in range(1, 778)]
-    for event in train[100:200]:
+    run = Run(SHORT, 0)
+    log = [{"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0} for step in range(1, 778)]
+    for event in log[100:200]:
         event["noise_scale"] = {"images": 5.0, "error": 1.0, "layers": {}}
-    runs.kept.keep("a run", ["train.py"], {"train": train, "end": [{"event": "end", "step": 777, "top1": 0.5}]})
-    found = runs.kept.find("a run")["events"]
+    log.append({"event": "end", "step": 777, "top1": 0.5})
+    run.folder.mkdir(parents=True)
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log))
+    runs.keep(run, "")
+    shutil.rmtree(run.folder)
+    found = runs.events_of(run)
     assert found["eval"] == [] and found["end"][0]["top1"] == 0.5
     assert found["train"][-1] == {"event": "train", "step": 777, "epoch": 777 / 9, "loss": 1 / 777}
     assert [event["noise_scale"] for event in found["train"][:-1]] == [{"images": 5.0, "error": 1.0}] * 100
-    assert runs.kept.find("another") is None
+    assert runs.events_of(Run(SHORT, 1)) == {}
 
 
 @pytest.mark.multiprocess
@@ -66,7 +71,7 @@ def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, several):
 
 
 def _train(rank, size, folder, several):
-    runs.RUNS, runs.kept.FILE = folder, folder.parent / "runs.jsonl"
+    runs.RUNS, runs.KEPT = folder, folder.parent / "runs.jsonl"
     for part in (launched,) if several else (trained_once, diverged, failed):
         part(folder)
 
@@ -80,7 +85,7 @@ def trained_once(folder):
         return [first, first] if outcome(first) is None else [first, second]
 
     for _ in range(2):
-        train_all(wanted, 2, said.append, keep=True)
+        train_all(wanted, 2, said.append, kept=True)
         assert len(said) == 2 and all("top1" in each for each in said)
 
     elsewhere = folder.parent / "elsewhere"
@@ -110,7 +115,7 @@ def diverged(folder):
     run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
     said = []
     for _ in range(2):
-        train_all(lambda: [run], 1, said.append, keep=True)
+        train_all(lambda: [run], 1, said.append, kept=True)
     found = outcome(run)
     assert found.diverged and found.top1 == 1 / 50 and found.loss == float("inf")
     assert len(said) == 1 and "diverged" in said[0]
