@@ -1,8 +1,8 @@
 """Runs of an experiment: each an ordinary run folder in the cache, trained once, continued where it was left off.
 
 A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
-What was trained on another machine is found by the same name in docs/results/runs.jsonl. To train a run anew, remove its
-line there and its folder in the cache.
+What was trained on another machine is found by the same name in docs/results/runs.jsonl. To train a run anew, remove
+its line there and its folder in the cache.
 """
 
 import contextlib
@@ -250,7 +250,7 @@ def _content(recipe: str) -> str:
     return json.dumps(loading.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)
 
 
-# Runs of other machines ------------------------------------------------------------------------------------------------
+# Runs of other machines -----------------------------------------------------------------------------------------------
 
 
 def keep(run: Run, diverged: str) -> None:

@@ -17,8 +17,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 import torch
 
 from benchmarks import ranks
-from benchmarks.fuzz import canary
-from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.mutations import calls, mutated
 from benchmarks.fuzz.targets import TARGETS
 from benchmarks.processes import kilobytes
 
@@ -94,7 +93,7 @@ def _results(name: str, seed: int, first: int, inputs: int) -> Iterator[Optional
 
 
 def _read(name: str, data: bytes, folder: Path) -> Tuple[str, str]:
-    canary.calls.clear()
+    calls.clear()
     kind, text = TAKEN, ""
     try:
         TARGETS[name].read(data, folder)
@@ -104,7 +103,7 @@ def _read(name: str, data: bytes, folder: Path) -> Tuple[str, str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
         text = f"{kind}: {str(error)[:200]} ({Path(last.filename).name}:{last.lineno})"
-    return (EXECUTED, "the input ran code") if canary.calls else (kind, text)
+    return (EXECUTED, "the input ran code") if calls else (kind, text)
 
 
 def _held() -> float:
