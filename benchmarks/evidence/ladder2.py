@@ -4,11 +4,11 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series, changed, search_table
+from benchmarks.evidence.experiment import Experiment, Search, Series, changed, search_table
 from benchmarks.evidence.runs import Run, curve, events_of, outcome
 from recipe.batch import lengths, steps_per_epoch
 from recipe.course import Course
@@ -32,68 +32,41 @@ _BASE = (
 )  # fmt: skip
 
 
-class Rule(NamedTuple):
-    """An optimizer: its overrides, and the peak rate around which those of every batch are tried."""
-
-    overrides: Tuple[str, ...]
-    guess: float
-
-
-RULES: Dict[str, Rule] = {
-    LARS: Rule(("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),
-    LARS_MOMENTUM: Rule(("optimizer.trust=momentum", "optimizer.momentum=0.885"), 4.0),
-    "LAMB": Rule(("optimizer.name=lamb", "optimizer.weight_decay=0.01"), 0.01),
-    NESTEROV: Rule(("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), 0.1),
-    "RMSprop": Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), 0.008),
-    "AdamW": Rule(("optimizer.name=adamw", "optimizer.weight_decay=0.05"), 0.004),
+# Optimizer -> its overrides, and the peak rate around which those of every batch are tried.
+RULES: Dict[str, Tuple[Tuple[str, ...], float]] = {
+    LARS: (("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),
+    LARS_MOMENTUM: (("optimizer.trust=momentum", "optimizer.momentum=0.885"), 4.0),
+    "LAMB": (("optimizer.name=lamb", "optimizer.weight_decay=0.01"), 0.01),
+    NESTEROV: (("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), 0.1),
+    "RMSprop": (("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), 0.008),
+    "AdamW": (("optimizer.name=adamw", "optimizer.weight_decay=0.05"), 0.004),
 }
 
 
-class Trials:
+class Trials(Search):
     """Four peak rates for an optimizer at a batch: a third of the guess, the guess, three times it; then one beside the
     best of these, by the root of three towards its better neighbour, or by three beyond the end if it is the last.
 
-    A rate is judged by the mean validation loss of two seeds; a run that diverges counts as guessing.
+    A rate is judged by two seeds; a run that diverges counts as guessing.
     """
 
     def __init__(self, optimizer: str, batch: int):
-        self._rule, self._batch = RULES[optimizer], batch
-
-    def runs(self) -> List[Run]:
-        """Those known to be needed by now."""
-        return [run for rate in self.rates() for run in self._runs(rate)]
+        self.batch, (own, self._guess) = batch, RULES[optimizer]
+        short = (f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}", f"run.epochs={TRIAL_EPOCHS}")
+        super().__init__(changed(_BASE, (*own, *_batch(batch), *short)), TRIAL_SEEDS)
 
     def rates(self) -> List[float]:
-        """As far as they are known by now."""
-        first = [_rounded(self._rule.guess * factor) for factor in (1 / 3, 1, 3)]
+        first = [_rounded(self._guess * factor) for factor in (1 / 3, 1, 3)]
         losses = [self.loss(rate) for rate in first]
         if None in losses:
             return first
         best = min(range(3), key=losses.__getitem__)
-        if best == 1:
-            factor = 3**-0.5 if losses[0] < losses[2] else 3**0.5
-        else:
-            factor = 1 / 3 if best == 0 else 3
-        return [*first, _rounded(first[best] * factor)]
+        inside = 3**-0.5 if losses[0] < losses[2] else 3**0.5
+        return [*first, _rounded(first[best] * (1 / 3, inside, 3)[best])]
 
     def loss(self, rate: float) -> Optional[float]:
-        """None until both runs are done."""
-        found = [outcome(run) for run in self._runs(rate)]
+        found = [outcome(run) for run in self.tried(rate)]
         return None if None in found else statistics.mean(min(each.loss, math.log(CLASSES)) for each in found)
-
-    def losses(self) -> Dict[float, Optional[float]]:
-        return {rate: self.loss(rate) for rate in sorted(self.rates())}
-
-    def best(self) -> Optional[float]:
-        """The rate with the lowest loss, once all four are tried."""
-        losses = self.losses()
-        done = len(losses) == 4 and None not in losses.values()
-        return min(losses, key=losses.__getitem__) if done else None
-
-    def _runs(self, rate: float) -> List[Run]:
-        short = (f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}", f"run.epochs={TRIAL_EPOCHS}")
-        own = (*self._rule.overrides, *_batch(self._batch), f"schedule.peak={rate:g}", *short)
-        return [Run(changed(_BASE, own), seed) for seed in TRIAL_SEEDS]
 
 
 class Ladder2(Experiment):
@@ -268,7 +241,7 @@ def until_target(train: Sequence[dict], left: float, batch: int) -> List[batches
 
 
 def _whole(optimizer: str, peak: float) -> Tuple[str, ...]:
-    return (*_BASE, *RULES[optimizer].overrides, f"schedule.peak={peak:g}", f"run.epochs={EPOCHS}")
+    return (*_BASE, *RULES[optimizer][0], f"schedule.peak={peak:g}", f"run.epochs={EPOCHS}")
 
 
 def _batch(batch: int) -> Tuple[str, ...]:

@@ -37,7 +37,7 @@ def test_a_rate_that_diverges_with_one_seed_is_no_better_than_its_mean_with_gues
 
 @pytest.fixture
 def tuned(monkeypatch):
-    monkeypatch.setattr(Trials, "best", lambda trials: {96: 0.1, 384: 0.4, 1536: 1.6}[trials._batch])
+    monkeypatch.setattr(Trials, "best", lambda trials: {96: 0.1, 384: 0.4, 1536: 1.6}[trials.batch])
     return {(row.labels["kind"], row.labels["optimizer"], row.labels["batch"]): row for row in Ladder2().series()}
 
 
