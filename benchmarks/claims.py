@@ -34,9 +34,7 @@ def parser(description: Optional[str]) -> Parser:
 def begin(command: Parser | str | None, takes: str, quick: str) -> argparse.Namespace:
     """Read the command line and print how long the benchmark takes.
 
-    Args:
-        command: the parser, or the description for one without further options.
-        takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
+    Args: takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
     """
     made = command if isinstance(command, Parser) else parser(command)
     options = made.parse_args()

@@ -30,8 +30,6 @@ _BASE = (
     f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5",
     f"model.classes={CLASSES}", "log.noise_scale=false", "log.every_steps=20",
 )  # fmt: skip
-
-
 # Optimizer -> its overrides, and the peak rate around which those of every batch are tried.
 RULES: Dict[str, Tuple[Tuple[str, ...], float]] = {
     LARS: (("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),

@@ -147,17 +147,14 @@ def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
 def train_all(
     wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None], kept: bool = False
 ) -> None:
-    """Train the wanted runs that are not finished, in processes of one thread each.
+    """Train the wanted runs that are not finished, in processes of one thread each, `at_once` at the same time.
 
     Args:
         wanted: called again whenever a run has ended: which runs come next may depend on it.
-        at_once: processes that train at the same time.
-        report: called with a line about each run that ends.
-        kept: whether runs that end are also kept in docs/results.
+        report: called with a line about each run that ends. kept: whether it is also kept in docs/results.
 
     Raises:
-        Lost: a run failed.
-        KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
+        Lost: a run failed. KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
     """
     torch.set_num_threads(1)  # threads would not live on in forked processes, and runs are to be the same everywhere
     running: Dict[multiprocessing.Process, Run] = {}
