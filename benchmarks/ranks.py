@@ -184,7 +184,3 @@ class Ours:
         """One step: all micro batches forward and backward, exchange, update."""
         self.engine.train_step(iter(self._images), self._step, lr=0.1)
         self._step += 1
-
-    def updates(self, count: int) -> None:
-        for _ in range(count):
-            self.update()
