@@ -79,18 +79,14 @@ def seconds(side: Callable[..., object], *number: int) -> float:
 
 
 def in_turn(
-    sides: Mapping[_Key, Any],
-    rounds: int,
-    measure: Callable[[Any, int], _Any] = seconds,
-    at_most: int = 2,
-    what: Optional[str] = "turn",
+    sides: Mapping[_Key, Any], rounds: int, measure: Callable[[Any, int], _Any] = seconds, what: Optional[str] = "turn"
 ) -> Dict[_Key, List[_Any]]:
     """measure(side, number) of each side in each round, after a round that does not count; the order alternates.
 
-    Args: at_most: rounds with --quick. what: name of a round in the progress; None prints none.
+    With --quick there are two at most. Args: what: name of a round in the progress; None prints none.
     """
     found: Dict[_Key, List[_Any]] = {name: [] for name in sides}
-    numbers = range(1 + less(rounds, min(rounds, at_most)))
+    numbers = range(1 + less(rounds, min(rounds, 2)))
     for number in progress(numbers, what) if what else numbers:
         for name in list(sides)[:: -1 if number % 2 else 1]:
             found[name].append(measure(sides[name], number))

@@ -16,7 +16,7 @@ from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import first_line
 
-NOT_MEASURED, OUT_OF_MEMORY = "not measured: ", "out of memory"
+NOT_MEASURED = "not measured: "
 _LEAST_TURNS = 2  # also where no time is left: one figure has no spread
 _SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
 
@@ -92,7 +92,7 @@ def missing(section: str, what: str, why: str) -> Row:
 
 
 def reason(error: BaseException) -> str:
-    return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
+    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
 
 
 Side = Callable[[], object]
@@ -126,14 +126,13 @@ class Session:
         warm_up: int = 1,
         limit: Optional[float] = None,
         note: str = "",
-        needs_all: bool = False,
     ) -> List[Row]:
         """A row for each side that took its turns, then for each that failed; all sides exist at once.
 
         A turn is `calls` calls; before the turns each side is called `warm_up` times. The last sides are left out
         where time runs out.
 
-        Args: figure: of the seconds of a call. needs_all: raise torch.OutOfMemoryError if not all sides fit.
+        Args: figure: of the seconds of a call.
         """
         sides: Dict[str, Tuple[Side, contextlib.ExitStack]] = {}
         times: Dict[str, List[float]] = {}
@@ -151,8 +150,6 @@ class Session:
 
         def attempt(act: Callable[[str], None], name: str) -> None:
             _, fault = self._attempt(lambda: act(name), lambda: sides.pop(name)[1].close() if name in sides else None)
-            if fault == OUT_OF_MEMORY and needs_all:
-                raise torch.OutOfMemoryError
             if fault:
                 faults[name] = fault
 

@@ -54,20 +54,14 @@ CLAIMED = (SETTINGS[0].name(), SETTINGS[-1].name())
 
 
 def training(session: Session, setting: Setting) -> Iterator[Row]:
-    """Images a second of each side; the micro batch is halved until all have the memory for it."""
-    plan, micro = session.plan, session.plan.micro
-    while True:
-        note = f"{recipe(plan, micro).model.image_size} px, micro batch {micro}"
-        compare = functools.partial(session.compare, calls=plan.steps, warm_up=_WARM_UP, note=note, needs_all=micro > 1)
-        try:
-            return iter(
-                compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
-            )
-        except torch.OutOfMemoryError:
-            micro //= 2
-        finally:
-            if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
-                torch._dynamo.reset()
+    """Images a second of each side."""
+    micro = session.plan.micro
+    note = f"{recipe(session.plan, micro).model.image_size} px, micro batch {micro}"
+    compare = functools.partial(session.compare, calls=session.plan.steps, warm_up=_WARM_UP, note=note)
+    rows = compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
+    if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
+        torch._dynamo.reset()
+    return iter(rows)
 
 
 def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:

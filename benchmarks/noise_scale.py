@@ -112,7 +112,7 @@ def overhead() -> Tuple[List[dict], List[float]]:
     """Rows, and what the meter adds to four updates, turn by turn."""
     sides = {on: Ours(recipe("batch.micro=32", f"log.noise_scale={on}")) for on in ("true", "false")}
     four = {on: lambda side=side: [side.update() for _ in range(4)] for on, side in sides.items()}
-    times = claims.in_turn(four, OVERHEAD_TURNS, lambda side, _: claims.seconds(side), at_most=5)
+    times = claims.in_turn(four, OVERHEAD_TURNS, lambda side, _: claims.seconds(side))
     rows = [{"side": f"four updates, meter {on}", **claims.milliseconds(seconds)} for on, seconds in times.items()]
     return rows, [ratio - 1 for ratio in claims.ratios(times["true"], times["false"])]
 

@@ -52,7 +52,7 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in parameters.values())
     updates, state = our_updates(parameters)
     sides = {**updates, **their_updates(parameters), COPY: copy_of(count * _BYTES), **roundings(count)}
-    times = claims.in_turn(sides, _TURNS, at_most=3)
+    times = claims.in_turn(sides, _TURNS)
     rows = [{"what": name, **claims.milliseconds(seconds)} for name, seconds in times.items()]
     claims.report("optimizer", rows, found(times, state), as_json)
 

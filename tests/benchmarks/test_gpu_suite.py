@@ -146,19 +146,6 @@ def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
     # Turns begin from either end: two warming calls, bad and good, good and bad.
     assert seen == ([False] * 6 if fits == 1 else [True] * 4 + [False] * 2)
     assert closed == ["bad", "good"]
-    with pytest.raises(torch.OutOfMemoryError):
-        session(turns=4).compare(sides, abs, "s", warm_up=2, needs_all=True)
-
-
-def test_micro_batches_are_halved_until_both_sides_fit(monkeypatch):
-    def compare(session, micro, *arguments, needs_all, **options):
-        if micro > 1 and needs_all:
-            raise torch.OutOfMemoryError
-        return [micro]
-
-    monkeypatch.setattr(gpu_training, "_sides", lambda session, setting, micro: micro)
-    monkeypatch.setattr(Session, "compare", compare)
-    assert list(gpu_training.training(session(micro=4), gpu_training.SETTINGS[0])) == [1]
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(0, 0), (5, 4), (100, 8)])
