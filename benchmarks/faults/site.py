@@ -22,14 +22,15 @@ from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 
 # Draws in every way that a run can, keeps both averages, changes its image size. 30 steps, a checkpoint every 3;
-# 12 micro batches a step are 1 or 2 replicas'. Sums of replicas in a tree: every topology ends with the same bits.
+# 12 micro batches a step are 1 or 2 replicas'. Every topology ends with the same bits: sums of replicas are in a tree, and
+# no noise scale is kept, for which each replica measures up to eight micro batches.
 RECIPE = (
     "run.device=cpu", "run.epochs=6", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3",
     "model.drop_path=0.3", "model.image_size=8", "batch.global=240", "batch.micro=20", "batch.evaluation=90",
     "exchange.order=tree", "schedule.warmup_steps=6", "data.augment=randaugment", "data.mixup=0.2",
     "data.cutmix=0.85", "data.image_sizes=[[0, 8], [1, 12]]", "average.step_decay=0.9", "average.epoch_decay=0.97",
     "checkpoint.every_epochs=0.6", "evaluation.every_epochs=2", "log.every_steps=1", "log.tensorboard=false",
-    "parallel.silence=4",
+    "log.noise_scale=false", "parallel.silence=4",
 )  # fmt: skip
 STEPS = 30
 SESSION_SECONDS = 180.0  # in which a session ends, or hangs
