@@ -135,12 +135,9 @@ def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[Lis
 
 def _within(left: float, section: Section, plan: Plan) -> Iterator[Row]:
     """A section's rows, from a process that is ended after `left` seconds; the last one says why there are no more."""
-    if left < 1:
-        yield missing(section.name, "all", "no time was left")
-        return
     section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
     try:
-        yield from ranks.stream(left, perform, section, plan)
+        yield from ranks.stream(max(0.0, left), perform, section, plan)
     except (RuntimeError, TimeoutError) as error:
         yield missing(section.name, "the rest", reason(error))
 

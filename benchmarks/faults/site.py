@@ -22,8 +22,8 @@ from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 
 # Draws in every way that a run can, keeps both averages, changes its image size. 30 steps, a checkpoint every 3;
-# 12 micro batches a step are 1 or 2 replicas'. Every topology ends with the same bits: sums of replicas are in a tree, and
-# no noise scale is kept, for which each replica measures up to eight micro batches.
+# 12 micro batches a step are 1 or 2 replicas'. Every topology ends with the same bits: replicas are summed in a tree,
+# and there is no noise scale, for which each replica measures up to eight micro batches.
 RECIPE = (
     "run.device=cpu", "run.epochs=6", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3",
     "model.drop_path=0.3", "model.image_size=8", "batch.global=240", "batch.micro=20", "batch.evaluation=90",
