@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import operator
 import os
-import platform
 import statistics
 import sys
 import time
@@ -36,9 +34,7 @@ def parser(description: Optional[str]) -> Parser:
 def begin(command: Parser | str | None, takes: str, quick: str) -> argparse.Namespace:
     """Read the command line and print how long the benchmark takes.
 
-    Args:
-        command: the parser, or the description for one without further options.
-        takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
+    Args: takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
     """
     made = command if isinstance(command, Parser) else parser(command)
     options = made.parse_args()
@@ -58,12 +54,6 @@ def quick() -> bool:
 def less(whole: _Any, part: _Any) -> _Any:
     """`part` with --quick, else `whole`."""
     return part if quick() else whole
-
-
-def turns(number: int, what: Optional[str] = "turn", at_most: int = 2) -> Iterator[int]:
-    """Count from 0 to `number`, with --quick to `at_most`; print the progress unless `what` is None."""
-    numbers = range(less(number, min(number, at_most)))
-    return progress(numbers, what) if what else iter(numbers)
 
 
 def progress(items: Sequence[_Any], what: str) -> Iterator[_Any]:
@@ -89,18 +79,15 @@ def seconds(side: Callable[..., object], *number: int) -> float:
 
 
 def in_turn(
-    sides: Mapping[_Key, Any],
-    rounds: int,
-    measure: Callable[[Any, int], _Any] = seconds,
-    at_most: int = 2,
-    what: Optional[str] = "turn",
+    sides: Mapping[_Key, Any], rounds: int, measure: Callable[[Any, int], _Any] = seconds, what: Optional[str] = "turn"
 ) -> Dict[_Key, List[_Any]]:
     """measure(side, number) of each side in each round, after a round that does not count; the order alternates.
 
-    Args: at_most: rounds with --quick. what: name of a round in the progress; None prints none.
+    With --quick there are two at most. Args: what: name of a round in the progress; None prints none.
     """
     found: Dict[_Key, List[_Any]] = {name: [] for name in sides}
-    for number in turns(rounds + 1, what, at_most + 1):
+    numbers = range(1 + less(rounds, min(rounds, 2)))
+    for number in progress(numbers, what) if what else numbers:
         for name in list(sides)[:: -1 if number % 2 else 1]:
             found[name].append(measure(sides[name], number))
     return {name: values[1:] for name, values in found.items()}
@@ -116,9 +103,10 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(ratios(over, under))
 
 
-def milliseconds(seconds: Sequence[float], per: str = "", low: str = "fastest", high: str = "slowest") -> dict:
+def milliseconds(seconds: Sequence[float], per: str = "") -> dict:
     """Columns of a row: median, least and most of some times."""
-    return {f"ms{per}": 1e3 * statistics.median(seconds), low: 1e3 * min(seconds), high: 1e3 * max(seconds)}
+    median = 1e3 * statistics.median(seconds)
+    return {f"ms{per}": median, "fastest": 1e3 * min(seconds), "slowest": 1e3 * max(seconds)}
 
 
 def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict:
@@ -164,22 +152,9 @@ def report(
 
 def machine() -> dict:
     """Processor, cores, threads, torch and date: conditions of the figures."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
+    from tools.diagnosis.machine import about
 
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        for line in stream:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()  # Arm's cpuinfo names no model
+    return about(torch.device("cpu"))
 
 
 def _print_table(rows: Sequence[dict]) -> None:

@@ -3,21 +3,15 @@
     python -m benchmarks.exchange [--quick] [--json]        (as root)
 
 Hosts of `benchmarks/networks.py`, 2 to 32 of them with one rank each, whose cables have the rate of the table. Every
-rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer:
-- `dense`: torch's all-reduce of float32 over gloo. `local`: the mean of weights that have as many values, which comes
-  once in some updates. `topk`: all ranks gather all sparse vectors. `gtopk tree`, `gtopk butterfly` and `gtopk owners`:
-  `parallel/sparse.py`, which keeps 6,250 values of the sum.
-Ranks begin together, and the time is that from the first start to the last end. `model_ms` is `parallel/costs.py` with
-the cable's nominal rate, no latency, and nothing but payload; headers of frames alone take 1.05 times that. The rate
-comes down as ranks share this machine's processors, so that these are idle (`idle`, in per cent).
-In each run all ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
+rank holds 6,250 values of a vector of 625,000, or the whole vector, and at the end has the sum in a buffer, by torch's
+all-reduce (`dense`), as a mean of weights (`local`), by gathering all sparse vectors (`topk`), or by
+`parallel/sparse.py`, which keeps 6,250 values of the sum (`gtopk tree`, `butterfly`, `owners`). A time is that from the
+first rank's start to the last one's end. `model_ms` is `parallel/costs.py` at the cable's rate, for payload alone;
+headers add 5 per cent. Rates come down as ranks share this machine's processors, which are `idle` (per cent).
+All ranks' sums are compared bit for bit, and what was put in with what came out and what was kept.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -56,18 +50,17 @@ MERGING = ("gtopk tree", "gtopk butterfly")
 
 
 class Turn(NamedTuple):
-    """One turn of a side on one rank: seconds on the machine's clock, ticks of all processors, bytes."""
+    """One turn of a side on one rank: seconds on the machine's clock, ticks of all processors, bytes sent."""
 
     start: float
     end: float
     idle: int
     ticks: int
     sent: int
-    received: int
 
 
 class Outcome(NamedTuple):
-    """A side on one rank: its turns, the digest of each sum, the sum (rank 0's, float32), the values left out of it."""
+    """A side on one rank: its turns, the digest of each sum, the sum (rank 0's), the values left out of it."""
 
     turns: List[Turn]
     digests: List[str]
@@ -79,30 +72,27 @@ class Side:
     """One way to sum, on one rank."""
 
     def __init__(self, name: str, own: Sparse, elements: int):
-        self.buffer, self._own = torch.empty(elements), own
-        self._scratch = torch.zeros(elements, dtype=torch.int32)
-        self._dense, group = name in WHOLE, distributed.group.WORLD
-        self._local, self._sum = None, None
+        self.buffer, self._name, self._own = torch.empty(elements), name, own
+        self._scratch, group = torch.zeros(elements, dtype=torch.int32), distributed.group.WORLD
         if name == "local":
-            weights = SimpleNamespace(flat=self.buffer)
-            processes = SimpleNamespace(replica_group=group)
+            processes, weights = SimpleNamespace(replica_group=group), SimpleNamespace(flat=self.buffer)
             setup = Setup(None, None, processes, self.buffer, (), None, group, None, None, weights)
             self._local = LocalSteps(setup, Exchange(method="local", local_steps=1))
-        elif not self._dense:
+        elif name in PATTERNS:
             self._sum = SparseSum(group, pattern=PATTERNS[name], wire="float32")
 
     def prepare(self) -> None:
         """The buffer as it is at the end of a backward pass, or cleared for the sum."""
         self.buffer.zero_()
-        if self._dense:
+        if self._name in WHOLE:
             self.buffer[self._own.indices] = self._own.values
 
     def __call__(self) -> Sequence[Sparse]:
         """Leaves the sum in the buffer; what this rank has to keep."""
-        if self._local is not None:
+        if self._name == "local":
             self.buffer.copy_(self._local.mean(self.buffer)).mul_(distributed.get_world_size())  # exact: names_of_sides
             return []
-        if self._dense:
+        if self._name == "dense":
             distributed.all_reduce(self.buffer)
             return []
         parts, kept = self._sum(self._own, self._scratch)
@@ -148,13 +138,13 @@ def rank_takes_turns(rank: int, meet: Callable[[], object]) -> Dict[str, Outcome
 def _take_turn(side: Side, meet: Callable[[], object]) -> Tuple[Turn, Sequence[Sparse]]:
     side.prepare()
     meet()
-    before = (*networks.processors(), *networks.traffic())
+    before = (*networks.processors(), networks.traffic()[0])
     meet()
     start = time.perf_counter()
     kept = side()
     end = time.perf_counter()
     meet()
-    after = (*networks.processors(), *networks.traffic())
+    after = (*networks.processors(), networks.traffic()[0])
     return Turn(start, end, *(now - then for now, then in zip(after, before))), kept
 
 
@@ -208,12 +198,8 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
     ranks, times = len(outcomes), seconds(outcomes, name)
     expected = model(name, ranks)
     turns = outcomes[0][name].turns
-    sent, received = (
-        statistics.median(
-            max(getattr(turn, field) for turn in each) for each in zip(*(own[name].turns for own in outcomes))
-        )
-        for field in ("sent", "received")
-    )  # by the rank that sends or receives most
+    by_round = zip(*(each[name].turns for each in outcomes))
+    sent = statistics.median(max(turn.sent for turn in each) for each in by_round)  # by the rank that sends most
     return {
         "ranks": ranks,
         "mbit_per_s": RATES[ranks],
@@ -223,7 +209,6 @@ def row(outcomes: Sequence[Dict[str, Outcome]], name: str, dropped: int) -> dict
         "over_model": statistics.median(times) / expected,
         "over_bytes": sent / interface_bytes(name, ranks),
         "kb_sent": sent / 1e3,
-        "kb_received": received / 1e3,
         "idle": 100 * sum(turn.idle for turn in turns) / sum(turn.ticks for turn in turns),
         "dropped": dropped,
     }

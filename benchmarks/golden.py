@@ -6,18 +6,16 @@ Each case is a whole run of the quickstart recipe, started as users start it, so
 compared. Sums depend on the CPU and on torch, so both sides are computed here and now and none is kept.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
 import contextlib
 import hashlib
+import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Dict, Iterable, Iterator, NamedTuple, Tuple

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -16,7 +16,7 @@ from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import first_line
 
-NOT_MEASURED, OUT_OF_MEMORY = "not measured: ", "out of memory"
+NOT_MEASURED = "not measured: "
 _LEAST_TURNS = 2  # also where no time is left: one figure has no spread
 _SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
 
@@ -92,7 +92,7 @@ def missing(section: str, what: str, why: str) -> Row:
 
 
 def reason(error: BaseException) -> str:
-    return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
+    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else first_line(error)[:160]
 
 
 Side = Callable[[], object]
@@ -100,10 +100,10 @@ Maker = Callable[[contextlib.ExitStack], Side]  # makes a side; leaves in the st
 
 
 class Session:
-    """What a section is given: sizes, its time, and the rows of the sections before it."""
+    """What a section is given: sizes, and its time."""
 
-    def __init__(self, section: str, plan: Plan, seconds: float, before: Sequence[Row] = ()):
-        self.section, self.plan, self.before = section, plan, before
+    def __init__(self, section: str, plan: Plan, seconds: float):
+        self.section, self.plan = section, plan
         self.device = torch.device(plan.device)
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
@@ -114,9 +114,8 @@ class Session:
     def attempts(self, measures: Mapping[str, Callable[[], Row]]) -> Iterator[Row]:
         """The rows one after the other; where a measurement raises, one with the reason."""
         for what, measure in measures.items():
-            found: List[Row] = []
-            fault = self._fault(lambda measure=measure, found=found: found.append(measure()))
-            yield missing(self.section, what, fault) if fault else found[0]
+            row, why = self._attempt(measure)
+            yield missing(self.section, what, why) if why else row
 
     def compare(
         self,
@@ -127,16 +126,13 @@ class Session:
         warm_up: int = 1,
         limit: Optional[float] = None,
         note: str = "",
-        needs_all: bool = False,
     ) -> List[Row]:
         """A row for each side that took its turns, then for each that failed; all sides exist at once.
 
         A turn is `calls` calls; before the turns each side is called `warm_up` times. The last sides are left out
         where time runs out.
 
-        Args:
-            figure: of the seconds of a call.
-            needs_all: raise torch.OutOfMemoryError where the memory does not suffice for all sides.
+        Args: figure: of the seconds of a call.
         """
         sides: Dict[str, Tuple[Side, contextlib.ExitStack]] = {}
         times: Dict[str, List[float]] = {}
@@ -153,9 +149,7 @@ class Session:
             times[name].append(seconds_of(sides[name][0], calls, self.device))
 
         def attempt(act: Callable[[str], None], name: str) -> None:
-            fault = self._fault(lambda: act(name), lambda: sides.pop(name)[1].close() if name in sides else None)
-            if fault == OUT_OF_MEMORY and needs_all:
-                raise torch.OutOfMemoryError
+            _, fault = self._attempt(lambda: act(name), lambda: sides.pop(name)[1].close() if name in sides else None)
             if fault:
                 faults[name] = fault
 
@@ -174,29 +168,23 @@ class Session:
             while sides:
                 sides.popitem()[1][1].close()
             free(self.device)
-        rows = [
-            Row(self.section, name, tuple(map(figure, seconds)), unit, limit, note)
-            for name, seconds in times.items()
-            if name not in faults
-        ]
+        done = {name: tuple(map(figure, seconds)) for name, seconds in times.items() if name not in faults}
+        rows = [Row(self.section, name, values, unit, limit, note) for name, values in done.items()]
         return rows + [missing(self.section, name, why) for name, why in faults.items()]
 
-    def _fault(self, act: Callable[[], None], close: Callable[[], object] = lambda: None) -> str:
-        """act(); if it raises, close() and free the memory. Returns the reason, empty if there is none.
+    def _attempt(self, act: Callable[[], Any], close: Callable[[], object] = lambda: None) -> Tuple[Any, str]:
+        """What act() returns, and why it failed (empty if it did not); then memory is free again.
 
-        Raises:
-            RuntimeError: after an error that CUDA does not survive.
+        Raises RuntimeError after an error that CUDA does not survive.
         """
         try:
-            act()
-            return ""
+            return act(), ""
         except Exception as error:  # whatever is wrong with one figure, others are wanted
-            fault = reason(error)
-        # Not within the handler, whose error holds what did not fit.
-        close()
+            why = reason(error)
+        close()  # not within the handler, whose error holds what did not fit
         free(self.device)
         synchronize(self.device)
-        return fault
+        return None, why
 
 
 def free(device: torch.device) -> None:
@@ -208,19 +196,13 @@ def free(device: torch.device) -> None:
 
 
 def seconds_of(function: Side, calls: int, device: torch.device) -> float:
-    """Seconds of a call, of so many that are queued one behind the other; on CUDA by the device's clock."""
-    cuda = device.type == "cuda"
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)
+    """Seconds of a call, of so many that are queued one behind the other, until the device is done."""
     synchronize(device)
     began = time.perf_counter()
-    if cuda:
-        start.record()
     for _ in range(calls):
         function()
-    if cuda:
-        end.record()
-        end.synchronize()
-    return (start.elapsed_time(end) / 1000 if cuda else time.perf_counter() - began) / calls
+    synchronize(device)
+    return (time.perf_counter() - began) / calls
 
 
 def recipe(plan: Plan, micro: int, *overrides: str) -> Recipe:

@@ -10,11 +10,7 @@ Each section runs in a process of its own: a kernel that reads where it must not
 the rest of one section.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -25,6 +21,7 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 import tempfile
 import time
 from importlib import metadata
@@ -43,7 +40,7 @@ from recipe.errors import ConfigError
 from training.run_folder import describe_environment
 
 UPDATE = "update"
-IN_GRAPH = "ours, Triton, CUDA graph"
+OUR_UPDATE = "ours, Triton"
 _FIRST = 120.0  # seconds in which the machine must be described, before all sections
 _GRACE = 40.0  # seconds that a section may take beyond its time, which it only looks at between two turns
 _RESERVE = 20.0  # seconds before the end of all, in which the last section may take its turns
@@ -53,8 +50,8 @@ _BYTES = 18
 
 _HOW = """\
 Measured by `python -m benchmarks.gpu_suite` in less than eight minutes. Figures are medians over turns, in which the
-sides of a section are computed one after the other, by CUDA's events and without warm-up. Sides and limits are
-described in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
+sides of a section are computed one after the other, each until the device is done, without warm-up. Sides and limits
+are described in `benchmarks/gpu_training.py`, `gpu_suite.py` and `gpu_checks.py`."""
 
 
 class Section(NamedTuple):
@@ -79,11 +76,9 @@ def update(session: Session) -> Iterator[Row]:
         {f"copy of {_BYTES} bytes a parameter": lambda stack: _call(optimizer.copy_of(moved, plan.device))}
     )
     yield copy
-    # The graph at the end: a capture that fails may leave the stream unusable.
     makers = {
-        "ours, Triton": lambda stack: _our_update(parameters),
+        OUR_UPDATE: lambda stack: _our_update(parameters),
         optimizer.TIMM: lambda stack: _call(optimizer.their_updates(parameters)[optimizer.TIMM]),
-        IN_GRAPH: lambda stack: _in_graph(_our_update(parameters), device),
     }
     yield from compare(makers, limit=copy.value)
 
@@ -94,21 +89,6 @@ def _call(side: Callable[[int], object]) -> Side:
 
 def _our_update(parameters: optimizer.Parameters) -> Side:
     return _call(optimizer.updating(optimizer.weight_state(parameters, torch.float16, torch.float16, compile=False)))
-
-
-def _in_graph(side: Side, device: torch.device) -> Side:
-    if device.type != "cuda":
-        raise RuntimeError("CUDA graphs need CUDA")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            side()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        side()
-    return graph.replay
 
 
 _TRAINING = [
@@ -144,7 +124,7 @@ def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[Lis
     for section in sections:
         left = min(end - time.monotonic(), section.seconds + _GRACE)
         print(f"{section.name}: {end - time.monotonic():.0f} s are left", file=sys.stderr, flush=True)
-        for row in _within(left, section, plan, list(rows)):
+        for row in _within(left, section, plan):
             rows.append(row)
             value = f"{claims.cell(row.value)} {row.unit}, " if row.value is not None else ""
             print(f"  {row.section}: {row.what}: {value}{row.note}", file=sys.stderr, flush=True)
@@ -153,20 +133,17 @@ def measured(plan: Plan, sections: Sequence[Section], folder: Path) -> Tuple[Lis
     return rows, about
 
 
-def _within(left: float, section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
+def _within(left: float, section: Section, plan: Plan) -> Iterator[Row]:
     """A section's rows, from a process that is ended after `left` seconds; the last one says why there are no more."""
-    if left < 1:
-        yield missing(section.name, "all", "no time was left")
-        return
     section = section._replace(seconds=min(section.seconds, left - min(_RESERVE, left / 2)))
     try:
-        yield from ranks.stream(left, perform, section, plan, before)
+        yield from ranks.stream(max(0.0, left), perform, section, plan)
     except (RuntimeError, TimeoutError) as error:
         yield missing(section.name, "the rest", reason(error))
 
 
-def perform(section: Section, plan: Plan, before: Sequence[Row]) -> Iterator[Row]:
-    return section.measure(Session(section.name, plan, section.seconds, before))
+def perform(section: Section, plan: Plan) -> Iterator[Row]:
+    return section.measure(Session(section.name, plan, section.seconds))
 
 
 def machine(name: str) -> Iterator[dict]:
@@ -194,12 +171,10 @@ def made_claims(rows: Sequence[Row]) -> List[dict]:
     if ours and timms:
         ratios = claims.ratios(ours.repetitions, timms.repetitions)
         made.append(claims.claim("g16_speedup_over_timm", ratios, "times", ">= 1.5"))
-    updates = [
-        row for row in rows if row.section == UPDATE and row.what.startswith(OURS) and row.repetitions and row.limit
-    ]
-    if updates:  # in a graph, where that was captured
-        ratios = [each / updates[-1].limit for each in updates[-1].repetitions]
-        made.append(claims.claim("update_over_byte_floor", ratios, "times", "<= 1.5"))
+    for row in rows:
+        if row.section == UPDATE and row.what == OUR_UPDATE and row.repetitions and row.limit:
+            ratios = [each / row.limit for each in row.repetitions]
+            made.append(claims.claim("update_over_byte_floor", ratios, "times", "<= 1.5"))
     return made
 
 

@@ -3,7 +3,7 @@
 Both get the same micro batch, which lies on the device, and make an update from each. Ours: the engine as a recipe
 makes it, weights and momentum in float16 with stochastic rounding; it takes uint8 images and normalises them. timm's:
 the body of the loop in its train.py, with float32 weights, autocast (and its scaler in float16) and its Lars; its
-images are normalised already. Both with cuDNN's search for the fastest kernels, both counted by the device's clock.
+images are normalised already. Both with cuDNN's search for the fastest kernels.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from engines.devices import synchronize
 from recipe.batch import divide
 from recipe.config import Recipe
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 KERNELS = ("triton", "torch")
 OURS, TIMM, MEMORY = "ours", "timm", "memory"
 _DEPTHWISE = ("model.group_size=1", "model.expansion=6", "model.norm=batch")
@@ -54,44 +54,28 @@ CLAIMED = (SETTINGS[0].name(), SETTINGS[-1].name())
 
 
 def training(session: Session, setting: Setting) -> Iterator[Row]:
-    """Images a second of each side; the micro batch is halved until all have the memory for it."""
-    plan, micro = session.plan, session.plan.micro
-    while True:
-        note = f"{recipe(plan, micro).model.image_size} px, micro batch {micro}"
-        compare = functools.partial(session.compare, calls=plan.steps, warm_up=_WARM_UP, note=note, needs_all=micro > 1)
-        try:
-            return iter(
-                compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
-            )
-        except torch.OutOfMemoryError:
-            micro //= 2
-        finally:
-            if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
-                torch._dynamo.reset()
+    """Images a second of each side."""
+    micro = session.plan.micro
+    note = f"{recipe(session.plan, micro).model.image_size} px, micro batch {micro}"
+    compare = functools.partial(session.compare, calls=session.plan.steps, warm_up=_WARM_UP, note=note)
+    rows = compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
+    if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
+        torch._dynamo.reset()
+    return iter(rows)
 
 
 def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
-    """One of ours and one of timm's by turns, the likely fastest first: of each there is one if time runs out."""
+    """One of ours and one of timm's by turns, of which there is one each if time runs out; compiling takes long."""
     overrides = [f"precision.compute={setting.dtype}", *(_DEPTHWISE if setting.depthwise else ())]
     compiling = f"engine.compile={setting.compiled}".lower()
-    own: Dict[str, Maker] = {}
-    for kernels in KERNELS[1:] if setting.depthwise or setting.compiled else KERNELS:
-        for layout in FORMATS:
-            engine = (f"engine.memory_format={layout}", f"engine.kernels={kernels}", compiling)
-            plan = recipe(session.plan, micro, *overrides, *engine)
-            own[f"{OURS}, {layout}, {kernels}"] = functools.partial(_ours, plan)
-    plan = recipe(session.plan, micro, *overrides)
-    others: Dict[str, Maker] = {
-        f"{TIMM}, {layout}": functools.partial(_timms, plan, setting, session.device, layout) for layout in FORMATS
-    }
-    if setting.compiled:
-        # Compiling takes long: of each side the layout that is fastest uncompiled, contiguous where that is not known.
-        eager = setting._replace(compiled=False).name()
-        known = {row.what: row.value for row in session.before if row.section == eager and row.value}
-        fastest = [max(each, key=lambda name: known.get(name, 0.0)) for each in (others, own)]
-        return {name: {**others, **own}[name] for name in fastest}
-    pairs = itertools.zip_longest(own.items(), others.items())
-    return dict(side for pair in pairs for side in pair if side is not None)
+    kinds = KERNELS[1:] if setting.depthwise or setting.compiled else KERNELS
+    made: Dict[str, Maker] = {}
+    for kernels, layout in itertools.product(kinds, FORMATS):
+        engine = (f"engine.memory_format={layout}", f"engine.kernels={kernels}", compiling)
+        plan = recipe(session.plan, micro, *overrides, *engine)
+        made[f"{OURS}, {layout}, {kernels}"] = functools.partial(_ours, plan)
+        made[f"{TIMM}, {layout}"] = functools.partial(_timms, plan, setting, session.device, layout)
+    return made
 
 
 def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:

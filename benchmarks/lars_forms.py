@@ -1,10 +1,6 @@
 """Ratio of the steps of LARS's two forms: an experiment of benchmarks/evidence."""
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

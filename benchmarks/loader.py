@@ -2,21 +2,14 @@
 
     python -m benchmarks.loader [--quick] [--json]
 
-One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py), which are in the
-page cache; random crops (area 0.05 to 1, aspect 3/4 to 4/3) and flips, at 380 and at 160 px, micro batches of 64. Times
-are CPU seconds of the whole process, with all its threads. All sides take turns; a ratio is of one turn.
-
-- `loader`: ours (by torch from files and from shards, by DALI) to uint8 micro batches, timm's and torchvision's to
-  normalised float32 ones. timm, whose default draws the interpolation and has a prefetcher, is compared as it is
-  fastest.
+One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py) in the page
+cache; random crops and flips, at 380 and at 160 px, micro batches of 64. Times are CPU seconds of all threads.
+- `loader`: ours to uint8 micro batches, timm's and torchvision's to normalised float32 ones. timm, whose default draws
+  the interpolation and has a prefetcher, is compared as it is fastest.
 - `decode only`: whole images decoded from memory. The fastest is the limit for loaders that decode whole images.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -24,10 +17,12 @@ if __name__ == "__main__":  # before the imports: see run
 import functools
 import io
 import itertools
+import os
 import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
@@ -105,16 +100,6 @@ def fastest(times: Dict[Key, List[float]], part: str, start: str = "") -> List[f
     """Times of the fastest side of a part among those whose names start so."""
     found = [values for (of, name), values in times.items() if of == part and name.startswith(start)]
     return min(found, key=statistics.median)
-
-
-def row(key: Key, values: List[float], bare: List[float]) -> dict:
-    return {
-        "part": key[0],
-        "side": key[1],
-        **claims.milliseconds(values, "_per_image"),
-        "images_per_second": 1 / statistics.median(values),
-        "of_bare_decode": claims.median_ratio(bare, values),
-    }
 
 
 def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
@@ -233,7 +218,16 @@ def main() -> None:
     torch.manual_seed(0)
     times = claims.in_turn(sides(), TURNS, seconds_an_image)
     bare = fastest(times, "decode only")
-    rows = [row(key, values, bare) for key, values in times.items()]
+    rows = [
+        {
+            "part": part,
+            "side": side,
+            **claims.milliseconds(values, "_per_image"),
+            "images_per_second": 1 / statistics.median(values),
+            "of_bare_decode": claims.median_ratio(bare, values),
+        }
+        for (part, side), values in times.items()
+    ]
     images = [next(our_batches(our_data("ours, torch"), size, MICRO, MICRO)).images for size in SIZES]
     bytes_per_value = [each.untyped_storage().nbytes() / each.numel() for each in images]
     made = [*speed_claims(times), claims.claim("bytes_per_channel_value", bytes_per_value, "bytes", "<= 1")]

@@ -2,23 +2,15 @@
 
     python -m benchmarks.noise_scale [--quick] [--json]
 
-- `noise_scale_error`: a small model on the digits, as they are (no crops, no mixing), with its weights held where they
-  are after 0, 60 and 240 updates, which gives three sizes of noise. |G|^2 and S of the engine's meter, over updates of
-  8 micro batches of 8, are averaged over the run. Beside it the definition: the gradient of each of the 1,437 images by
-  itself, their mean and the trace of their covariance, in float64. The error is relative, the largest of the three.
-- `meter_overhead`: four updates with the meter over four without, less 1, in turns: the quickstart's model with its
-  batch of 64 in 2 micro batches, and EfficientNet-B4 G16 at 64 px in 4 micro batches of 3. One update in four is
-  measured.
-- `predicted_updates_error`: median relative error of benchmarks/evidence/predicted_updates.py. Not with --quick.
+- `noise_scale_error`: a small model on the digits, its weights held after 0, 60 and 240 updates, which gives three
+  sizes of noise. |G|^2 and S of the engine's meter are averaged over updates of 8 micro batches of 8. Beside them the
+  definition: the gradient of each of the 1,437 images, their mean and the trace of their covariance, in float64. The
+  error is relative, the largest of the three.
+- `meter_overhead`: four updates with the meter, which measures one of four, over four without, less 1, in turns, with
+  the quickstart's model and its batch of 64 in 2 micro batches.
 """
 
-import functools
-import os
-import statistics
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -29,8 +21,6 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import QUICKSTART, claims
-from benchmarks.evidence import predicted_updates
-from benchmarks.evidence.runs import train_all
 from benchmarks.ranks import Ours
 from data.batches import MicroBatch
 from data.sources import open_source
@@ -47,15 +37,7 @@ SIZES = (0, 60, 240)  # updates before the weights are held
 MEASURED = 1200  # updates with held weights
 LR = 1.0
 _EVERY = 100  # updates between two readings of the meter
-OVERHEAD: Dict[str, Tuple[str, ...]] = {
-    "quickstart": ("batch.micro=32",),
-    "B4 G16, 64 px": (
-        "model.name=efficientnet_b4", "model.width=null", "model.depth=null", "model.image_size=64", "batch.micro=3",
-        "batch.global=12",
-    ),
-}  # fmt: skip
-TURNS = {"quickstart": 40, "B4 G16, 64 px": 10}
-CLAIMED = "quickstart"
+OVERHEAD_TURNS = 40
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -126,46 +108,22 @@ def errors() -> Tuple[List[dict], List[float]]:
     return rows, [abs(row["error"]) for row in rows]
 
 
-def overheads() -> Tuple[List[dict], List[float]]:
-    """A row for each model, and what the meter adds to the claimed one's updates, turn by turn."""
-    rows: List[dict] = []
-    for name, overrides in claims.less(OVERHEAD, {CLAIMED: OVERHEAD[CLAIMED]}).items():
-        sides = {on: Ours(recipe(*overrides, f"log.noise_scale={on}")) for on in ("true", "false")}
-        times = claims.in_turn(sides, TURNS[name], lambda side, _: claims.seconds(side.updates, 4), at_most=5)
-        more = [ratio - 1 for ratio in claims.ratios(times["true"], times["false"])]
-        rows += [
-            {"side": f"{name}, {'with' if on == 'true' else 'without'} the meter", **claims.milliseconds(seconds)}
-            for on, seconds in times.items()
-        ]
-        if name == CLAIMED:
-            found = more
-    return rows, found
-
-
-def predictions() -> Tuple[List[dict], List[float]]:
-    """A row for each batch, and the relative errors of the larger ones."""
-    report = functools.partial(print, file=sys.stderr)
-    train_all(predicted_updates.wanted, len(os.sched_getaffinity(0)), report, keep=True)
-    found = predicted_updates.found()
-    rows = [
-        {"side": f"batch {row.batch}", "rate": row.rate, "updates": row.trained, "predicted": row.predicted}
-        for row in found
-    ]
-    return rows, predicted_updates.errors(found)
+def overhead() -> Tuple[List[dict], List[float]]:
+    """Rows, and what the meter adds to four updates, turn by turn."""
+    sides = {on: Ours(recipe("batch.micro=32", f"log.noise_scale={on}")) for on in ("true", "false")}
+    four = {on: lambda side=side: [side.update() for _ in range(4)] for on, side in sides.items()}
+    times = claims.in_turn(four, OVERHEAD_TURNS, lambda side, _: claims.seconds(side))
+    rows = [{"side": f"four updates, meter {on}", **claims.milliseconds(seconds)} for on, seconds in times.items()]
+    return rows, [ratio - 1 for ratio in claims.ratios(times["true"], times["false"])]
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="40 minutes, less for cached runs", quick="1 minute").json
+    as_json = claims.begin(__doc__, takes="10 minutes", quick="1 minute").json
     torch.set_num_threads(1)
     held, wrong = errors()
-    timed, more = overheads()
+    timed, more = overhead()
     found = [
         claims.claim("noise_scale_error", [max(wrong)], "relative", "<= 0.1"),
         claims.claim("meter_overhead", more, "of an update", "<= 0.01"),
     ]
-    rows = [*held, *timed]
-    if not claims.quick():
-        predicted, far = predictions()
-        rows += predicted
-        found.append(claims.claim("predicted_updates_error", [statistics.median(far)], "relative, median", "<= 0.25"))
-    claims.report("noise_scale", rows, found, as_json)
+    claims.report("noise_scale", [*held, *timed], found, as_json)

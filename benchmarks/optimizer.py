@@ -3,26 +3,19 @@
     python -m benchmarks.optimizer [--quick] [--json]
 
 On the CPU, with the shapes of EfficientNet-B4 G16 (19.3 million parameters) and random gradients. The update is the
-whole one of a training step: gradients divided by the loss scale and checked, norms, trust ratios, momentum, weight
-decay, rounding, and the module's weights renewed. It reads a float32 gradient and two float16 numbers a parameter and
-writes these two: 12 bytes, and as many are moved by the copy beside it. Compiled, and uncompiled as it runs where there
-is no C++ compiler. Rounding alone is compared with a cast to float16, both compiled. All take turns; figures are
-medians, ratios those of neighbouring turns. With ATEN_CPU_CAPABILITY=avx2 in the environment a machine with AVX-512
-shows what it would do without.
+whole one of a training step: it reads a float32 gradient and two float16 numbers a parameter and writes these two,
+12 bytes, which the copy beside it moves. Compiled, and uncompiled as where there is no C++ compiler. Rounding alone is
+compared with a cast to float16, both compiled. All take turns. With ATEN_CPU_CAPABILITY=avx2 in the environment a
+machine with AVX-512 shows what it would do without.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
-import statistics
 from typing import Callable, Dict, List, Mapping, Tuple
 
 import timm.optim
@@ -59,8 +52,8 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in parameters.values())
     updates, state = our_updates(parameters)
     sides = {**updates, **their_updates(parameters), COPY: copy_of(count * _BYTES), **roundings(count)}
-    times = claims.in_turn(sides, _TURNS, at_most=3)
-    rows = [row(name, seconds, count) for name, seconds in times.items()]
+    times = claims.in_turn(sides, _TURNS)
+    rows = [{"what": name, **claims.milliseconds(seconds)} for name, seconds in times.items()]
     claims.report("optimizer", rows, found(times, state), as_json)
 
 
@@ -151,11 +144,6 @@ def roundings(count: int) -> Sides:
 
 def _cast(source: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(source)
-
-
-def row(name: str, seconds: List[float], count: int) -> dict:
-    times = claims.milliseconds(seconds, low="lowest", high="highest")
-    return {"what": name, **times, "ns a parameter": 1e9 * statistics.median(seconds) / count}
 
 
 def found(times: Dict[str, List[float]], state: WeightState) -> List[dict]:

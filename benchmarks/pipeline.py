@@ -2,35 +2,27 @@
 
     python -m benchmarks.pipeline [--quick] [--json]
 
-EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe's schedule,
-cut where `parallel.split: auto` cuts it here. Two stages are two processes of one thread, in which all sides take
-turns; a step's time is that of the slowest rank.
+EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32, images in memory, GPipe, cut where
+`parallel.split: auto` cuts it here. Two stages are two processes of one thread, in which all sides take turns:
 - `ours`: a training step of our engine, and beside it one with `parallel.recompute`.
-- `alone`: what the ideal is taken from. Two processes at once, so that they share caches and memory as the stages do,
-  each training the whole model by our engine. The ideal is the sum of their rates times M / (M + 1), M micro batches
-  filling and draining two stages.
-- `torch`: the same blocks, cut at the same places, by torch.distributed.pipelining as its users write it, with our
-  foreach LARS. It does without what an engine owes besides: sums of losses and hits, a check for finite gradients on
-  all ranks, a mask for each micro batch in the random layers.
-`processor_ms` is the time of processors over all ranks: waiting does not count. Memory is taken in processes of their
-own: how far the resident memory rises in two steps above what it was before the first.
+- `alone`: each process trains the whole model. The ideal is the sum of their rates times M / (M + 1), as M micro
+  batches fill and drain two stages.
+- `torch`: the same blocks and cut by torch.distributed.pipelining, with our LARS, without what an engine owes besides:
+  sums of losses and hits, a check for finite gradients, a mask for each micro batch in the random layers.
+`processor_ms`: without waiting. Memory is how far resident memory rises in two steps, in processes of their own.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
 import ctypes
 import gc
-import re
+import itertools
 import statistics
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -63,7 +55,7 @@ MEMORY_REPETITIONS = {"torch": 1, "ours": 2, RECOMPUTE: 2}
 MEMORY_STEPS = 2
 CPU = torch.device("cpu")
 
-Key = Tuple[int, str]  # micro batches, side
+Turns = Dict[Tuple[int, str], List[ranks.Turn]]  # by micro batches and side
 
 
 def most() -> int:
@@ -114,23 +106,12 @@ class Torchs:
         self._optimizer.zero_grad()
 
 
-class Outcome(NamedTuple):
-    """What a rank has measured.
-
-    split, note: where the model is cut, and the engine's line about it. turns: by (micro batches, side).
-    """
-
-    split: List[str]
-    note: str
-    turns: Dict[Key, List[ranks.Turn]]
-
-
-def rank_takes_turns(rank: int) -> Outcome:
-    """All sides in turn, each as far as it is this rank's."""
+def rank_takes_turns(rank: int) -> Tuple[List[str], str, Turns]:
+    """All sides in turn, each as far as it is this rank's; where the model is cut, and the engine's line about it."""
     processes = Processes(Topology(1, STAGES, rank, rank), CPU)
     single = Processes(Topology(), CPU)
     split, note = automatic_cut(processes)
-    turns: Dict[Key, List[ranks.Turn]] = {}
+    turns: Turns = {}
     for count in claims.less(tuple(ROUNDS), (1, 8)):
         sides = {
             "torch": Torchs(recipe(STAGES, count, split), split, processes.stage_group).update,
@@ -144,7 +125,7 @@ def rank_takes_turns(rank: int) -> Outcome:
         turns.update({(count, name): values for name, values in found.items()})
         del sides
     processes.part()
-    return Outcome(split, note, turns)
+    return split, note, turns
 
 
 def automatic_cut(processes: Processes) -> Tuple[List[str], str]:
@@ -173,36 +154,33 @@ def rank_peaks(rank: int, side: str, split: Sequence[str]) -> Tuple[float, float
 
 def measure_memory(split: Sequence[str]) -> Tuple[List[dict], List[float]]:
     """Rows, and the largest stage's peak with recomputing over that without, by repetition."""
-    peaks: Dict[str, list] = {side: [] for side in MEMORY_REPETITIONS}
-    for number in claims.turns(max(MEMORY_REPETITIONS.values()), "memory, turn", at_most=1):
-        for side, repetitions in MEMORY_REPETITIONS.items():
-            if number < repetitions:
-                peaks[side].append(ranks.run(STAGES, rank_peaks, side, split))
+    repetitions = claims.less(MEMORY_REPETITIONS, dict.fromkeys(MEMORY_REPETITIONS, 1))
+    cases = [side for side, number in repetitions.items() for _ in range(number)]
+    peaks: Dict[str, list] = {side: [] for side in repetitions}
+    for side in claims.progress(cases, "memory of a side:"):
+        peaks[side].append(ranks.run(STAGES, rank_peaks, side, split))
     rows = []
-    for side, found in peaks.items():
-        for stage in range(STAGES):
-            rise, whole = (statistics.median(each[stage][kind] for each in found) for kind in range(2))
-            where = {"part": f"memory of stage {stage}", "micro_batches": most(), "side": side}
-            rows.append({**where, "peak_mb": rise, "process_mb": whole})
+    for side, stage in itertools.product(peaks, range(STAGES)):
+        rise, whole = (statistics.median(each[stage][kind] for each in peaks[side]) for kind in range(2))
+        where = {"part": f"memory of stage {stage}", "micro_batches": most(), "side": side}
+        rows.append({**where, "peak_mb": rise, "process_mb": whole})
     largest = {side: [max(rise for rise, _ in each) for each in found] for side, found in peaks.items()}
     return rows, claims.ratios(largest[RECOMPUTE], largest["ours"])
 
 
-def rates_of(outcomes: Sequence[Outcome], count: int, side: str) -> Tuple[List[float], List[float]]:
+def rates_of(turns: Sequence[Turns], count: int, side: str) -> Tuple[List[float], List[float]]:
     """Images a second by turn, and their shares of the ideal in neighbouring turns."""
     images = count * MICRO
-    by_turn = zip(*(outcome.turns[count, "alone"] for outcome in outcomes))
+    by_turn = zip(*(each[count, "alone"] for each in turns))
     alone = [sum(images / turn.seconds for turn in each) for each in by_turn]
-    seconds, _ = ranks.joined([outcome.turns[count, side] for outcome in outcomes])
+    seconds, _ = ranks.joined([each[count, side] for each in turns])
     rates = alone if side == "alone" else [images / each for each in seconds]
     return rates, claims.ratios(rates, [rate * count / (count + STAGES - 1) for rate in alone])
 
 
-def row(outcomes: Sequence[Outcome], count: int, side: str, imbalance: float) -> dict:
-    """Args: imbalance: of the cut into stages."""
-    seconds, processor = ranks.joined([outcome.turns[count, side] for outcome in outcomes])
-    rates, efficiencies = rates_of(outcomes, count, side)
-    cut = {"efficiency_of_ideal": statistics.median(efficiencies), "imbalance": imbalance} if side != "alone" else {}
+def row(turns: Sequence[Turns], count: int, side: str) -> dict:
+    seconds, processor = ranks.joined([each[count, side] for each in turns])
+    rates, efficiencies = rates_of(turns, count, side)
     return {
         "part": "step",
         "micro_batches": count,
@@ -210,21 +188,19 @@ def row(outcomes: Sequence[Outcome], count: int, side: str, imbalance: float) ->
         **claims.milliseconds(seconds, "_per_step"),
         "processor_ms": 1000 * statistics.median(processor),
         "images_per_second": statistics.median(rates),
-        **cut,
+        "efficiency_of_ideal": statistics.median(efficiencies) if side != "alone" else None,
     }
 
 
 def main() -> None:
     as_json = claims.begin(__doc__, takes="15 minutes", quick="3 minutes").json
     torch.set_num_threads(1)  # as in the ranks: the report says so
-    outcomes = ranks.run(STAGES, rank_takes_turns)
-    note = outcomes[0].note
-    imbalance = float(re.search(r"([\d.]+) % from even", note)[1]) / 100
-    rows = [row(outcomes, *key, imbalance) for key in outcomes[0].turns]
-    ours, theirs = (ranks.joined([each.turns[most(), side] for each in outcomes])[0] for side in ("ours", "torch"))
-    memory_rows, over_plain = measure_memory(outcomes[0].split)
-    print(note)
-    efficiencies = rates_of(outcomes, most(), "ours")[1]
+    splits, notes, turns = zip(*ranks.run(STAGES, rank_takes_turns))
+    rows = [row(turns, *key) for key in turns[0]]
+    ours, theirs = (ranks.joined([each[most(), side] for each in turns])[0] for side in ("ours", "torch"))
+    memory_rows, over_plain = measure_memory(splits[0])
+    print(notes[0])
+    efficiencies = rates_of(turns, most(), "ours")[1]
     made = [
         claims.claim(f"efficiency_of_ideal_k2_m{most()}", efficiencies, "of the ideal", ">= 0.93"),
         claims.claim("time_over_torch_pipelining", claims.ratios(ours, theirs), "times", "<= 1.0"),

@@ -3,11 +3,7 @@
 Calibrated on the smallest machine of each published series (one rate), on nothing else of it. No time is measured here.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

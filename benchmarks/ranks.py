@@ -34,11 +34,8 @@ class Turn(NamedTuple):
 def run(size: int, function: Callable, *args: Any) -> List[Any]:
     """Call function(rank, *args) in `size` fresh processes of one torch thread each; return the results by rank.
 
-    MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE are set as `parallel/processes.py` reads them. The function and what
-    it takes and returns travel by pickle.
-
-    Raises:
-        RuntimeError: a rank failed or died; the others are killed before.
+    Their environment is as `parallel/processes.py` reads it. The function and what it takes and returns are pickled.
+    Raises RuntimeError if a rank failed or died; the others are killed before.
     """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -187,7 +184,3 @@ class Ours:
         """One step: all micro batches forward and backward, exchange, update."""
         self.engine.train_step(iter(self._images), self._step, lr=0.1)
         self._step += 1
-
-    def updates(self, count: int) -> None:
-        for _ in range(count):
-            self.update()

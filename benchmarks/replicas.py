@@ -2,20 +2,16 @@
 
     python -m benchmarks.replicas [--quick] [--json]
 
-EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, micro batches of 16 that lie in memory,
-1 and 4 of them to a step, float32. All sides take turns in the same processes; a step's time is that of the slower one.
+EfficientNet-B0 G16 at 64 px, two replicas in two processes of one thread, 1 and 4 micro batches of 16 that lie in
+memory, float32. All sides take turns in the same processes; a step's time is that of the slower one.
 - `ddp`: torch's DistributedDataParallel around the same module, all backward passes but the last under no_sync, and our
   LARS. `ddp, views` has gradient_as_bucket_view=True, which saves a copy.
-- `dense`: a training step of our engine, gradients summed by all-reduce, which overlaps the last backward pass.
-  `half`: float16 travels. `dense, tree`: a sum of one order for every number of replicas. `none`: no gradients travel.
-The claim is about the faster of both forms of DDP, and the number of micro batches where we do worse.
+- `dense`: a step of our engine, whose all-reduce overlaps the last backward pass. `half`: float16 travels. `dense,
+  tree`: a sum of one order for every number of replicas. `none`: no gradients travel.
+The claim is about the faster form of DDP, and the number of micro batches where we do worse.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

@@ -2,21 +2,16 @@
 
     python -m benchmarks.selection [--quick] [--json]
 
-19,328,168 float32 values, as many as EfficientNet-B4 G16 has parameters, on one core; of these a share `density`, the
-largest in magnitude. The data are normal, or like a gradient: heavy tails, an eighth exact zeros, and 40 layers whose
-scales differ by up to 1000. The sides are called in turn, on the same values:
+The share `density` of 19,328,168 float32 values (EfficientNet-B4 G16) that is largest in magnitude, on one core. The
+data are normal, or like a gradient: heavy tails, an eighth zeros, 40 layers whose scales differ by up to 1000.
 - `torch.topk` and `numpy.argpartition` of the magnitudes give any of several equal values, in any order.
 - `largest`: ours, with indices in ascending order and equal values settled; compared with a stable sort.
 - `one pass`: the sum of all values: the limit.
-At the end, a whole update by LARS on one core, with what a sparse exchange does on a replica but for its messages:
+Then a whole update by LARS with what a sparse exchange does on a replica but for its messages:
 `compress_update_over_gradient` is what selecting from updates adds to it, over what selecting from gradients adds.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

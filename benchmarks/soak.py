@@ -3,28 +3,25 @@
     python -m benchmarks.soak [--quick] [--json]
 
 One process with a worker that loads its images, and two replicas, each a real run on the digits; while they train,
-memory, open files and threads of all their processes are read from /proc. Memory is anonymous or shared pages; pages
-that a worker has inherited count for both processes, because each becomes two once either writes to it. Distinct pages
-are shown beside it. glibc's allocator gives back what is free. Claims are slopes: least squares over the updates,
-without the first tenth (with --quick the first half), in which caches fill.
+memory (anonymous or shared pages; inherited ones count for each process, because they become two once either writes),
+open files and threads of all their processes are read from /proc. glibc's allocator gives back what is free. Claims are
+slopes: least squares over the updates, without the first tenth (with --quick the first half), in which caches fill.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
 
 import contextlib
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from benchmarks import QUIET, ROOT, claims
 from benchmarks.processes import kilobytes, tree
@@ -38,24 +35,21 @@ RECIPE = (
     "batch.global=14", "batch.micro=7", "batch.evaluation=360", "schedule.warmup_steps=100",
     f"log.every_steps={_LOGGED}", "average.step_decay=0.99",
 )  # fmt: skip
-RUNS: Dict[str, Sequence[str]] = {
-    "one process, one worker": ("data.workers=1",),
-    "two replicas": ("--replicas", "2", "exchange.method=dense"),
+RUNS: Dict[str, Tuple[Sequence[str], Sequence[str]]] = {  # name -> flags of the launcher, overrides
+    "one process, one worker": ((), ("data.workers=1",)),
+    "two replicas": (("--replicas", "2"), ("exchange.method=dense",)),
 }
 # Of glibc: as it is by default, a heap steps up by megabytes at times, and down again, as pieces happen to lie.
 _GIVING_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+GOALS = {"memory_kb": "<= 256", "files": "<= 0.05", "threads": "<= 0.05"}  # growth in 1,000 updates
 _SAMPLE_SECONDS = 1.0
 
 
 class Sample(NamedTuple):
-    """Resources of all processes of a run at one moment.
-
-    memory_kb: inherited pages once for each process. distinct_kb: each once.
-    """
+    """Resources of all processes of a run at one moment; pages that a process has inherited count for each."""
 
     step: int
     memory_kb: float
-    distinct_kb: float
     files: float
     threads: float
 
@@ -69,10 +63,8 @@ def warm_up() -> float:
     return steps() * claims.less(0.1, 0.5)
 
 
-def measure(options: Sequence[str], folder: Path) -> List[Sample]:
+def measure(flags: Sequence[str], overrides: Sequence[str], folder: Path) -> List[Sample]:
     """Trains a run and looks at it every second. Raises CalledProcessError where it fails."""
-    flags = [option for option in options if "=" not in option]
-    overrides = [option for option in options if "=" in option]
     command = [
         *(sys.executable, "-m", "tools.launch", *flags, "--config", "configs/quickstart.yaml"),
         *(*RECIPE, *overrides, *QUIET, f"run.steps={steps()}", f"run.output={folder}"),
@@ -93,15 +85,14 @@ def measure(options: Sequence[str], folder: Path) -> List[Sample]:
 
 def sample(root: int, step: int) -> Sample:
     """Resources of a process and all below it."""
-    memory = distinct = files = threads = 0
+    memory = files = threads = 0
     for process in tree(root):
         with contextlib.suppress(OSError):
             place, used = Path(f"/proc/{process}"), kilobytes(process, "smaps_rollup")
             memory += used["Anonymous"] + used["Pss_Shmem"]
-            distinct += used["Pss_Anon"] + used["Pss_Shmem"]
             files += len(list((place / "fd").iterdir()))
             threads += len(list((place / "task").iterdir()))
-    return Sample(step, memory, distinct, files, threads)
+    return Sample(step, memory, files, threads)
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
@@ -113,24 +104,13 @@ def slope(samples: Sequence[Sample], name: str) -> float:
 def main() -> None:
     as_json = claims.begin(__doc__, takes="10 minutes", quick="2 minutes").json
     rows, made = [], []
-    for name, options in claims.progress(list(RUNS.items()), "run"):
+    for name, (flags, overrides) in claims.progress(list(RUNS.items()), "run"):
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            samples = measure(options, Path(folder) / "run")
-        grown = {key: slope(samples, key) for key in ("memory_kb", "distinct_kb", "files", "threads")}
-        rows.append(
-            {
-                "run": name,
-                "updates": steps(),
-                "samples": len(samples),
-                "memory_mb": round(samples[-1].memory_kb / 1024, 1),
-                "files": samples[-1].files,
-                "threads": samples[-1].threads,
-                **{f"{key}_per_1000": round(value, 3) for key, value in grown.items()},
-            }
-        )
+            samples = measure(flags, overrides, Path(folder) / "run")
         word = name.replace(", ", "_").replace(" ", "_")
-        units = {"memory_kb": ("kB per 1,000 updates", "<= 256")}
-        for key in ("memory_kb", "files", "threads"):
-            unit, goal = units.get(key, ("per 1,000 updates", "<= 0.05"))
-            made.append(claims.claim(f"{key.partition('_')[0]}_{word}", [grown[key]], unit, goal))
+        row = {"run": name, "updates": steps(), "samples": len(samples), **samples[-1]._asdict()}
+        for key, goal in GOALS.items():
+            grown = row[f"{key}_per_1000"] = slope(samples, key)
+            made.append(claims.claim(f"{key.partition('_')[0]}_{word}", [grown], "per 1,000 updates", goal))
+        rows.append(row)
     claims.report("soak", rows, made, as_json)

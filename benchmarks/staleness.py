@@ -1,10 +1,6 @@
 """Cost of gradients that are applied some steps late: an experiment of benchmarks/evidence."""
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)

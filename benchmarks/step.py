@@ -3,22 +3,15 @@
     python -m benchmarks.step [--quick] [--json]
 
 The same EfficientNet G16 with LARS, the same batch, float32 arithmetic and weights on both sides, in turn:
-- `step`: EfficientNet-B0 at 64 px, images that lie in memory. timm's loop gets normalised float32 images, ours gets
-  uint8 and normalises them. Beside them our step with float16 weights rounded stochastically, which timm has not.
-- `files`: JPEG files (benchmarks/photographs.py), decoded, cropped and flipped by each side's own workers. Each side
-  has the threads and workers with which it is fastest here, found first. The claim is about the quickstart's model at
-  32 px, where two cores spend most of their time on files, as those beside a GPU do; EfficientNet-B0 at 64 px is shown,
-  too.
+- `step`: EfficientNet-B0 at 64 px, images in memory. timm's loop gets normalised float32 images, ours uint8. Beside
+  them our step with float16 weights rounded stochastically, which timm has not.
+- `files`: JPEG files (benchmarks/photographs.py) by each side's own workers, with the threads and workers with which
+  it is fastest here. The claim is about the quickstart's model at 32 px, where two cores spend most of their time on
+  files, as those beside a GPU do.
 timm's side is the loop of its train.py (accumulation, meters) around timm's model, timm's Lars and timm's loader.
 """
 
-from __future__ import annotations
-
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
     run(__file__)
@@ -27,7 +20,7 @@ import functools
 import itertools
 import statistics
 import time
-from typing import Iterator, List, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Tuple
 
 import timm
 import torch
@@ -37,10 +30,7 @@ from benchmarks.loader import our_batches, timm_batches
 from benchmarks.photographs import CLASSES, FOLDER, photographs
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
-from data.batches import MicroBatch
-from engines import factory
 from recipe import loading
-from recipe.batch import divide
 from recipe.config import Recipe
 
 MICRO, ACCUMULATION = 32, 2
@@ -65,32 +55,30 @@ def recipe(*overrides: str) -> Recipe:
     return loading.load(ROOT / "configs" / "gpu.yaml", [*fixed, *overrides])
 
 
-class Ours:
-    """Our engine."""
+class Side(NamedTuple):
+    """A loop and a loader. update: of the next micro batches. batches: of a number of workers."""
 
-    def __init__(self, plan: Recipe):
-        self._plan, self._engine = plan, factory.create(plan, divide(plan, 1))
-        self._steps = itertools.count()
-
-    def update(self, micro_batches: Iterator[MicroBatch]) -> None:
-        self._engine.train_step(micro_batches, next(self._steps), lr=0.1)
-
-    def batches(self, workers: int) -> Iterator[MicroBatch]:
-        data = self._plan.data.model_copy(update={"workers": workers})
-        return our_batches(data, self._plan.model.image_size, MICRO, self._plan.batch.global_)
+    update: Callable[[Iterator], object]
+    batches: Callable[[int], Iterator]
 
 
-class Timms:
+def ours(plan: Recipe) -> Side:
+    """Our engine and loader."""
+    engine, steps, size = ranks.Ours(plan).engine, itertools.count(), plan.model.image_size
+
+    def batches(workers: int) -> Iterator:
+        return our_batches(plan.data.model_copy(update={"workers": workers}), size, MICRO, plan.batch.global_)
+
+    return Side(lambda images: engine.train_step(images, next(steps), lr=0.1), batches)
+
+
+def timms(plan: Recipe) -> Side:
     """timm's loop and loader."""
-
-    def __init__(self, plan: Recipe):
-        self._plan, self._loop = plan, Loop(plan.model, lr=0.1)
-
-    def update(self, micro_batches: Iterator[Tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._loop.update(list(itertools.islice(micro_batches, ACCUMULATION)))
-
-    def batches(self, workers: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        return timm_batches(self._plan.model.image_size, MICRO, workers)
+    loop = Loop(plan.model, lr=0.1)
+    return Side(
+        lambda images: loop.update(list(itertools.islice(images, ACCUMULATION))),
+        functools.partial(timm_batches, plan.model.image_size, MICRO),
+    )
 
 
 def measure_steps() -> Tuple[List[dict], List[float]]:
@@ -99,11 +87,11 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
     torch.set_num_threads(threads)
     model = claims.less(B0, SMALL)
     plan = recipe(*model)
-    timms, (images, labels) = Timms(plan), images_and_labels(plan, MICRO)
+    update, (images, labels) = timms(plan).update, images_and_labels(plan, MICRO)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
     theirs = itertools.repeat(((images / 255 - mean) / std, labels))
     sides = {
-        "timm": lambda: timms.update(theirs),
+        "timm": lambda: update(theirs),
         "ours": ranks.Ours(plan).update,
         "ours, float16 weights": ranks.Ours(recipe(*model, "precision.weights=float16")).update,
     }
@@ -115,7 +103,7 @@ def measure_steps() -> Tuple[List[dict], List[float]]:
 def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[float]]:
     """Rows, and timm's time over ours round by round, each with its fastest setting."""
     plan = recipe(*model)
-    sides = {"timm": Timms(plan), "ours": Ours(plan)}
+    sides = {"timm": timms(plan), "ours": ours(plan)}
     fastest, settings = {}, claims.less(SETTINGS, SETTINGS[1:2])
     for name, side in sides.items():
         trials = {}
@@ -128,7 +116,7 @@ def measure_files(part: str, model: Tuple[str, ...]) -> Tuple[List[dict], List[f
     return rows, claims.ratios(times["timm"], times["ours"])
 
 
-def seconds_with_files(side: Ours | Timms, setting: Tuple[int, int]) -> float:
+def seconds_with_files(side: Side, setting: Tuple[int, int]) -> float:
     """Seconds per update from files, once the workers have started and what they loaded ahead is used up."""
     threads, workers = setting
     torch.set_num_threads(threads)

@@ -9,17 +9,15 @@ keeps what pages need of them. Without both, everything is trained anew, and com
 before these are replaced.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)
 
 import functools
+import os
 import signal
+import sys
 from typing import Callable, Dict
 
 from benchmarks import claims
@@ -39,19 +37,8 @@ from benchmarks.evidence.staleness import Staleness
 from recipe.errors import FAILED, STOPPED
 from training.command import fail
 
-_ALL = (
-    Ladder,
-    Ladder2,
-    Ablations,
-    HalfWeights,
-    Norms,
-    MicroBatches,
-    Resolution,
-    LarsForms,
-    ExchangeLearning,
-    Staleness,
-)
-EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in (*_ALL, ExchangeLearning, Staleness)}
+_ALL = Ladder, Ladder2, Ablations, HalfWeights, Norms, MicroBatches, Resolution, LarsForms, ExchangeLearning, Staleness
+EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in _ALL}
 
 
 def main() -> int:
@@ -86,10 +73,10 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     """Train what is missing, write the page (not with --quick), print the rows; return the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     quick = experiment.quick() if claims.quick() else []
-    wanted = [run for series in quick for run in series.runs]
     try:
-        at_once, report = len(os.sched_getaffinity(0)), functools.partial(print, file=sys.stderr, flush=True)
-        train_all((lambda: wanted) if quick else experiment.wanted, at_once, report, keep=not quick)
+        report = functools.partial(print, file=sys.stderr, flush=True)
+        short = [run for series in quick for run in series.runs]
+        train_all(lambda: short or experiment.wanted(), len(os.sched_getaffinity(0)), report, kept=not quick)
     except Lost as error:
         return fail(error, FAILED)
     except KeyboardInterrupt:
@@ -100,11 +87,8 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
         return 0
     rows = experiment.rows()
     differing = page.differences(experiment, rows)
+    print(f"{len(differing)} of {len(rows)} rows differ from the earlier figures", *differing, sep="\n  ")
     page.write(experiment, rows)
-    if differing is not None:
-        print(f"{len(rows) - len(differing)} of {len(rows)} rows agree with the earlier figures within the spread")
-        for each in differing:
-            print(f"  {each}")
     print(f"verdict: {experiment.verdict(rows)}")
     print(f"written: docs/results/{experiment.name}.md, .csv, .png")
     claims.report(experiment.name, rows, experiment.claims(), as_json)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Dict, Iterable, List, Sequence, Tuple
 
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series, changed, points
+from benchmarks.evidence.experiment import Experiment, Series, changed
 from benchmarks.evidence.ladder import BATCHES, LARS, Ladder
 from benchmarks.evidence.runs import Run
 
@@ -53,8 +53,5 @@ class Ablations(Experiment):
         names = [f"{row['part']} {row['setting'] or ''}" for row in rows]
         page.bars(names, sides, path, "validation top-1 (%), mean over seeds")
 
-    def verdict(self, rows: Sequence[dict]) -> str:
-        compared = [
-            f"{row['part']} {row['setting']} {points(row, rows[0])}" for row in rows[1:] if row["part"] != "average"
-        ]
-        return f"In points against {rows[0]['top1_mean']:.1f} %: {', '.join(compared)}."
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
+        return {f"{row['part']} {row['setting']}": (row, rows[0]) for row in rows[1:] if row["part"] != "average"}

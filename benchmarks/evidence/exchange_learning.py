@@ -122,7 +122,9 @@ class ExchangeLearning(Experiment):
         return claims.claims_table(self.claims(), "{:.2f}")
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        page.draw_curves(self.series(), path)
+        names = [f"{name} {size}" for name, size in METHODS]
+        lost = {setting: [row["lost_mean"] for row in rows if row["setting"] == setting] for setting in SETTINGS}
+        page.bars(names, lost, path, "points of top-1 lost against dense")
 
     def verdict(self, rows: Sequence[dict]) -> str:
         kept = [

@@ -15,7 +15,6 @@ CLEAR = 3.0  # standard errors; between three seeds and three, chance exceeds th
 _LEARNED = 0.05  # of the loss, below that of guessing: less is chance
 _SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")  # with --quick
 _AVERAGES = ("epoch_average", "step_average")
-_FACTOR = 2.0  # between two peak rates that are tried
 _FARTHEST = 6  # exponents from the first guess that a search goes
 
 
@@ -74,9 +73,14 @@ class Experiment(abc.ABC):
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         """Write the figure; all runs are finished."""
 
-    @abc.abstractmethod
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
+        """The rows whose top-1 the verdict compares, by what is compared."""
+        return {}
+
     def verdict(self, rows: Sequence[dict]) -> str:
         """The answer in a sentence, computed from the rows."""
+        compared = (f"{name} {points(*pair)}" for name, pair in self.pairs(rows).items())
+        return f"Points of top-1: {', '.join(compared)}."
 
     def trials(self) -> Iterable[Run]:
         """Runs whose outcome decides which series there are; all that are known by now."""
@@ -108,8 +112,10 @@ class Experiment(abc.ABC):
     def table(self, rows: Sequence[dict]) -> str:
         """Markdown: labels, mean ± standard deviation over the seeds of the columns, how many runs diverged."""
         measured = [each for each in self.columns if any(row.get(f"{each[0]}_mean") is not None for row in rows)]
-        names = ("top1", "loss", "train_loss", "behind")
-        hidden = {f"{key}_{kind}" for key in names for kind in ("mean", "sd")} | {"seeds", "diverged"}
+        hidden = {f"{key}_{kind}" for key, _, _ in Experiment.columns for kind in ("mean", "sd")} | {
+            "seeds",
+            "diverged",
+        }
         labels = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
         diverged = any(row.get("diverged") for row in rows)
         head = [*(label.replace("_", " ") for label in labels), *(heading for _, heading, _ in measured)]
@@ -123,15 +129,12 @@ class Experiment(abc.ABC):
 
 def cell(value: object) -> str:
     """A label or a value of a table, with the digits that it needs."""
-    if value is None:
-        return ""
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value or "")
 
 
 def plus_minus(mean: Optional[float], deviation: Optional[float], digits: int) -> str:
     """`mean ± deviation`; empty without a mean."""
-    values = [f"{value:.{digits}f}" for value in (mean, deviation) if value is not None]
-    return " ± ".join(values) if mean is not None else ""
+    return " ± ".join(f"{value:.{digits}f}" for value in (mean, deviation) if value is not None)
 
 
 def row(series: Series) -> dict:
@@ -178,60 +181,67 @@ def points(one: dict, other: dict) -> str:
     return f"{one['top1_mean'] - other['top1_mean']:+.1f} ({'clear' if clear else 'within the spread'})"
 
 
-class Climb:
-    """A search for the peak rate with the lowest validation loss, one run each, until both neighbours are worse.
+class Search(abc.ABC):
+    """A search for the peak rate with the lowest validation loss; which rates are tried depends on those before."""
+
+    def __init__(self, overrides: Sequence[str], seeds: Sequence[int]):
+        """Args: overrides: of all runs, without the peak rate."""
+        self._overrides, self._seeds = tuple(overrides), seeds
+
+    @abc.abstractmethod
+    def rates(self) -> List[float]:
+        """The peak rates that are known to be needed by now."""
+
+    def tried(self, rate: float) -> List[Run]:
+        return [Run((*self._overrides, f"schedule.peak={rate:g}"), seed) for seed in self._seeds]
+
+    def runs(self) -> List[Run]:
+        return [run for rate in self.rates() for run in self.tried(rate)]
+
+    def loss(self, rate: float) -> Optional[float]:
+        """Mean validation loss over the seeds, infinite if a run diverged; None until all are done."""
+        found = [outcome(run) for run in self.tried(rate)]
+        return None if None in found else statistics.mean(each.loss for each in found)
+
+    def losses(self) -> Dict[float, float]:
+        """Peak rate -> loss, of those that are done; in the order of the rates."""
+        found = {rate: self.loss(rate) for rate in sorted(self.rates())}
+        return {rate: loss for rate, loss in found.items() if loss is not None}
+
+    def best(self) -> Optional[float]:
+        """The rate with the lowest loss, None as long as runs are missing."""
+        losses = self.losses()
+        return min(losses, key=losses.__getitem__) if len(losses) == len(self.rates()) else None
+
+
+class Climb(Search):
+    """By factors of two from a first guess, with one seed, until both neighbours of the best are worse.
 
     Runs that diverge, or are no better than guessing, tell nothing: as long as all do, it looks farther on both sides.
     """
 
     def __init__(self, start: float, overrides: Sequence[str], guessing: float):
         """Args: start: the peak rate that is tried first. guessing: the loss of guesses."""
-        self._start, self._overrides, self._guessing = start, tuple(overrides), guessing
+        super().__init__(overrides, SEEDS[:1])
+        self._start, self._guessing = start, guessing
 
-    def runs(self) -> List[Run]:
-        """Those known to be needed by now, those that are done included."""
-        return [self._run(exponent) for exponent in self._tried()[0]]
+    def rates(self) -> List[float]:
+        tried, next_ones = {}, [0]  # exponents of the factor
+        while next_ones:
+            tried.update({each: self.loss(self._rate(each)) for each in next_ones})
+            if None in tried.values():
+                break
+            best = min(tried, key=tried.__getitem__)
+            learned = tried[best] < self._guessing - _LEARNED
+            farther = [best - 1, best + 1] if learned else [min(tried) - 1, max(tried) + 1]
+            next_ones = [each for each in farther if each not in tried and abs(each) <= _FARTHEST]
+        return [self._rate(each) for each in tried]
 
-    def best(self) -> Optional[float]:
-        """The value found, None as long as runs are missing."""
-        return self._tried()[1]
-
-    def losses(self) -> Dict[float, float]:
-        """Peak rate -> validation loss, of the runs that are done; in the order of the rates."""
-        found = {self._value(each): outcome(self._run(each)) for each in sorted(self._tried()[0])}
-        return {value: each.loss for value, each in found.items() if each is not None}
-
-    def _value(self, exponent: int) -> float:
-        return float(f"{self._start * _FACTOR**exponent:.4g}")
-
-    def _run(self, exponent: int) -> Run:
-        return Run((*self._overrides, f"schedule.peak={self._value(exponent):g}"), SEEDS[0])
-
-    def _loss(self, exponent: int) -> Optional[float]:
-        """Infinite where nothing was learned."""
-        found = outcome(self._run(exponent))
-        if found is None:
-            return None
-        return found.loss if found.loss < self._guessing - _LEARNED else float("inf")
-
-    def _tried(self) -> Tuple[List[int], Optional[float]]:
-        """Exponents, and the best value once it is known."""
-        tried = [0]
-        while True:
-            losses = {each: self._loss(each) for each in tried}
-            if None in losses.values():
-                return tried, None
-            best = min(tried, key=lambda each: losses[each])
-            if losses[best] == float("inf") and max(tried) < _FARTHEST:
-                tried += [min(tried) - 1, max(tried) + 1]
-                continue
-            around = [each for each in (best - 1, best + 1) if each not in tried and abs(each) <= _FARTHEST]
-            if not around:
-                return tried, self._value(best)
-            tried += around
+    def _rate(self, exponent: int) -> float:
+        return float(f"{self._start * 2.0**exponent:.4g}")
 
 
-def search_table(searches: Mapping[Tuple[str, int], object]) -> str:
+def search_table(searches: Mapping[Tuple[str, int], Search]) -> str:
     """Markdown: each search's peak rates and losses, the best one bold. Args: searches: by optimizer and batch."""
     lines = []
     for (optimizer, batch), search in searches.items():

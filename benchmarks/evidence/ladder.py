@@ -3,10 +3,10 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import CLEAR, Climb, Experiment, Series, search_table, standard_errors
+from benchmarks.evidence.experiment import Climb, Experiment, Series, search_table
 from benchmarks.evidence.runs import Run, curve
 from recipe.batch import steps_per_epoch
 
@@ -19,17 +19,11 @@ TARGET = 50.0  # percent of the validation images, of which it is told after how
 _EVALUATED = ("evaluation.every_epochs=0.5",)
 
 
-class Rule(NamedTuple):
-    """An optimizer of the ladder: its overrides, and the peak rates that the search begins with, by batch."""
-
-    overrides: Tuple[str, ...]
-    guesses: Mapping[int, float]
-
-
-RULES: Dict[str, Rule] = {
-    RMSPROP: Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), {SMALLEST: 0.016, LARGEST: 0.008}),
-    SGD: Rule(("optimizer.name=sgd", "optimizer.weight_decay=2.5e-6"), {SMALLEST: 0.1, LARGEST: 0.1}),
-    LARS: Rule(("optimizer.trust=gradient", "optimizer.momentum=0.885"), {SMALLEST: 4.0, LARGEST: 8.0}),
+# Optimizer -> its overrides, and the peak rates that the search begins with, by batch.
+RULES: Dict[str, Tuple[Tuple[str, ...], Mapping[int, float]]] = {
+    RMSPROP: (("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), {SMALLEST: 0.016, LARGEST: 0.008}),
+    SGD: (("optimizer.name=sgd", "optimizer.weight_decay=2.5e-6"), {SMALLEST: 0.1, LARGEST: 0.1}),
+    LARS: (("optimizer.trust=gradient", "optimizer.momentum=0.885"), {SMALLEST: 4.0, LARGEST: 8.0}),
 }
 _MOMENTUM_FORM = ("optimizer.trust=momentum", "optimizer.momentum=0.885", f"optimizer.trust_coefficient={0.001 * K:g}")
 
@@ -44,8 +38,8 @@ class Ladder(Experiment):
         """The searches for peak rates, by optimizer and batch: at the two ends, with the first seed."""
         return {
             (name, batch): Climb(guess, overrides(name, batch), math.log(CLASSES))
-            for name, rule in RULES.items()
-            for batch, guess in rule.guesses.items()
+            for name, (_, guesses) in RULES.items()
+            for batch, guess in guesses.items()
         }
 
     def trials(self) -> Iterable[Run]:
@@ -97,33 +91,19 @@ class Ladder(Experiment):
         head = "The search: validation loss of the first seed at each peak rate that was tried."
         return f"{head}\n\n{search_table(self.climbs())}"
 
-    def verdict(self, rows: Sequence[dict]) -> str:
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
         at = {(row["optimizer"], row["batch"]): row for row in rows}
-        behind = {name: self._falls(at, name) for name in (LINEAR, RMSPROP)}
-        loses = standard_errors(at[LARS, SMALLEST], at[LARS, LARGEST]) > CLEAR
-        word = "Reproduced in part" if loses else "Reproduced"
-        if not any(behind.values()):
-            word = "Did not reproduce"
-        first = ", ".join(f"{name} {batch or 'none'}" for name, batch in behind.items())
-        lost = ", ".join(
-            f"{name} {at[name, SMALLEST]['top1_mean'] - at[name, LARGEST]['top1_mean']:.1f}"
-            for name in (LINEAR, *RULES, LARS_MOMENTUM)
-        )
-        return f"{word}: LARS is clearly ahead from batch: {first}; points lost from {SMALLEST} to {LARGEST}: {lost}."
-
-    @staticmethod
-    def _falls(at: Dict[Tuple[str, int], dict], optimizer: str) -> Optional[int]:
-        """The batch from which on LARS is better than an optimizer by more than chance explains."""
-        behind = [standard_errors(at[LARS, batch], at[optimizer, batch]) > CLEAR for batch in BATCHES]
-        while behind and not all(behind):
-            behind = behind[1:]
-        return BATCHES[-len(behind)] if behind else None
+        every = (LINEAR, *RULES, LARS_MOMENTUM)
+        return {
+            **{f"{name} at {LARGEST} against {SMALLEST}": (at[name, LARGEST], at[name, SMALLEST]) for name in every},
+            **{f"{LARS} against {name} at {LARGEST}": (at[LARS, LARGEST], at[name, LARGEST]) for name in every[:3]},
+        }
 
 
 def overrides(optimizer: str, batch: int) -> Tuple[str, ...]:
     """Those without the peak rate. RMSprop's average spans as many images at every batch, as published."""
     rule = RMSPROP if optimizer == LINEAR else optimizer
-    own = _MOMENTUM_FORM if rule == LARS_MOMENTUM else RULES[rule].overrides
+    own = _MOMENTUM_FORM if rule == LARS_MOMENTUM else RULES[rule][0]
     span = (f"optimizer.alpha={1 - batch / 2**14:g}",) if rule == RMSPROP else ()
     return (*_EVALUATED, *own, *span, f"batch.global={batch}")
 

@@ -4,14 +4,13 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Series, search_table
-from benchmarks.evidence.predicted_updates import until_target
-from benchmarks.evidence.runs import Run, outcome, updates_to
-from recipe.batch import lengths
+from benchmarks.evidence.experiment import Experiment, Search, Series, changed, search_table
+from benchmarks.evidence.runs import Run, curve, events_of, outcome
+from recipe.batch import lengths, steps_per_epoch
 from recipe.course import Course
 from tools.planning import batches
 
@@ -31,71 +30,41 @@ _BASE = (
     f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5",
     f"model.classes={CLASSES}", "log.noise_scale=false", "log.every_steps=20",
 )  # fmt: skip
-
-
-class Rule(NamedTuple):
-    """An optimizer: its overrides, and the peak rate around which those of every batch are tried."""
-
-    overrides: Tuple[str, ...]
-    guess: float
-
-
-RULES: Dict[str, Rule] = {
-    LARS: Rule(("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),
-    LARS_MOMENTUM: Rule(("optimizer.trust=momentum", "optimizer.momentum=0.885"), 4.0),
-    "LAMB": Rule(("optimizer.name=lamb", "optimizer.weight_decay=0.01"), 0.01),
-    NESTEROV: Rule(("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), 0.1),
-    "RMSprop": Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), 0.008),
-    "AdamW": Rule(("optimizer.name=adamw", "optimizer.weight_decay=0.05"), 0.004),
+# Optimizer -> its overrides, and the peak rate around which those of every batch are tried.
+RULES: Dict[str, Tuple[Tuple[str, ...], float]] = {
+    LARS: (("optimizer.trust=gradient", "optimizer.momentum=0.885"), 4.0),
+    LARS_MOMENTUM: (("optimizer.trust=momentum", "optimizer.momentum=0.885"), 4.0),
+    "LAMB": (("optimizer.name=lamb", "optimizer.weight_decay=0.01"), 0.01),
+    NESTEROV: (("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), 0.1),
+    "RMSprop": (("optimizer.name=rmsprop", "optimizer.weight_decay=2.5e-6"), 0.008),
+    "AdamW": (("optimizer.name=adamw", "optimizer.weight_decay=0.05"), 0.004),
 }
 
 
-class Trials:
+class Trials(Search):
     """Four peak rates for an optimizer at a batch: a third of the guess, the guess, three times it; then one beside the
     best of these, by the root of three towards its better neighbour, or by three beyond the end if it is the last.
 
-    A rate is judged by the mean validation loss of two seeds; a run that diverges counts as guessing.
+    A rate is judged by two seeds; a run that diverges counts as guessing.
     """
 
     def __init__(self, optimizer: str, batch: int):
-        self._rule, self._batch = RULES[optimizer], batch
-
-    def runs(self) -> List[Run]:
-        """Those known to be needed by now."""
-        return [run for rate in self.rates() for run in self._runs(rate)]
+        self.batch, (own, self._guess) = batch, RULES[optimizer]
+        short = (f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}", f"run.epochs={TRIAL_EPOCHS}")
+        super().__init__(changed(_BASE, (*own, *_batch(batch), *short)), TRIAL_SEEDS)
 
     def rates(self) -> List[float]:
-        """As far as they are known by now."""
-        first = [_rounded(self._rule.guess * factor) for factor in (1 / 3, 1, 3)]
+        first = [_rounded(self._guess * factor) for factor in (1 / 3, 1, 3)]
         losses = [self.loss(rate) for rate in first]
         if None in losses:
             return first
         best = min(range(3), key=losses.__getitem__)
-        if best == 1:
-            factor = 3**-0.5 if losses[0] < losses[2] else 3**0.5
-        else:
-            factor = 1 / 3 if best == 0 else 3
-        return [*first, _rounded(first[best] * factor)]
+        inside = 3**-0.5 if losses[0] < losses[2] else 3**0.5
+        return [*first, _rounded(first[best] * (1 / 3, inside, 3)[best])]
 
     def loss(self, rate: float) -> Optional[float]:
-        """None until both runs are done."""
-        found = [outcome(run) for run in self._runs(rate)]
+        found = [outcome(run) for run in self.tried(rate)]
         return None if None in found else statistics.mean(min(each.loss, math.log(CLASSES)) for each in found)
-
-    def losses(self) -> Dict[float, Optional[float]]:
-        return {rate: self.loss(rate) for rate in sorted(self.rates())}
-
-    def best(self) -> Optional[float]:
-        """The rate with the lowest loss, once all four are tried."""
-        losses = self.losses()
-        done = len(losses) == 4 and None not in losses.values()
-        return min(losses, key=losses.__getitem__) if done else None
-
-    def _runs(self, rate: float) -> List[Run]:
-        made = (*_BASE, *self._rule.overrides, *_batch(self._batch), f"schedule.peak={rate:g}")
-        warmup = f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}"
-        kept = [text for text in made if not text.startswith("schedule.warmup_epochs")]
-        return [Run((*kept, warmup, f"run.epochs={TRIAL_EPOCHS}"), seed) for seed in TRIAL_SEEDS]
 
 
 class Ladder2(Experiment):
@@ -146,54 +115,48 @@ class Ladder2(Experiment):
         peak = self.peak(optimizer, batch)
         if peak is None:
             return None
-        labels = {"kind": kind, "optimizer": optimizer, "batch": batch, "peak": peak}
-        own = (*RULES[optimizer].overrides, f"schedule.peak={peak:g}")
+        own, share = _batch(batch), batch / LARGEST
         if kind == UPDATES_EQUAL:
-            share = batch / LARGEST
-            base = [text for text in _BASE if not text.startswith(("schedule.warmup_epochs", "evaluation"))]
-            short = (f"run.epochs={EPOCHS * share:g}", f"schedule.warmup_epochs={1.5 * share:g}")
-            return Series(labels, (*base, *own, *_batch(batch), *short, f"evaluation.every_epochs={share:g}"), SEEDS)
-        whole = (*_BASE, *own, f"run.epochs={EPOCHS}")
-        if kind == LOCAL:
-            local = ("exchange.method=local", f"exchange.local_steps={LOCAL_STEPS}", f"batch.micro={batch}")
-            return Series(labels, (*whole, *local, f"batch.global={REPLICAS * batch}"), SEEDS, replicas=REPLICAS)
-        if kind == GROWING:
-            images = IMAGES * EPOCHS
-            pairs = ", ".join(f"[{round(share * images)}, {times * batch}]" for share, times in _SHARES)
-            return Series(labels, (*whole, *_batch(batch), f"batch.schedule=[{pairs}]"), SEEDS)
-        return Series(labels, (*whole, *_batch(batch)), SEEDS)
+            scaled = {"run.epochs": EPOCHS, "schedule.warmup_epochs": 1.5, "evaluation.every_epochs": 1}
+            own += tuple(f"{key}={share * value:g}" for key, value in scaled.items())
+        elif kind == GROWING:
+            pairs = (f"[{round(part * IMAGES * EPOCHS)}, {times * batch}]" for part, times in _SHARES)
+            own += (f"batch.schedule=[{', '.join(pairs)}]",)
+        elif kind == LOCAL:
+            local = ("exchange.method=local", f"exchange.local_steps={LOCAL_STEPS}")
+            own = (*local, f"batch.micro={batch}", f"batch.global={REPLICAS * batch}")
+        labels = {"kind": kind, "optimizer": optimizer, "batch": batch, "peak": peak}
+        overrides = changed(_whole(optimizer, peak), own)
+        return Series(labels, overrides, SEEDS, replicas=REPLICAS if kind == LOCAL else 1)
 
     @staticmethod
     def metered(peak: float) -> Run:
         """SGD at the smallest batch, in two micro batches so that it has a noise scale."""
-        base = [text for text in _BASE if not text.startswith("log.noise_scale")]
-        own = (*RULES[NESTEROV].overrides, f"schedule.peak={peak:g}", f"run.epochs={EPOCHS}")
-        return Run((*base, *own, f"batch.global={SMALLEST}", f"batch.micro={SMALLEST // 2}"), SEEDS[0])
+        own = ("log.noise_scale=true", f"batch.global={SMALLEST}", f"batch.micro={SMALLEST // 2}")
+        return Run(changed(_whole(NESTEROV, peak), own), SEEDS[0])
 
     def wanted(self) -> List[Run]:
         peak = self.peak(NESTEROV, SMALLEST)
         return [*super().wanted(), *([] if peak is None else [self.metered(peak)])]
 
-    def rows_of(self, series: Sequence[Series]) -> List[dict]:
+    def rows(self) -> List[dict]:
         """With updates, the points lost against the smallest batch of the same optimizer with the 95 % interval, and
         the updates to the target of the middle seed."""
-        rows = super().rows_of(series)
+        rows = super().rows()
         at = {(row["kind"], row["optimizer"], row["batch"]): row for row in rows}
-        for row, each in zip(rows, series):
-            first = at.get((EPOCHS_EQUAL, row["optimizer"], SMALLEST))
-            row["updates"] = updates_of(each.runs[0])
-            row["lost"] = row["interval"] = None
-            if first is not None and row is not first and len(each.seeds) == len(SEEDS):
-                row["lost"] = round(first["top1_mean"] - row["top1_mean"], 3)
-                variance = (first["top1_sd"] ** 2 + row["top1_sd"] ** 2) / len(SEEDS)
-                row["interval"] = round(STUDENT * variance**0.5, 3)
+        for row, each in zip(rows, self.series()):
+            first = at[EPOCHS_EQUAL, row["optimizer"], SMALLEST]
+            error = ((first["top1_sd"] ** 2 + row["top1_sd"] ** 2) / len(SEEDS)) ** 0.5
             reached = sorted(to_target(run) for run in each.runs)[len(each.seeds) // 2]
+            row["updates"] = updates_of(each.runs[0])
+            row["lost"] = None if row is first else round(first["top1_mean"] - row["top1_mean"], 3)
+            row["interval"] = None if row is first else round(STUDENT * error, 3)
             row["to_target"] = None if reached == math.inf else round(reached)
         return rows
 
     def more(self, rows: Sequence[dict]) -> str:
         run = self.metered(self.peak(NESTEROV, SMALLEST))
-        until = until_target(run, to_target(run), SMALLEST)
+        until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
         predicted = [
             (row["batch"], row["to_target"], f"{batches.updates(until, row['batch']):,.0f}")
             for row in rows
@@ -254,9 +217,29 @@ def updates_of(run: Run) -> int:
 
 
 def to_target(run: Run) -> float:
-    """Updates until top-1 is at the target; infinite if it never is."""
-    found = updates_to(run, TARGET)
-    return math.inf if found is None else found
+    """Updates until top-1 is at the target, on the line between two evaluations; infinite if it never is."""
+    recipe = run.recipe()
+    before = (0.0, 1 / recipe.model.classes)
+    for epoch, top1 in zip(*curve(run, "eval", "top1")):
+        if top1 >= TARGET:
+            share = (TARGET - before[1]) / (top1 - before[1])
+            each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
+            return each * (before[0] + share * (epoch - before[0]))
+        before = (epoch, top1)
+    return math.inf
+
+
+def until_target(train: Sequence[dict], left: float, batch: int) -> List[batches.Interval]:
+    """The noise scales of a run's log over the `left` updates that it takes to the target."""
+    kept = []
+    for each in batches.intervals(train, batch):
+        kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
+        left -= each.updates
+    return kept
+
+
+def _whole(optimizer: str, peak: float) -> Tuple[str, ...]:
+    return (*_BASE, *RULES[optimizer][0], f"schedule.peak={peak:g}", f"run.epochs={EPOCHS}")
 
 
 def _batch(batch: int) -> Tuple[str, ...]:

@@ -93,8 +93,7 @@ class LarsForms(Experiment):
     def rows_of(self, series: Sequence[Series]) -> List[dict]:
         """K along the runs, and their ends; `path` and `distance`: to the gradient form's run of the same seed."""
         references = {_setting(each): each for each in series if each.labels["form"] == GRADIENT}
-        rows = [_row(each, references[_setting(each)]) for each in series]
-        return [{key: _rounded(each) for key, each in row.items()} for row in rows]
+        return [_row(each, references[_setting(each)]) for each in series]
 
     def table(self, rows: Sequence[dict]) -> str:
         head = ("data", "batch", "peak", "depth", "steps", "seeds", "K", "steady K", "warm-up", "decay, first half",
@@ -151,7 +150,6 @@ Distance with K instead of 1, relative to that with 1, and the difference of the
         return found
 
     def verdict(self, rows: Sequence[dict]) -> str:
-        """With K for the pods, whose peak is 8.485: steady K of the settings at peak 8."""
         steady = [row["k_steady"] for row in rows if row["form"] == GRADIENT and row["peak"] == 8]
         return (
             f"The pods' `trust_coefficient` is {COEFFICIENT} x K with K {statistics.mean(steady):.2f}, the mean of "
@@ -196,11 +194,7 @@ def _row(series: Series, reference: Series) -> dict:
         "top1": [100 * each["top1"] for each in records],
     }.items():
         row.update({name: statistics.mean(values), f"{name}_half_range": (max(values) - min(values)) / 2})
-    return row
-
-
-def _rounded(value: object) -> object:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in row.items()}
 
 
 def _path(own: dict, other: dict) -> float:

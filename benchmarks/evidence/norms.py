@@ -6,7 +6,7 @@ from typing import Dict, List, Sequence, Tuple
 
 from benchmarks import ROOT
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import CLEAR, Experiment, Series, changed, points, standard_errors
+from benchmarks.evidence.experiment import Experiment, Series, changed
 from benchmarks.evidence.runs import RECIPE
 from models.shapes import blocks
 from recipe import loading
@@ -51,17 +51,15 @@ class Norms(Experiment):
         panels = {"": page.lines(named, "norm", "micro_batch")}
         page.draw(panels, path, x="micro batch", y="validation top-1 (%)")
 
-    def verdict(self, rows: Sequence[dict]) -> str:
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
         at = {(row["norm"], row["micro_batch"], row["convolutions"]): row for row in rows}
         small, large = MICRO
-        loses = standard_errors(at["batch", large, G16], at["batch", small, G16]) > CLEAR
-        return (
-            f"{'Reproduced' if loses else 'Did not reproduce'}: points of top-1 from a micro batch of {large} to "
-            f"{small}: batch norm {points(at['batch', small, G16], at['batch', large, G16])}, group norm "
-            f"{points(at['group', small, G16], at['group', large, G16])}; proxy norm at {small} adds "
-            f"{points(at['group, proxy', small, G16], at['group', small, G16])}; G16 over G1 at equal parameters "
-            f"{points(at['group', large, G16], at['group', large, G1])}."
-        )
+        return {
+            f"batch norm at {small} against {large}": (at["batch", small, G16], at["batch", large, G16]),
+            f"group norm at {small} against {large}": (at["group", small, G16], at["group", large, G16]),
+            f"proxy norm at {small}": (at["group, proxy", small, G16], at["group", small, G16]),
+            "G16 against G1 at equal parameters": (at["group", large, G16], at["group", large, G1]),
+        }
 
 
 def parameters(overrides: Sequence[str]) -> int:

@@ -3,13 +3,11 @@
 import contextlib
 import csv
 import inspect
-import statistics
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from benchmarks import RESULTS, claims
-from benchmarks.evidence.experiment import Experiment, Series, cell
-from benchmarks.evidence.runs import Run, curve
+from benchmarks.evidence.experiment import Experiment, cell
 
 _EXAMPLE = "The last row's last run by itself:"
 _MEASURED = "one thread a run.\n\n"
@@ -62,16 +60,14 @@ def _value(text: str) -> Union[int, float, str, None]:
     return text or None
 
 
-def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> Optional[List[str]]:
-    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs; None without a file.
+def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> List[str]:
+    """Compare top-1 with NAME.csv, before it is written anew: a line for each row that differs, or was not there.
 
     Rows agree whose means differ by no more than the larger of the two spreads over the seeds.
     """
     path = folder / f"{experiment.name}.csv"
-    if not path.exists():
-        return None
     labels, (mean, spread) = list(experiment.series()[0].labels), experiment.compared
-    before = {_named(row, labels): row for row in read(path)}
+    before = {_named(row, labels): row for row in (read(path) if path.exists() else ())}
     found = []
     for row in rows:
         name = _named(row, labels)
@@ -104,24 +100,17 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5.0, 4.2 * len(panels)), 4.2), layout="constrained")
-    names = list(dict.fromkeys(name for each in panels.values() for name in each))
-    legend: Dict[str, object] = {}
     for axis, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
         for name, points in found.items():
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
-            legend[name] = axis.errorbar(
-                places, means, errors, color=f"C{names.index(name)}", marker="o", ms=4, lw=1.3, capsize=3
-            )
+            axis.errorbar(places, means, errors, marker="o", ms=4, lw=1.3, capsize=3, label=name)
         axis.set(title=title, xlabel=x, ylabel=y)
         if log_x:
             axis.set_xscale("log", base=2)
-            every = sorted({point[0] for points in found.values() for point in points})
-            axis.set_xticks(every, [f"{value:g}" for value in every])
-            axis.minorticks_off()
+        axis.set_xticks(places, [f"{value:g}" for value in places])
         axis.grid(alpha=0.3)
-    if len(names) > 1:
-        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=3)
+        axis.legend()
     figure.savefig(path, dpi=110)
 
 
@@ -139,36 +128,4 @@ def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path,
     axis.invert_yaxis()
     axis.legend()
     axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-def draw_curves(series: Sequence[Series], path: Path) -> None:
-    """Training loss and validation accuracy over epochs, the mean over seeds bold and each seed thin.
-
-    The first label of a series is its panel, the others name its line.
-    """
-    from matplotlib.figure import Figure
-
-    panels: Dict[str, Dict[str, List[Run]]] = {}
-    for each in series:
-        title, *labels = each.labels.values()
-        panels.setdefault(title, {})[" ".join(map(str, labels)).strip()] = each.runs
-    figure = Figure(figsize=(min(5.5 * len(panels), 24), 7), layout="constrained")
-    axes = figure.subplots(2, len(panels), squeeze=False)
-    names = list(dict.fromkeys(name for each in panels.values() for name in each))  # a colour each in all panels
-    legend: Dict[str, object] = {}
-    for column, (title, found) in enumerate(panels.items()):
-        top, bottom = axes[0][column], axes[1][column]
-        top.set(title=title, xlabel="epoch", ylabel="training loss", yscale="log")
-        bottom.set(title=title, xlabel="epoch", ylabel="validation top-1")
-        for axis, kind, key in ((top, "train", "loss"), (bottom, "eval", "top1")):
-            for name, runs in found.items():
-                colour, curves = f"C{names.index(name)}", [curve(run, kind, key) for run in runs]
-                for epochs, values in curves:
-                    axis.plot(epochs, values, color=colour, lw=0.5, alpha=0.5)
-                means = [statistics.mean(values) for values in zip(*(values for _, values in curves))]
-                (legend[name],) = axis.plot(curves[0][0][: len(means)], means, color=colour)
-            axis.grid(alpha=0.3)
-    title = ", ".join([*series[0].labels][1:])
-    figure.legend(list(legend.values()), list(legend), title=title, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)

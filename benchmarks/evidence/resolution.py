@@ -2,11 +2,11 @@
 
 import itertools
 from pathlib import Path
-from typing import List, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 from benchmarks import ROOT
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import CLEAR, Experiment, Series, points, standard_errors
+from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import RECIPE
 from models.shapes import blocks
 from recipe import loading
@@ -53,17 +53,10 @@ class Resolution(Experiment):
         }
         page.draw(panels, path, x="compute, in native epochs", y=f"validation top-1 at {NATIVE} px (%)", log_x=False)
 
-    def verdict(self, rows: Sequence[dict]) -> str:
+    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
         at = {(row["crops"], row["training"]): row for row in rows if row["epochs"] == LENGTHS[-1]}
-        alike = [crops for crops in CROPS if standard_errors(at[crops, NATIVELY], at[crops, TUNED]) <= CLEAR]
-        word = f"Reproduced with crops {' and '.join(alike)}" if alike else "Did not reproduce"
-        share = at["none", TUNED]["compute"] / at["none", NATIVELY]["compute"]
-        compared = "; ".join(
-            f"crops {crops}: {points(at[crops, TUNED], at[crops, NATIVELY])}, without the native end "
-            f"{points(at[crops, HALF_ONLY], at[crops, NATIVELY])}"
-            for crops in CROPS
-        )
-        return f"{word}: points against native training at {share:.0%} of its compute: {compared}."
+        pairs = itertools.product(CROPS, (TUNED, HALF_ONLY))
+        return {f"{kind}, crops {crops}": (at[crops, kind], at[crops, NATIVELY]) for crops, kind in pairs}
 
 
 def multiply_adds(image_size: int) -> int:

@@ -1,7 +1,8 @@
 """Runs of an experiment: each an ordinary run folder in the cache, trained once, continued where it was left off.
 
 A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
-What was trained on another machine is found by the same name: see kept.py.
+What was trained on another machine is found by the same name in docs/results/runs.jsonl. To train a run anew, remove
+its line there and its folder in the cache.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import traceback
@@ -22,14 +22,13 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from benchmarks import CACHE, QUIET, ROOT
-from benchmarks.evidence import kept
+from benchmarks import CACHE, QUIET, RESULTS, ROOT
 from benchmarks.evidence.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading
-from recipe.batch import steps_per_epoch
+from recipe.bounded import parse_json
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
 from training.loop import Stopped, TrainingError
@@ -39,6 +38,12 @@ from training.run import run as train
 
 RUNS = CACHE / "evidence"
 RECIPE = "configs/evidence.yaml"
+KEPT = RESULTS / "runs.jsonl"
+_KEPT_FIELDS = {
+    "train": ("event", "step", "epoch", "loss", "batch", "noise_scale"),
+    "eval": ("event", "step", "epoch", "loss", "top1"),
+    "end": ("event", "step", "top1", "step_average", "epoch_average"),
+}
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _KEEP_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  # the same for programs that begin
 _DIVERGED = "diverged.txt"  # in the folder of a run that did not come to its end: why
@@ -133,47 +138,23 @@ def events_of(run: Run) -> Dict[str, List[dict]]:
     return line["events"] if line else {}
 
 
-def _kept(run: Run) -> Optional[dict]:
-    """Not of a measured run, whose record is not kept."""
-    return None if run.measured else kept.find(run.folder.name)
-
-
 def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
     """Epochs and values along the run, e.g. of ("eval", "top1"). Empty for a run that diverged at once."""
     events = events_of(run).get(kind, [])
     return [event["epoch"] for event in events], [event[key] for event in events]
 
 
-def updates_to(run: Run, target: float, window: int = 1) -> Optional[float]:
-    """Updates until the moving mean of top-1 over `window` evaluations is at `target`, on the line between two; None if
-    it never is. The line begins at guessing."""
-    recipe = run.recipe()
-    each = steps_per_epoch(recipe.data.train_images, recipe.batch.global_)
-    points = list(zip(*curve(run, "eval", "top1")))
-    before = (0.0, 1 / recipe.model.classes)
-    for place in range(len(points) - window + 1):
-        epoch, top1 = (statistics.mean(values) for values in zip(*points[place : place + window]))
-        if top1 >= target:
-            share = (target - before[1]) / (top1 - before[1])
-            return each * (before[0] + share * (epoch - before[0]))
-        before = (epoch, top1)
-    return None
-
-
 def train_all(
-    wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None], keep: bool = False
+    wanted: Callable[[], Iterable[Run]], at_once: int, report: Callable[[str], None], kept: bool = False
 ) -> None:
-    """Train the wanted runs that are not finished, in processes of one thread each.
+    """Train the wanted runs that are not finished, in processes of one thread each, `at_once` at the same time.
 
     Args:
         wanted: called again whenever a run has ended: which runs come next may depend on it.
-        at_once: processes that train at the same time.
-        report: called with a line about each run that ends.
-        keep: whether runs that end are also kept in docs/results.
+        report: called with a line about each run that ends. kept: whether it is also kept in docs/results.
 
     Raises:
-        Lost: a run failed.
-        KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
+        Lost: a run failed. KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
     """
     torch.set_num_threads(1)  # threads would not live on in forked processes, and runs are to be the same everywhere
     running: Dict[multiprocessing.Process, Run] = {}
@@ -194,8 +175,8 @@ def train_all(
                     raise KeyboardInterrupt
                 if process.exitcode or found is None:
                     raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.folder}.log")
-                if keep and not run.measured:
-                    kept.keep(run.folder.name, run.program, events_of(run), found.diverged)
+                if kept and not run.measured:
+                    keep(run, found.diverged)
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
                 result = f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
                 report(f"{' '.join(run.arguments)}: {result}; {len(pending)} more known to come")
@@ -264,3 +245,37 @@ def train_here(run: Run) -> int:
 def _content(recipe: str) -> str:
     """Content of the recipe's file, independent of its layout."""
     return json.dumps(loading.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)
+
+
+# Runs of other machines -----------------------------------------------------------------------------------------------
+
+
+def keep(run: Run, diverged: str) -> None:
+    """Add a finished run to docs/results/runs.jsonl: what trained it, and what pages read of its log."""
+    events = {kind: events_of(run).get(kind, []) for kind in _KEPT_FIELDS}
+    events["train"] = [each for each in events["train"] if each.get("noise_scale") or each is events["train"][-1]]
+    short = {kind: [_shortened(kind, event) for event in some] for kind, some in events.items()}
+    line = {"run": run.folder.name, "program": run.program, "torch": torch.__version__, "diverged": diverged}
+    with open(KEPT, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps({**line, "events": short}, separators=(",", ":")) + "\n")
+
+
+def _shortened(kind: str, event: dict) -> dict:
+    short = {key: event[key] for key in _KEPT_FIELDS[kind] if key in event}
+    if short.get("noise_scale"):
+        short["noise_scale"] = {key: short["noise_scale"][key] for key in ("images", "error")}
+    return short
+
+
+def _kept(run: Run) -> Optional[dict]:
+    """The line of a run: `events` by kind, and `diverged`, empty if it did not. None of a measured run."""
+    if run.measured or not KEPT.exists():
+        return None
+    return _lines(KEPT, KEPT.stat().st_mtime_ns).get(run.folder.name)
+
+
+@functools.lru_cache(maxsize=1)
+def _lines(path: Path, changed: int) -> Dict[str, dict]:
+    """Args: changed: when, so that the file is read again."""
+    read = map(parse_json, path.read_text(encoding="utf-8").splitlines())
+    return {line["run"]: line for line in read}

@@ -61,7 +61,8 @@ not diverge, from the roots of its recurrence (`largest_stable_rate`, tested aga
 {claims.markdown(["delay", *(f"momentum {momentum:g}" for momentum in MOMENTA)], theory)}"""
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        page.draw_curves(self.series(), path)
+        panels = {"": page.lines(rows, "setting", "delay")}
+        page.draw(panels, path, x="updates by which gradients are late", y="final top-1 (%)", log_x=False)
 
     def verdict(self, rows: Sequence[dict]) -> str:
         top1 = {(row["setting"], row["delay"]): row["top1_mean"] for row in rows}

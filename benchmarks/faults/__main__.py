@@ -5,14 +5,10 @@
 Real runs of one to four processes are struck at random moments: killed, stopped, their disk full or failing, their
 checkpoints damaged, their clock set, a worker killed, a shard deleted. Each must end in time with the right exit code
 and words, and, mended and started again, end with the bits of the undisturbed run. Needs Linux, root (for a small
-disk) and a C compiler (for a clock that jumps). Takes about half an hour on two cores.
+disk) and a C compiler (for a clock that jumps).
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)

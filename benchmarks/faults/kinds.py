@@ -21,11 +21,8 @@ _YEAR = 365 * 86_400.0
 
 
 class Effect(NamedTuple):
-    """What differs from the kind's defaults once a fault has struck.
-
-    session, since: the session that must end, and the moment it is timed from. said: regular expression that must be
-    found in its output. noticed: seconds until the first of the other ranks had ended.
-    """
+    """What differs from the kind's defaults once a fault has struck: the session that must end, the moment it is timed
+    from, what it must print, and seconds until the first of the other ranks had ended."""
 
     session: Optional[Session] = None
     since: Optional[float] = None
@@ -36,11 +33,10 @@ class Effect(NamedTuple):
 class Kind(NamedTuple):
     """One kind of fault.
 
-    trials: how often it is tried on each topology. codes: exit codes that are right. strike: makes it happen in a
-    session. said: what the session must print, as a regular expression. first, last: steps between which it strikes
-    at random (0: also before the first). afterwards: is done to the newest checkpoint once the session has ended.
-    mend: makes the run fit to be resumed. resumed: what the resumed session must print. overrides: of the recipe.
-    shim, disk, shards: what its site needs.
+    trials: how often it is tried on each topology. codes: exit codes that are right. strike: makes it happen. said,
+    resumed: what the session that is struck, and the next, must print (regular expressions). first, last: steps between
+    which it strikes at random (0: also before the first). afterwards: is done to the newest checkpoint once the session
+    has ended. mend: makes the run fit to be resumed. overrides: of the recipe. shim, disk, shards: what its site needs.
     """
 
     trials: Mapping[Topology, int]

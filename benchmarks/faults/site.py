@@ -22,14 +22,15 @@ from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 
 # Draws in every way that a run can, keeps both averages, changes its image size. 30 steps, a checkpoint every 3;
-# 12 micro batches a step are 1 or 2 replicas'. Sums of replicas in a tree: every topology ends with the same bits.
+# 12 micro batches a step are 1 or 2 replicas'. Every topology ends with the same bits: replicas are summed in a tree,
+# and there is no noise scale, for which each replica measures up to eight micro batches.
 RECIPE = (
     "run.device=cpu", "run.epochs=6", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3",
     "model.drop_path=0.3", "model.image_size=8", "batch.global=240", "batch.micro=20", "batch.evaluation=90",
     "exchange.order=tree", "schedule.warmup_steps=6", "data.augment=randaugment", "data.mixup=0.2",
     "data.cutmix=0.85", "data.image_sizes=[[0, 8], [1, 12]]", "average.step_decay=0.9", "average.epoch_decay=0.97",
     "checkpoint.every_epochs=0.6", "evaluation.every_epochs=2", "log.every_steps=1", "log.tensorboard=false",
-    "parallel.silence=4",
+    "log.noise_scale=false", "parallel.silence=4",
 )  # fmt: skip
 STEPS = 30
 SESSION_SECONDS = 180.0  # in which a session ends, or hangs
@@ -48,7 +49,7 @@ class Topology(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a session ended: exit code (None: it hung and was killed), seconds since it was struck, all that it said."""
+    """How a session ended: exit code (None: it hung and was killed), seconds since it was struck, its output."""
 
     code: Optional[int]
     seconds: float
@@ -113,13 +114,12 @@ class Session:
             streams = {"stdout": stream, "stderr": stream, "start_new_session": True}
             self.process = subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, **streams)
 
-    def reach(self, step: int, delay: float) -> bool:
-        """Waits until the run has logged `step` (0: not at all) and `delay` seconds more; False if it has ended."""
+    def reach(self, step: int, delay: float) -> None:
+        """Waits until the run has ended, or logged `step` (0: not at all) and `delay` seconds more have passed."""
         end = time.monotonic() + SESSION_SECONDS
         while self.running and self._site.steps() < step and time.monotonic() < end:
             time.sleep(0.002)
         time.sleep(delay)
-        return self.running
 
     @property
     def running(self) -> bool:
@@ -150,10 +150,8 @@ class Session:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(SESSION_SECONDS)
         seconds = time.monotonic() - since
-        if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         end = time.monotonic() + _LEAVING_SECONDS
         while _alive(self._site.folder) and time.monotonic() < end:
             time.sleep(0.02)

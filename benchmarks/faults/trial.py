@@ -27,7 +27,7 @@ class Trial(NamedTuple):
 
     step: how far the run was. code: of the session that was struck; detection: seconds until it had ended. repeated,
     lost: updates in the metrics of the finished run that are there twice, or missing or other than the undisturbed
-    run's. wrong: what was not as it should be; nothing, if the run survived. noticed: seconds until the first of the
+    run's. wrong: what was not as it should be; empty if the run survived. noticed: seconds until the first of the
     other ranks had ended, where one was struck.
     """
 
@@ -56,33 +56,26 @@ class Bench:
 
     def trial(self, name: str, topology: Topology, draws: random.Random) -> Trial:
         """Tries a kind of fault at a random moment; again with others where the run was faster."""
-        for _ in range(_TOO_LATE):
-            found = self._tried(name, topology, draws)
-            if found is not None:
-                return found
-        return Trial(name, str(topology), 0, None, 0.0, 0, 0, "the run always ended before the fault")
-
-    def _tried(self, name: str, topology: Topology, draws: random.Random) -> Optional[Trial]:
         kind = KINDS[name]
         reference = self._reference(kind.shards)
-        with self._site(kind, topology) as site:
-            step, ending, effect = _struck(kind, site, draws)
-            if ending.code == 0 and 0 not in kind.codes:
-                return None
-            wrong, tail = [], _tail(ending.said)
-            if ending.code not in kind.codes:
-                wrong.append(f"exit code {ending.code} instead of {' or '.join(map(str, kind.codes))}: {tail}")
-            said = kind.said if effect.said is None else effect.said
-            if not re.search(said, ending.said, re.DOTALL):
-                wrong.append(f"not said: {said}; but: {tail}")
-            kind.mend(site)
-            wrong += _resumed(site, kind)
-            repeated, lost = 0, 0
-            if not wrong:
-                repeated, lost, wrong = _compared(site.result(), reference)
-        detection = ending.seconds if kind.codes != (0,) else 0.0
-        outcome = (repeated, lost, "; ".join(wrong), effect.noticed)
-        return Trial(name, str(topology), step, ending.code, detection, *outcome)
+        for _ in range(_TOO_LATE):
+            with self._site(kind, topology) as site:
+                step, ending, effect = _struck(kind, site, draws)
+                if ending.code == 0 and 0 not in kind.codes:
+                    continue
+                wrong = []
+                if ending.code not in kind.codes:
+                    wrong.append(f"exit code {ending.code} instead of {kind.codes}: {_tail(ending.said)}")
+                wrong += _unsaid(kind.said if effect.said is None else effect.said, ending)
+                kind.mend(site)
+                wrong += _resumed(site, kind)
+                repeated, lost = 0, 0
+                if not wrong:
+                    repeated, lost, wrong = _compared(site.result(), reference)
+            detection = ending.seconds if kind.codes != (0,) else 0.0
+            outcome = (repeated, lost, "; ".join(wrong), effect.noticed)
+            return Trial(name, str(topology), step, ending.code, detection, *outcome)
+        return Trial(name, str(topology), 0, None, 0.0, 0, 0, "the run always ended before the fault")
 
     @contextlib.contextmanager
     def _site(self, kind: Kind, topology: Topology):
@@ -125,12 +118,16 @@ def _resumed(site: Site, kind: Kind) -> List[str]:
     wrong = []
     for number in range(_SESSIONS):
         ending = site.start().wait(time.monotonic())
-        if number == 0 and not re.search(kind.resumed, ending.said, re.DOTALL):
-            wrong.append(f"not said when resumed: {kind.resumed}; but: {_tail(ending.said)}")
+        wrong += _unsaid(kind.resumed, ending) if number == 0 else []
         if ending.code == 0:
             return wrong
         wrong.append(f"resumed, it ended with {ending.code}: {_tail(ending.said)}")
     return wrong
+
+
+def _unsaid(expected: str, ending: Ending) -> List[str]:
+    found = re.search(expected, ending.said, re.DOTALL)
+    return [] if found else [f"not said: {expected}; but: {_tail(ending.said)}"]
 
 
 def _compared(result: Result, reference: Result) -> Tuple[int, int, List[str]]:

@@ -8,11 +8,7 @@ the error that is promised. Some damage is pickles and texts that call a functio
 is printed: the same seed gives the same inputs. Memory growth is the slope over the second half of a target's inputs.
 """
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
     from training.command import run
 
     run(__file__)
@@ -37,22 +33,10 @@ def main() -> int:
     shares = sum(TARGETS[name].share for name in options.target)
     rows = []
     for name in claims.progress(options.target, "target"):
-        found = trial.run(name, seed, max(1, round(inputs * TARGETS[name].share / shares)))
-        for fault in found.faults:
+        row, faults = trial.run(name, seed, max(1, round(inputs * TARGETS[name].share / shares)))
+        for fault in faults:
             print(f"{name}, input {fault.number}: {fault.kind}: {fault.text}", flush=True)
-        executed = sum(fault.kind == trial.EXECUTED for fault in found.faults)
-        rows.append(
-            {
-                "read": name,
-                "inputs": found.inputs,
-                "taken": found.taken,
-                "refused": found.refused,
-                "crashed_hung_or_other": len(found.faults) - executed,
-                "executed": executed,
-                "slowest_s": round(found.slowest, 3),
-                "growth_kb_per_1000": round(found.growth, 1),
-            }
-        )
+        rows.append(row)
     total = {key: sum(row[key] for row in rows) for key in ("inputs", "crashed_hung_or_other", "executed")}
     growth = max(row["growth_kb_per_1000"] for row in rows)
     made = [

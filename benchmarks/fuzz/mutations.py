@@ -1,15 +1,18 @@
-"""Damage, as disks, networks and people do it to bytes."""
+"""Damage, as disks, networks and people do it to bytes; some calls `trip` when a reader runs code from its input."""
 
 import random
 import re
 from typing import List
 
-from benchmarks.fuzz import canary
-
+calls: List[bytes] = []
+_HERE = "benchmarks.fuzz.mutations"
+_PICKLE = f"c{_HERE}\ntrip\n(tR.".encode()
+_PICKLES = (_PICKLE, b"\x80\x02" + _PICKLE)
+_CODE = (f"__import__('{_HERE}').fuzz.mutations.trip()".encode(), f"!!python/object/apply:{_HERE}.trip []".encode())
 _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 _TEXTS = (
     b"\0", b"'", b'"', b"{", b"[", b"null", b"-1", b"1e400", b"nan", b"../../", b"!!python/object", b"\xff\xfe", b"\n",
-    b"[" * 3000, b"\\ud800", *canary.TEXTS, *canary.PICKLES,
+    b"[" * 3000, b"\\ud800", *_CODE, *_PICKLES,
 )  # fmt: skip
 _VALUE = re.compile(rb'(?<=[:\[,(])\s*("[^"]*"|[-+.\w]+|\[\]|\{\})')  # of JSON, and as YAML and SQL have them
 _OTHERS = (
@@ -20,6 +23,10 @@ _KINDS = (
     "flip", "flip", "truncate", "cut", "repeat", "zero", "number", "number", "text", "retype", "retype", "run",
     "splice",
 )  # fmt: skip
+
+
+def trip() -> None:
+    calls.append(b"executed")
 
 
 def mutated(seeds: List[bytes], draws: random.Random) -> bytes:
@@ -55,7 +62,7 @@ def _damage(data: bytearray, kind: str, seeds: List[bytes], draws: random.Random
     elif kind == "text":
         data[start:start] = draws.choice(_TEXTS)
     elif kind == "run":  # a pickle in the place of all, or of all behind a first line, which may be a name
-        data[data.find(b"\n") + 1 if draws.random() < 0.8 else 0 :] = draws.choice(canary.PICKLES) + draws.randbytes(2)
+        data[data.find(b"\n") + 1 if draws.random() < 0.8 else 0 :] = draws.choice(_PICKLES) + draws.randbytes(2)
     elif kind == "splice":  # the end of another file
         other = draws.choice(seeds)
         data[start:] = other[draws.randrange(len(other) + 1) :]

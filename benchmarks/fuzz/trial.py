@@ -1,5 +1,6 @@
 """Inputs one after the other in a process of their own, which may crash or hang: another goes on behind that input."""
 
+import collections
 import ctypes
 import gc
 import itertools
@@ -16,8 +17,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 import torch
 
 from benchmarks import ranks
-from benchmarks.fuzz import canary
-from benchmarks.fuzz.mutations import mutated
+from benchmarks.fuzz.mutations import calls, mutated
 from benchmarks.fuzz.targets import TARGETS
 from benchmarks.processes import kilobytes
 
@@ -38,30 +38,29 @@ class Result(NamedTuple):
     memory: Optional[float] = None
 
 
-class Found(NamedTuple):
-    """Outcome of a target's inputs. taken, refused: counts; slowest: seconds; growth: kB per 1,000 inputs."""
-
-    inputs: int
-    taken: int
-    refused: int
-    slowest: float
-    growth: float
-    faults: List[Result]
-
-
 def made(name: str, seed: int, number: int, seeds: List[bytes]) -> bytes:
     return mutated(seeds, random.Random(f"{seed} {name} {number}"))
 
 
-def run(name: str, seed: int, inputs: int) -> Found:
+def run(name: str, seed: int, inputs: int) -> Tuple[dict, List[Result]]:
+    """A row of the table about a target's inputs, and those that were neither taken nor refused."""
     sessions: List[List[Result]] = []
     while sum(map(len, sessions)) < inputs:
         sessions.append(list(_session(name, seed, sum(map(len, sessions)), inputs)))
     results = list(itertools.chain.from_iterable(sessions))
-    taken, refused = (sum(each.kind == kind for each in results) for kind in (TAKEN, REFUSED))
-    faults = [each for each in results if each.kind not in (TAKEN, REFUSED)]
+    kinds = collections.Counter(each.kind for each in results)
     memory = [(each.number, each.memory) for each in max(sessions, key=len) if each.memory is not None]
-    return Found(inputs, taken, refused, max(each.seconds for each in results), _growth(memory), faults)
+    row = {
+        "read": name,
+        "inputs": inputs,
+        "taken": kinds[TAKEN],
+        "refused": kinds[REFUSED],
+        "crashed_hung_or_other": inputs - kinds[TAKEN] - kinds[REFUSED] - kinds[EXECUTED],
+        "executed": kinds[EXECUTED],
+        "slowest_s": round(max(each.seconds for each in results), 3),
+        "growth_kb_per_1000": round(_growth(memory), 1),
+    }
+    return row, [each for each in results if each.kind not in (TAKEN, REFUSED)]
 
 
 def _session(name: str, seed: int, first: int, inputs: int) -> Iterator[Result]:
@@ -94,7 +93,7 @@ def _results(name: str, seed: int, first: int, inputs: int) -> Iterator[Optional
 
 
 def _read(name: str, data: bytes, folder: Path) -> Tuple[str, str]:
-    canary.calls.clear()
+    calls.clear()
     kind, text = TAKEN, ""
     try:
         TARGETS[name].read(data, folder)
@@ -104,7 +103,7 @@ def _read(name: str, data: bytes, folder: Path) -> Tuple[str, str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
         text = f"{kind}: {str(error)[:200]} ({Path(last.filename).name}:{last.lineno})"
-    return (EXECUTED, "the input ran code") if canary.calls else (kind, text)
+    return (EXECUTED, "the input ran code") if calls else (kind, text)
 
 
 def _held() -> float:

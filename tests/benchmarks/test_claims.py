@@ -38,12 +38,6 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
         assert said.startswith("takes about ") and ("; --quick: " in said) is hint is not claims.quick()
 
 
-def test_quick_is_less(monkeypatch):
-    assert (claims.less(10, 1), list(claims.turns(4))) == (10, [0, 1, 2, 3])
-    monkeypatch.setenv(claims._QUICK, "1")
-    assert (claims.less(10, 1), list(claims.turns(4)), list(claims.turns(1))) == (1, [0, 1], [0])
-
-
 def test_progress_says_how_much_is_left(monkeypatch, capsys):
     """Four items of six seconds: a line after each; none where all is done within a moment."""
     now = [100.0]
@@ -52,17 +46,16 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
         now[0] += 6
     first, *_, last = capsys.readouterr().err.splitlines()
     assert (first, last) == ("item 1 of 4: 6 s, about 18 s left", "item 4 of 4: 24 s, about 0 s left")
-    assert list(claims.progress("abcd", "item")) == list("abcd")
-    assert capsys.readouterr().err == ""
+    assert (list(claims.progress("abcd", "item")), capsys.readouterr().err) == (list("abcd"), "")
 
 
-def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count():
+def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count(monkeypatch):
+    sides = {name: name for name in "ab"}
     order = []
-    sides = {name: lambda turn, name=name: order.append((name, turn)) for name in "ab"}
-    times = claims.in_turn(sides, 2)
-    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert [len(each) for each in times.values()] == [2, 2]
-    assert claims.in_turn(sides, 2, lambda side, number: number) == {"a": [1, 2], "b": [1, 2]}
+    turns = claims.in_turn(sides, 3, lambda side, number: order.append(side) or number)
+    assert (turns, order) == ({"a": [1, 2, 3], "b": [1, 2, 3]}, list("abbaabba"))
+    monkeypatch.setenv(claims._QUICK, "1")
+    assert claims.in_turn(sides, 3, lambda side, number: number) == {"a": [1, 2], "b": [1, 2]}
 
 
 def test_the_report_of_a_quick_benchmark_marks_its_claims_and_ends_with_one_object(monkeypatch, capsys):

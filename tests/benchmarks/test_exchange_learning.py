@@ -19,11 +19,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     for module in ("experiment", "exchange_learning"):
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
     found = {claim["name"]: claim for claim in made.claims()}
-    assert found.keys() == {
-        "top1_loss_topk_update_0.01_digits", "top1_loss_topk_update_0.01_glyphs", "top1_loss_gtopk_update_0.04_glyphs",
-        "top1_loss_topk_update_0.001_glyphs_long", "top1_loss_local_8_glyphs",
-        "top1_loss_bits_4_glyphs",
-    }  # fmt: skip
+    assert found.keys() == exchange_learning.CLAIMS.keys()
     local = found["top1_loss_local_8_glyphs"]
     assert (local["value"], local["holds"]) == (pytest.approx(2), False)
     assert local["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])

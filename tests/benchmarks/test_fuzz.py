@@ -21,9 +21,8 @@ pytestmark = pytest.mark.multiprocess
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_input_is_taken_or_refused(name):
     inputs = {"run folders": 20, "studies": 20, ".pt2": 40, ".onnx": 60}.get(name, 150)  # these are slow
-    found = trial.run(name, seed=5, inputs=inputs)
-    assert found.faults == []
-    assert found.inputs == found.taken + found.refused == inputs
+    row, faults = trial.run(name, seed=5, inputs=inputs)
+    assert faults == [] and row["taken"] + row["refused"] == inputs
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -59,12 +58,12 @@ def test_other_errors_crashes_and_hangs_are_found_and_what_follows_is_tried(monk
     misbehave.number = 0
     monkeypatch.setattr(trial, "_HANGS", 2.5)
     monkeypatch.setitem(trial.TARGETS, "bad", Target(lambda folder: [b"seed"], misbehave))
-    found = trial.run("bad", seed=0, inputs=14)
-    assert [(fault.number, fault.kind) for fault in found.faults] == [(4, "KeyError"), (7, "crash"), (12, "KeyError")]
-    assert (found.taken, found.refused) == (9, 2)
+    row, faults = trial.run("bad", seed=0, inputs=14)
+    assert [(fault.number, fault.kind) for fault in faults] == [(4, "KeyError"), (7, "crash"), (12, "KeyError")]
+    assert (row["taken"], row["refused"], row["crashed_hung_or_other"]) == (9, 2, 3)
     misbehave.number = 8
-    found = trial.run("bad", seed=0, inputs=2)
-    assert [(fault.number, fault.kind) for fault in found.faults] == [(0, "hang"), (1, "hang")]
+    _, faults = trial.run("bad", seed=0, inputs=2)
+    assert [(fault.number, fault.kind) for fault in faults] == [(0, "hang"), (1, "hang")]
 
 
 RUNNERS = (pickle.loads, lambda data: eval(data.decode("latin-1")), lambda data: yaml.load(data, yaml.UnsafeLoader))
@@ -76,8 +75,8 @@ def test_code_that_an_input_brings_along_is_seen_to_run(monkeypatch, run):
     monkeypatch.setitem(
         trial.TARGETS, "runs", Target(lambda folder: [b""], lambda data, folder: run(data), (Exception,))
     )
-    found = trial.run("runs", seed=0, inputs=300)
-    assert {fault.kind for fault in found.faults} == {trial.EXECUTED}
+    _, faults = trial.run("runs", seed=0, inputs=300)
+    assert {fault.kind for fault in faults} == {trial.EXECUTED}
 
 
 @pytest.mark.parametrize(("reading", "growth"), [(range(3000), 32 * 1000), (range(1200), 0), (range(2990, 3000), 0)])
@@ -90,4 +89,4 @@ def test_a_steady_leak_is_memory_growth_and_warm_up_is_not(reading, growth, monk
             held.append(b"1" * 32768)
 
     monkeypatch.setitem(trial.TARGETS, "leaks", Target(lambda folder: [b"seed"], read))
-    assert trial.run("leaks", seed=0, inputs=3000).growth == pytest.approx(growth, rel=0.15, abs=50)
+    assert trial.run("leaks", seed=0, inputs=3000)[0]["growth_kb_per_1000"] == pytest.approx(growth, rel=0.15, abs=50)

@@ -13,22 +13,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_checks, gpu_measure, gpu_suite, gpu_training, ranks
+from benchmarks import gpu_checks, gpu_measure, gpu_suite, gpu_training
 from benchmarks.gpu_measure import DRY_PASS, Row, Session, missing
 from benchmarks.gpu_suite import Section
 from models.normalization import GroupNormAct
 from recipe.errors import ConfigError
-from tests.world import fork_server
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = dataclasses.replace(DRY_PASS, device=DEVICE)
 KEYS = ["section", "what", "value", "unit", "lowest", "highest", "limit", "note"]
 # What a CPU has not: its rows say so.
-ON_CUDA = ("triton", "channels_last", "CUDA graph")
+ON_CUDA = ("triton", "channels_last")
 # The first takes long; the others are like the rest in all but the model or the dtype.
 SLOW = ("memory", "training B4-G1-BN, float16", "training B4-G16-GN, bfloat16")
 ROWS = {
-    "checks": 8, "update": 4, "memory": 4, "training B4-G1-BN, float16": 4, "training B4-G16-GN, float16, compiled": 2,
+    "checks": 8, "update": 3, "memory": 4, "training B4-G1-BN, float16": 4, "training B4-G16-GN, float16, compiled": 4,
 }  # fmt: skip
 
 
@@ -41,7 +40,7 @@ ROWS = {
 )
 def test_each_section_gives_all_its_rows(section, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # that takes minutes
-    rows = list(gpu_suite.perform(section, PLAN, []))
+    rows = list(gpu_suite.perform(section, PLAN))
     assert len(rows) == len({row.what for row in rows}) == ROWS.get(section.name, 6)
     for row in rows:
         assert list(row.columns()) == KEYS and row.section == section.name
@@ -53,11 +52,10 @@ def test_each_section_gives_all_its_rows(section, monkeypatch):
             assert row.note.startswith("not measured: ") and any(what in row.what for what in ON_CUDA), row
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_layer_that_is_a_little_wrong_does_not_pass(memory_format):
+def test_a_layer_that_is_a_little_wrong_does_not_pass():
     """A variance that is too large by a hundredth makes outputs too small by half a hundredth: five roundings."""
     norm, wrong = (GroupNormAct(16, 4, eps).half().to(DEVICE) for eps in (1e-3, 2e-2))
-    error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, memory_format)
+    error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, torch.channels_last)
     assert error > bound
     for value in (error, float("nan")):
         row = gpu_checks._row("norm", lambda value=value: (value, bound, "output"), 0)
@@ -87,10 +85,9 @@ def session(seconds=60.0, **changes):
 @pytest.mark.parametrize(("seconds", "turns"), [(1, 2), (45, 4), (1000, 9)])
 def test_the_time_ends_the_turns(seconds, turns, spend):
     """A warming call of 10 s, then turns of 10 s each until the time is over: at least 2, at most what is asked for."""
-    sides = dict.fromkeys(("side", "late"), lambda stack: lambda: spend(5))
     (row,) = session(seconds, turns=9).compare({"side": lambda stack: lambda: spend(10)}, abs, "s")
     assert len(row.repetitions) == turns
-    slow, late = session(7).compare(sides, abs, "s")
+    slow, late = session(7).compare(dict.fromkeys(("side", "late"), lambda stack: lambda: spend(5)), abs, "s")
     assert slow.repetitions and late.note == "not measured: no time was left"
 
 
@@ -149,19 +146,6 @@ def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
     # Turns begin from either end: two warming calls, bad and good, good and bad.
     assert seen == ([False] * 6 if fits == 1 else [True] * 4 + [False] * 2)
     assert closed == ["bad", "good"]
-    with pytest.raises(torch.OutOfMemoryError):
-        session(turns=4).compare(sides, abs, "s", warm_up=2, needs_all=True)
-
-
-def test_micro_batches_are_halved_until_both_sides_fit(monkeypatch):
-    def compare(session, micro, *arguments, needs_all, **options):
-        if micro > 1 and needs_all:
-            raise torch.OutOfMemoryError
-        return [micro]
-
-    monkeypatch.setattr(gpu_training, "_sides", lambda session, setting, micro: micro)
-    monkeypatch.setattr(Session, "compare", compare)
-    assert list(gpu_training.training(session(micro=4), gpu_training.SETTINGS[0])) == [1]
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(0, 0), (5, 4), (100, 8)])
@@ -194,8 +178,9 @@ def endless(session):
 @pytest.mark.slow
 def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "_GRACE", 1.0)
-    sections = [Section(each.__name__, 30, each) for each in (dying, good, endless)]
-    rows, _ = gpu_suite.measured(dataclasses.replace(PLAN, total=90), sections, tmp_path)
+    # On a busy machine a process takes half a minute to start: only the endless one has little time.
+    sections = [Section(each.__name__, seconds, each) for each, seconds in ((dying, 200), (good, 200), (endless, 5))]
+    rows, _ = gpu_suite.measured(dataclasses.replace(PLAN, total=600), sections, tmp_path)
     assert [(row.section, row.what, row.value) for row in rows] == [
         ("dying", "first", 1.0), ("dying", "the rest", None), ("good", "figure", 2.0), ("endless", "the rest", None),
     ]  # fmt: skip
@@ -205,24 +190,6 @@ def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     page, content = (next(tmp_path.glob(f"*.{kind}")).read_text() for kind in ("md", "json"))
     assert [row["what"] for row in json.loads(content)["rows"]] == [row.what for row in rows]
     assert "| figure | 2 | ms | 1 | 4 | - |  |" in page
-
-
-def test_what_a_process_raises_begins_with_its_error(monkeypatch):
-    context = fork_server()
-    monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda way: context)
-    values = ranks.stream(60, map, int, ["1", "x"])
-    assert next(values) == 1
-    with pytest.raises(RuntimeError, match=r"^ValueError: invalid literal .*'x'\nTraceback"):
-        next(values)
-
-
-def test_sections_without_time_are_in_the_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "stream", lambda seconds, function, *args: function(*args))
-    rows, about = gpu_suite.measured(dataclasses.replace(PLAN, total=0.5), [Section("one", 9, good)], tmp_path)
-    assert rows == [missing("one", "all", "no time was left")]
-    assert {"date", "device", "memory_gib", "torch", "cuda", "cudnn", "triton", "revision"} <= about.keys()
-    (content,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
-    assert [row["note"] for row in content["rows"]] == ["not measured: no time was left"]
 
 
 # What is written.
@@ -236,18 +203,9 @@ WRITTEN = [
     Row(TRAINING[1], "timm, contiguous", (500.0, 600.0), "images/s", note="micro batch 64"),
     missing(TRAINING[1], "ours, contiguous, torch", "out of memory"),
     Row("training B4-G1-BN, float16", "ours, contiguous, torch", (9999.0,), "images/s"),
-    Row("update", "ours, Triton", (0.4, 0.5), "ms", limit=0.1),
-    Row("update", "ours, Triton, CUDA graph", (0.14, 0.12), "ms", limit=0.1),
+    Row("update", "ours, Triton", (0.14, 0.12), "ms", limit=0.1),
+    Row("update", "timm Lars, float32", (0.4, 0.5), "ms", limit=0.1),
 ]
-
-
-def test_claims_compare_the_best_of_both_sides():
-    found = {claim["name"]: claim for claim in gpu_suite.made_claims(WRITTEN)}
-    assert found["g16_speedup_over_timm"]["spread"] == [900 / 600, 800 / 500]
-    assert found["update_over_byte_floor"]["value"] == pytest.approx(1.3) and found["update_over_byte_floor"]["holds"]
-    assert found["failed_checks"]["holds"]
-    assert not gpu_suite.made_claims([*WRITTEN, missing("checks", "conv", "no kernel")])[0]["holds"]
-    assert gpu_suite.made_claims([missing(TRAINING[0], "ours, contiguous, torch", "broken")]) == []
 
 
 def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device(monkeypatch, capsys, tmp_path):
@@ -256,7 +214,13 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
     about = {**next(gpu_suite.machine("cpu")), "device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}
     files = gpu_suite.write(WRITTEN, about, tmp_path / "gpu")
     assert [file.name for file in files] == ["nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3.md"]
-    page = files[1].read_text()
+    page, made = files[1].read_text(), json.loads(files[0].read_text())["claims"]
+    assert {claim["name"]: (claim["value"], claim["holds"]) for claim in made} == {
+        "failed_checks": (0, True),
+        "g16_speedup_over_timm": (pytest.approx(1.55), True),
+        "update_over_byte_floor": (pytest.approx(1.3), True),
+    }
+    assert not gpu_suite.made_claims([*WRITTEN, missing("checks", "conv", "no kernel")])[0]["holds"]
     for table in (part for part in page.split("\n\n") if part.startswith("|")):
         assert len({line.count("|") for line in table.splitlines()}) == 1
     assert "not measured: out of memory" in page and "79.1 GiB" in page
@@ -269,5 +233,5 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
 def test_without_cuda_it_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_suite"])
-    with pytest.raises(ConfigError, match=r"benchmarks\.gpu_suite: PyTorch finds no CUDA device here; run it where"):
+    with pytest.raises(ConfigError, match="PyTorch finds no CUDA device here; run it where"):
         gpu_suite.main()

@@ -5,20 +5,7 @@ import math
 import pytest
 
 from benchmarks.evidence import ladder2
-from benchmarks.evidence.ladder2 import (
-    BATCHES,
-    EPOCHS_EQUAL,
-    GROWING,
-    LARS,
-    LOCAL,
-    NESTEROV,
-    RULES,
-    SMALLEST,
-    Ladder2,
-    Trials,
-    kept,
-    updates_of,
-)
+from benchmarks.evidence.ladder2 import EPOCHS_EQUAL, GROWING, LARS, LOCAL, NESTEROV, RULES, SMALLEST, Ladder2, Trials
 from benchmarks.evidence.runs import Outcome
 
 
@@ -26,11 +13,7 @@ def rate_of(run):
     return float(next(text for text in run.overrides if text.startswith("schedule.peak=")).partition("=")[2])
 
 
-@pytest.mark.parametrize(
-    ("best", "fourth"),
-    [(0.06, 0.0577), (0.13, 0.173), (1.0, 0.9), (0.01, 0.0111)],
-    ids=["below", "above", "up", "down"],
-)
+@pytest.mark.parametrize(("best", "fourth"), [(0.06, 0.0577), (0.13, 0.173), (1.0, 0.9), (0.01, 0.0111)])
 def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
     """Around 0.1: 0.0333, 0.1, 0.3, and one beside the best of them."""
     done = {}
@@ -54,29 +37,28 @@ def test_a_rate_that_diverges_with_one_seed_is_no_better_than_its_mean_with_gues
 
 @pytest.fixture
 def tuned(monkeypatch):
-    monkeypatch.setattr(Trials, "best", lambda trials: {96: 0.1, 384: 0.4, 1536: 1.6}[trials._batch])
+    monkeypatch.setattr(Trials, "best", lambda trials: {96: 0.1, 384: 0.4, 1536: 1.6}[trials.batch])
     return {(row.labels["kind"], row.labels["optimizer"], row.labels["batch"]): row for row in Ladder2().series()}
 
 
 def test_rates_between_are_geometric_means_and_lengths_are_as_declared(tuned):
-    equal = [tuned[EPOCHS_EQUAL, NESTEROV, batch] for batch in BATCHES]
+    equal = [tuned[EPOCHS_EQUAL, NESTEROV, batch] for batch in ladder2.BATCHES]
     assert [each.labels["peak"] for each in equal] == [0.1, 0.2, 0.4, 0.8, 1.6]
-    assert [updates_of(each.runs[0]) for each in equal] == [9600, 4800, 2400, 1200, 600]
-    assert {updates_of(tuned["equal updates", LARS, batch].runs[0]) for batch in BATCHES[:-1]} == {600}
-    growing = updates_of(tuned[GROWING, LARS, SMALLEST].runs[0])
+    assert [ladder2.updates_of(each.runs[0]) for each in equal] == [9600, 4800, 2400, 1200, 600]
+    assert {ladder2.updates_of(tuned["equal updates", LARS, batch].runs[0]) for batch in ladder2.BATCHES[:-1]} == {600}
+    growing = ladder2.updates_of(tuned[GROWING, LARS, SMALLEST].runs[0])
     assert growing == 3840 + 1920 // 2 + 1920 // 4 + 1920 // 8 < 0.6 * 9600
     series = tuned[LOCAL, LARS, SMALLEST]  # exchanges as often as the largest batch
     recipe = series.runs[0].recipe()
     assert recipe.batch.global_ // series.replicas == SMALLEST
-    assert recipe.batch.global_ * recipe.exchange.local_steps == BATCHES[-1]
+    assert recipe.batch.global_ * recipe.exchange.local_steps == ladder2.BATCHES[-1]
 
 
 def rows_of(lost):
-    """Rows at equal epochs that lose so much at each batch, by optimizer."""
     found = [
         {"kind": EPOCHS_EQUAL, "optimizer": name, "batch": batch, "lost": None if batch == SMALLEST else points,
          "top1_mean": 95 - points}
-        for name, falls in lost.items() for batch, points in zip(BATCHES, falls)
+        for name, falls in lost.items() for batch, points in zip(ladder2.BATCHES, falls)
     ]  # fmt: skip
     beside = [(kind, name) for kind in (GROWING, LOCAL) for name in (NESTEROV, LARS)]
     return found + [{"kind": kind, "optimizer": name, "batch": SMALLEST, "lost": 0.7} for kind, name in beside]
@@ -84,7 +66,7 @@ def rows_of(lost):
 
 def test_the_verdict_is_the_largest_batch_before_the_first_that_loses():
     rows = rows_of(dict.fromkeys(RULES, (0, 0.5, 1.2, 0.5, 3)) | {LARS: (0, -0.2, 0.3, 0.9, 1.0)})
-    assert kept(rows, NESTEROV) == 192 and kept(rows, LARS) == 1536
+    assert ladder2.kept(rows, NESTEROV) == 192 and ladder2.kept(rows, LARS) == 1536
     verdict = Ladder2().verdict(rows)
     assert f"{LARS} 1536" in verdict and f"{NESTEROV} 192" in verdict and f"Best at 1536: {LARS}" in verdict
     assert "growing batch of LARS gradient 0.7" in verdict
@@ -92,14 +74,22 @@ def test_the_verdict_is_the_largest_batch_before_the_first_that_loses():
 
 def test_losses_have_students_interval(tuned, monkeypatch):
     """Seeds that end with 90, 91 and 92 and with 88, 89 and 90: 2 points lost, 2.776 x sqrt((1 + 1) / 3) around."""
-    monkeypatch.setattr("benchmarks.evidence.runs.curve", lambda *_: ([1.0, 2.0], [0.6, 1.0]))
+    monkeypatch.setattr("benchmarks.evidence.ladder2.curve", lambda *_: ([1.0, 2.0], [0.6, 1.0]))
 
     def outcome(run):
         large = "batch.global=192" in run.overrides
         return Outcome((88 if large else 90) / 100 + (run.seed - 2) / 100, 0.4, 1.0, {})
 
     monkeypatch.setattr("benchmarks.evidence.experiment.outcome", outcome)
-    one, two = Ladder2().rows_of([tuned[EPOCHS_EQUAL, LARS, 96], tuned[EPOCHS_EQUAL, LARS, 192]])
+    monkeypatch.setattr(Ladder2, "series", lambda self: [tuned[EPOCHS_EQUAL, LARS, batch] for batch in (96, 192)])
+    one, two = Ladder2().rows()
     assert one["lost"] is None and two["lost"] == pytest.approx(2)
     assert two["interval"] == pytest.approx(2.776 * (2 / 3) ** 0.5, abs=1e-3)
     assert one["to_target"] == 1.5 * 640 and two["to_target"] == 1.5 * 320
+
+
+def test_noise_scales_are_taken_up_to_the_target():
+    """A log line each 100 updates; the target is reached after 250."""
+    log = [{"step": step, "epoch": 1.0, "noise_scale": {"images": step, "error": 1.0}} for step in (100, 200, 300, 400)]
+    found = [(each.noise, each.updates) for each in ladder2.until_target(log, 250.0, 96)]
+    assert found == [(100, 100), (200, 100), (300, 50), (400, 0)]

@@ -18,35 +18,11 @@ def state():
     return optimizer.weight_state(parameters(), torch.float16, torch.float16, compile=False)
 
 
-def test_b4_has_its_parameters():
-    assert sum(parameter.numel() for parameter in optimizer.b4_parameters().values()) == 19_328_168
-
-
-def test_updates_step_and_leave_the_parameters_that_they_were_made_of(state):
-    before = state.flat.clone()
-    finite, _ = optimizer.updating(state)(0)
-    assert finite and not torch.equal(state.flat, before)
-    own = parameters()
-    values = {name: parameter.detach().clone() for name, parameter in own.items()}
-    for side in optimizer.their_updates(own).values():
-        copies = side.__defaults__[0].param_groups[0]["params"]
-        side(0)
-        assert not any(torch.equal(new, old) for new, old in zip(copies, values.values()))
-    assert all(torch.equal(own[name], values[name]) for name in own)
-
-
 def test_claims_are_ratios_of_neighbouring_turns_and_bytes_of_what_persists(state):
-    times = {
-        OURS: [2.0, 6.0, 4.0],
-        TIMM: [4.0, 6.0, 2.0],
-        COPY: [1.0, 2.0, 1.0],
-        ROUNDING: [3.0] * 3,
-        CAST: [2.0] * 3,
-    }
+    times = {OURS: [2.0, 6.0, 4.0], TIMM: [4.0, 6.0, 2.0], COPY: [1.0, 2.0, 1.0], ROUNDING: [3.0] * 3, CAST: [2.0] * 3}
     made = {claim["name"]: claim for claim in optimizer.found(times, state)}
     assert made["time_over_timm_lars"]["value"] == 1.0 and made["time_over_timm_lars"]["spread"] == [0.5, 2.0]
-    assert made["time_over_copy_limit"]["value"] == 3.0
-    assert made["rounding_over_cast"]["value"] == 1.5
+    assert (made["time_over_copy_limit"]["value"], made["rounding_over_cast"]["value"]) == (3.0, 1.5)
     assert made["state_bytes_per_parameter"]["value"] == 4 and made["state_bytes_per_parameter"]["holds"]
 
 

@@ -35,20 +35,13 @@ def test_each_seed_is_compared_with_the_dense_run_of_its_own():
     assert math.isclose(by_name["fast"]["ms_per_update"], 1e3 * 12 / 66)
 
 
-def test_a_run_has_a_folder_of_its_own_and_counts_once_it_has_ended(tmp_path):
-    folders = {time_to_accuracy.folder(method, seed) for method in ("dense", "auto") for seed in (0, 1)}
-    assert len(folders) == 4
-    assert time_to_accuracy.read(tmp_path) is None
+def test_the_runs_of_a_seed_are_kept_for_another_machine_once_they_have_ended(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 22, "seconds": 5.0}\n')
     assert time_to_accuracy.read(tmp_path) is None
-
-
-def test_the_runs_of_a_seed_are_kept_for_another_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(time_to_accuracy, "KEPT", tmp_path / "kept.jsonl")
     assert time_to_accuracy.kept(0) == {}
     curves = {name: curve(0.9, number / 10) for number, name in enumerate(time_to_accuracy.METHODS)}
     time_to_accuracy.keep(0, curves)
-    assert time_to_accuracy.kept(0) == curves
-    assert time_to_accuracy.kept(1) == {}
+    assert (time_to_accuracy.kept(0), time_to_accuracy.kept(1)) == (curves, {})
     monkeypatch.setattr(time_to_accuracy, "RATE", 10)  # other runs
     assert time_to_accuracy.kept(0) == {}
