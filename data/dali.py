@@ -1,4 +1,4 @@
-"""Micro batches by NVIDIA DALI: several are decoded, cropped and resized in one run of its threads, or of a GPU.
+"""Micro batches by NVIDIA DALI: each is decoded, cropped and resized in one run of its threads, or of a GPU.
 
 DALI draws nothing and keeps no state: it makes the transform's `frame` of an image, as the other reader does, so order,
 resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses are made
@@ -18,8 +18,6 @@ from data.encoded import EncodedImage
 from data.reader import Reader
 from data.transforms import Frame
 from recipe.errors import DataError
-
-_IMAGES_PER_THREAD = 4  # of one run, at least: threads end at about the same time, and images still lie in caches
 
 
 class _Job(NamedTuple):
@@ -55,31 +53,29 @@ class DaliLoader:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # of this thread; images are made in another
         self._threads, self._device = threads, device
-        self._together = max(1, -(-_IMAGES_PER_THREAD * threads // reader.rows))
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """While DALI makes the images of a group, those of the next are opened. Closing ends DALI's threads."""
+        """While DALI makes the images of one micro batch, those of the next are opened. Closing ends DALI's threads."""
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        dali = _Dali(self._reader.rows * self._together, self._threads, self._device)
-        before: List[Request] = []
+        dali = _Dali(self._reader.rows, self._threads, self._device)
+        before: Optional[Request] = None
         opened_before: List[_Opened] = []
-        for group in itertools.chain(_groups(self._requests, self._together), [[]]):
-            opened = self._opened(group)
+        for request in itertools.chain(self._requests, [None]):
+            opened = [] if request is None else self._opened(request)
             made = dali.made()
             dali.start([job for _, job in opened if job is not None])
-            images, pixels = iter(opened_before), iter(made)
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                batches = [self._micro_batch(request, images, pixels) for request in before]
-            if stream is not None:
-                # Whoever takes the images uses another stream, and DALI is given back its memory after this.
-                stream.synchronize()
-            yield from batches
-            before, opened_before = group, opened
+            if before is not None:
+                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                    batch = self._micro_batch(before, iter(opened_before), iter(made))
+                if stream is not None:
+                    # Whoever takes the images uses another stream, and DALI is given back its memory after this.
+                    stream.synchronize()
+                yield batch
+            before, opened_before = request, opened
 
-    def _opened(self, requests: List[Request]) -> List[_Opened]:
-        wanted = [(index, request) for request in requests for index in request.indices]
+    def _opened(self, request: Request) -> List[_Opened]:
         opened: List[_Opened] = []
-        for (index, request), image in zip(wanted, self._reader.source.open_all([index for index, _ in wanted])):
+        for index, image in zip(request.indices, self._reader.source.open_all(request.indices)):
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
                 job = _job(image, self._transform.frame(image, request.image_size, request.epoch, index))
@@ -177,13 +173,6 @@ class _Dali:
             pipeline.set_outputs(resized)
         pipeline.build()
         return pipeline
-
-
-def _groups(requests: Iterable[Request], most: int) -> Iterator[List[Request]]:
-    """Up to `most` requests at a time, all of one image size."""
-    for _, alike in itertools.groupby(requests, lambda request: request.image_size):
-        rest = iter(alike)
-        yield from iter(lambda rest=rest: list(itertools.islice(rest, most)), [])
 
 
 def _job(image: EncodedImage, frame: Frame) -> _Job:

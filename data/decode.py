@@ -18,6 +18,7 @@ from data.base import UnreadableImage
 MAX_PIXELS = 178_956_970  # where Pillow refuses, too: half a gigabyte of RGB
 MAX_MEMORY = 2**31  # bytes that decoding one image may take; also of one encoded file
 
+_JPEG_SIGNATURE = b"\xff\xd8"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman-coded: baseline, extended and progressive
@@ -35,13 +36,12 @@ class Header(NamedTuple):
 
 
 def decode(encoded: bytes, name: str) -> torch.Tensor:
-    """Decode a JPEG or PNG file to RGB: uint8 [3, height, width], not necessarily contiguous.
+    """Decode a JPEG or PNG file, which errors call `name`, to RGB: uint8 [3, height, width], maybe not contiguous.
 
     Grey, palette and CMYK images become RGB as by Pillow's `convert("RGB")`; alpha is dropped; of 16 bits the high 8
-    are kept; EXIF orientation is applied. Errors call the file `name`.
+    are kept; EXIF orientation is applied.
 
-    Raises UnreadableImage: the file is empty, damaged, truncated, neither JPEG nor PNG, or too large (`MAX_PIXELS`,
-    `MAX_MEMORY`), which is refused before it is decoded.
+    Raises UnreadableImage; files that are too large (`MAX_PIXELS`, `MAX_MEMORY`) are refused before they are decoded.
     """
     header = read_header(encoded, name)
     try:
@@ -61,10 +61,9 @@ def read_header(encoded: bytes, name: str) -> Header:
     """Size, kind and orientation of a file. Raises UnreadableImage as `decode`, as far as the header shows."""
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
-    is_jpeg = encoded.startswith(b"\xff\xd8")
-    if not is_jpeg and not encoded.startswith(_PNG_SIGNATURE):
+    if not encoded.startswith((_JPEG_SIGNATURE, _PNG_SIGNATURE)):
         raise UnreadableImage(f"{name}: neither JPEG nor PNG")
-    header = _jpeg_header(encoded) if is_jpeg else _png_header(encoded)
+    header = (_jpeg_header if encoded.startswith(_JPEG_SIGNATURE) else _png_header)(encoded)
     if header is None:
         raise UnreadableImage(f"{name}: truncated or damaged")
     size = f"{header.width} x {header.height} pixels"
@@ -74,8 +73,7 @@ def read_header(encoded: bytes, name: str) -> Header:
         raise UnreadableImage(f"{name}: {size} exceed the limit of {MAX_PIXELS:,} pixels")
     if header.memory > MAX_MEMORY:
         raise UnreadableImage(
-            f"{name}: {size} of this kind take {header.memory:,} bytes of memory to decode, above the limit of "
-            f"{MAX_MEMORY:,}"
+            f"{name}: {size} of this kind take {header.memory:,} bytes, above the limit of {MAX_MEMORY:,}"
         )
     return header
 
@@ -108,7 +106,7 @@ def _jpeg_header(encoded: bytes) -> Optional[Header]:
 
 
 def _png_header(encoded: bytes) -> Optional[Header]:
-    """Read the first chunk; None if it or the last chunk is not there, which Pillow does not always notice."""
+    """Read the first chunk; None if it or the last one is missing, which Pillow does not always notice."""
     if encoded[12:16] != b"IHDR" or encoded.rfind(b"IEND") < 33:
         return None
     width, height = struct.unpack_from(">II", encoded, 16)

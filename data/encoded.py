@@ -15,10 +15,11 @@ _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than
 class EncodedImage(Image):
     """A JPEG or PNG file, checked as far as its header.
 
-    Of a JPEG only the part inside the box is decoded where that is less work and the platform has a decoder for it; the
-    pixels are those of the whole image. A box that comes smaller may reach one small pixel beyond the requested one.
-    `plain`: a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours. `orientation`: of
-    EXIF, 1 to 8; it is applied to `height` and `width`.
+    Of a JPEG only the box is decoded where that is less work and the platform has a decoder for it; the pixels are
+    those of the whole image. A box that comes smaller may reach one small pixel beyond the requested one.
+
+    plain: a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours. orientation: of EXIF,
+    1 to 8; it is applied to `height` and `width`.
     """
 
     def __init__(self, encoded: bytes, name: str):

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections import Counter
-from typing import Iterator, List, Tuple
+from collections import defaultdict
+from typing import Dict, Iterator, List, Tuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 _OTHER_IMAGES = frozenset(
     b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
 )  # a user who has these beside others may think that they are read
-_NAMED = 3  # files that a note names
 
 
 class FolderSource(EncodedSource):
@@ -37,10 +36,8 @@ class FolderSource(EncodedSource):
         for name in names:
             paths = sorted(scan.images(os.fsencode(name)))
             if not paths:
-                raise DataError(
-                    f"{os.path.join(folder, name)}: no .jpg, .jpeg or .png files in this class folder; "
-                    "fill it or remove it"
-                )
+                place = os.path.join(folder, name)
+                raise DataError(f"{place}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
             digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
@@ -65,25 +62,23 @@ def _open(data: Folder, classes: int, split: str) -> Source:
     place = split_folder(data, split)
     train = os.path.join(str(data.root), data.train_folder)
     if split == "validation" and os.path.isdir(train):
-        for here, there in (place, train), (train, place):
-            missing = sorted(set(_Scan(here).classes()) - set(_Scan(there).classes()))
-            if missing:
-                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-                raise DataError(
-                    f"{os.path.join(here, missing[0])}: this class is not in {there}{more}; "
-                    "training and validation need the same class folders"
-                )
+        here, there = set(_Scan(place).classes()), set(_Scan(train).classes())
+        if here != there:
+            name = min(here ^ there)
+            where, missing = (place, train) if name in here else (train, place)
+            raise DataError(
+                f"{os.path.join(where, name)}: this class is not in {missing}; "
+                "training and validation need the same class folders"
+            )
     return FolderSource(place)
 
 
 class _Scan:
-    """Lists a folder of class folders, and notes what it leaves out."""
+    """Lists a folder of class folders, and counts what it leaves out."""
 
     def __init__(self, folder: str):
         self._place, self._folder = folder, os.fsencode(folder)
-        self._kinds: Counter[str] = Counter()
-        self._files: List[bytes] = []  # those of other kinds
-        self._loops: List[bytes] = []
+        self._left_out: Dict[Tuple[str, str], List[bytes]] = defaultdict(list)  # paths by kind, and extension of images
 
     def classes(self) -> Tuple[str, ...]:
         """Names of the class folders, in the order of their labels. Raises DataError."""
@@ -106,8 +101,15 @@ class _Scan:
             elif self._is_folder(entry, path, around):
                 yield from self.images(path, around)
             elif kind in _OTHER_IMAGES:
-                self._kinds[kind.decode()] += 1
-                self._files += [path] if len(self._files) < _NAMED else []
+                self._left_out["images that are neither JPEG nor PNG", f" {kind.decode()}"].append(path)
+
+    def notes(self) -> Tuple[str, ...]:
+        """A line for each kind of thing that was left out."""
+        found = [
+            f"{self._place}: left out {kind[0]}: {len(paths):,}{kind[1]}; the first: {os.fsdecode(paths[0])}"
+            for kind, paths in sorted(self._left_out.items())
+        ]
+        return tuple(map(printable, found))
 
     def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: Tuple[bytes, ...]) -> bool:
         """Whether an entry is a folder, or a link to one that neither is nor holds one of those `around`."""
@@ -116,28 +118,8 @@ class _Scan:
         target = os.path.join(os.path.realpath(entry.path), b"")
         if not any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
             return os.path.isdir(entry.path)
-        self._loops.append(path)
+        self._left_out["links that lead back to a folder around them", ""].append(path)
         return False
-
-    def notes(self) -> Tuple[str, ...]:
-        """A line for each kind of thing that was left out."""
-        found = []
-        if self._kinds:
-            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._kinds.items()))
-            found.append(
-                f"{self._place}: left out images that are neither JPEG nor PNG: {kinds}; {_first(self._files)}; "
-                "convert them if they belong to the data"
-            )
-        if self._loops:
-            found.append(
-                f"{self._place}: left out links that lead back to a folder around them: {len(self._loops):,}; "
-                f"{_first(self._loops)}"
-            )
-        return tuple(printable(note) for note in found)
-
-
-def _first(paths: List[bytes]) -> str:
-    return f"the first: {', '.join(os.fsdecode(path) for path in paths[:_NAMED])}"
 
 
 def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":

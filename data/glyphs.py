@@ -7,7 +7,7 @@ import functools
 import io
 import math
 import os
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, NamedTuple, Sequence, Tuple
 from unicodedata import name as unicode_name
 
 import numpy as np
@@ -37,7 +37,7 @@ GLYPHS = (
 )
 
 _MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
-_CACHED_BYTES = 2**27  # of pixels, up to which a set is kept once drawn; drawing takes longer than a small step
+_CACHED_BYTES = 2**27  # of pixels, up to which a set is cached; drawing takes longer than a small step
 
 
 class GlyphsSource(Source):
@@ -54,29 +54,24 @@ class GlyphsSource(Source):
         self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
         self.labels = np.arange(images, dtype=np.int64) % classes
         self._split, self._size, self._difficulty = split, size, difficulty
+        self._is_small = images * 3 * size * size <= _CACHED_BYTES
         _tools(size)  # errors come now, and forked workers inherit them
 
     def name(self, index: int) -> str:
         return f"glyphs/{self._split}/{index}"
 
     def read(self, index: int) -> torch.Tensor:
-        cached = self._cached()
-        if cached is None:
+        if not self._is_small:
             return self._drawn(index)
-        pixels, drawn = cached
-        if not drawn[index]:
-            pixels[index] = self._drawn(index)
-            drawn[index] = True
-        return pixels[index]
+        drawn = _cache_of(len(self.classes), self._split, self._size, self._difficulty)
+        if index not in drawn:
+            drawn[index] = self._drawn(index)
+        return drawn[index]
 
     def draw_ahead(self) -> None:
-        """Draw all images, if they are cached, so that forked processes need not."""
-        if self._cached() is not None:
-            for index in range(len(self.labels)):
-                self.read(index)
-
-    def _cached(self) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
-        return _cached(len(self.labels), len(self.classes), self._split, self._size, self._difficulty)
+        """Draw all images of a small set, so that forked processes need not."""
+        for index in range(len(self.labels) if self._is_small else 0):
+            self.read(index)
 
     def _drawn(self, index: int) -> torch.Tensor:
         """uint8 [3, size, size]."""
@@ -116,13 +111,9 @@ def _open(data: Glyphs, classes: int, split: str) -> Source:
 
 
 @functools.lru_cache(maxsize=2)  # training and validation
-def _cached(
-    images: int, classes: int, split: str, size: int, difficulty: float
-) -> Optional[Tuple[torch.Tensor, np.ndarray]]:
-    """Images of a set, uint8 [images, 3, size, size], and whether each is drawn; None for a set too large."""
-    if images * 3 * size * size > _CACHED_BYTES:
-        return None
-    return torch.empty((images, 3, size, size), dtype=torch.uint8), np.zeros(images, dtype=bool)
+def _cache_of(classes: int, split: str, size: int, difficulty: float) -> Dict[int, torch.Tensor]:
+    """Images of such a set that this process has drawn, by number."""
+    return {}
 
 
 class _Tools(NamedTuple):
@@ -146,12 +137,9 @@ def _tools(size: int) -> _Tools:
     large, small = [], []
     for font in FONTS:
         path = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
-        try:
-            with open(path, "rb") as file:
-                encoded = file.read()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; it comes with matplotlib: install that again") from None
-        # From memory: forked workers would share the position in an open file. Raqm is slower, and not in every Pillow.
+        with open(path, "rb") as file:  # into memory: forked workers would share the position in an open file
+            encoded = file.read()
+        # Raqm is slower, and not in every Pillow.
         for fonts, em in (large, size), (small, size // 2):
             fonts.append(ImageFont.truetype(io.BytesIO(encoded), em, layout_engine=ImageFont.Layout.BASIC))
     words = bits32(key("glyphs noise"), np.arange(-(-6 * size * size // 4), dtype=np.int64))
@@ -231,9 +219,4 @@ def _bytes(stream: Stream) -> bytes:
 
 def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
     """Add noise (int16 in [-128, 128), one number a pixel) scaled to `strength` levels from end to end."""
-    levels = noise.reshape(pixels.shape) * np.int16(strength)
-    levels >>= 8
-    levels += pixels
-    np.maximum(levels, 0, out=levels)  # np.clip takes three times as long for small images
-    np.minimum(levels, 255, out=levels)
-    return levels.astype(np.uint8)
+    return np.clip((noise.reshape(pixels.shape) * np.int16(strength) >> 8) + pixels, 0, 255).astype(np.uint8, order="C")

@@ -1,5 +1,6 @@
 """Boxes of JPEGs by nvimgcodec, which comes with DALI, and JPEGs at a fraction of their size by simplejpeg."""
 
+import functools
 import os
 import threading
 from typing import Optional
@@ -12,7 +13,6 @@ from data.base import Box
 
 _FACTORS = (8, 4, 2)  # for others libjpeg-turbo has no vector instructions, and takes longer than for all pixels
 _CPU = -99999  # nvimgcodec's number for no device
-_local = threading.local()
 
 
 def largest_factor(side: int, enough: Optional[int]) -> int:
@@ -35,7 +35,7 @@ def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Op
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
     """A box of a complete JPEG's stored pixels with the bits of the whole image; None if the decoder cannot make it."""
-    tools = _nvimgcodec()
+    tools = _nvimgcodec(os.getpid(), threading.get_ident())
     if tools is None:
         return None
     library, decoder, parameters = tools
@@ -50,11 +50,9 @@ def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
     return torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
 
 
-def _nvimgcodec() -> Optional[tuple]:
-    """The library, a decoder and its parameters, made once in each thread and process; None where there is none."""
-    if getattr(_local, "process", None) == os.getpid():
-        return _local.tools
-    _local.process, _local.tools = os.getpid(), None
+@functools.lru_cache(maxsize=64)
+def _nvimgcodec(process: int, thread: int) -> Optional[tuple]:
+    """The library, a decoder of this thread and process, and its parameters; None where there is none."""
     # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
@@ -63,5 +61,4 @@ def _nvimgcodec() -> Optional[tuple]:
         return None
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
     decoder = nvimgcodec.Decoder(device_id=_CPU, max_num_cpu_threads=1, backends=backends)
-    _local.tools = nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)
-    return _local.tools
+    return nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)

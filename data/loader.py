@@ -1,10 +1,10 @@
 """Micro batches in the order of the run: who gets which images, loaded ahead by worker processes.
 
-An epoch has one global order. Each step takes the next global batch of it, each micro batch the next images of that,
-each replica a contiguous range of the step's micro batches. So the number of replicas changes who computes a micro
-batch, and the number of workers who loads it, never its contents.
+Each step takes the next global batch of an epoch's order, each micro batch the next images of that, each replica a
+contiguous range of the step's micro batches. So replicas and workers never change what is in a micro batch.
 """
 
+import contextlib
 import errno
 import os
 from typing import Callable, Iterable, Iterator, Optional, Sequence, Union
@@ -47,16 +47,12 @@ def training_batches(
 ) -> Prefetcher:
     """One replica's micro batches of the steps first_step <= step < last_step, in order.
 
-    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers start here, once, and
-    load ahead over the ends of epochs; closing the iterator ends them.
+    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers load ahead over the
+    ends of epochs; closing the iterator ends them. Raises UnreadableImage while iterating, under data.bad_images=error.
 
     Args:
-        image_size: pixels a side, or a function from an epoch, counted from 0, to them, which this process calls once
-            an epoch, ahead of the training.
+        image_size: pixels a side, or a function from an epoch, counted from 0, to them, called ahead of the training.
         global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch.
-        seed: of the run; order and augmentation are functions of it.
-
-    Raises UnreadableImage while iterating, under data.bad_images=error.
     """
     assert global_batch % (micro * replicas) == 0 and 0 <= replica < replicas, (global_batch, micro, replicas)
     assert len(source) >= global_batch, (len(source), global_batch)
@@ -92,10 +88,8 @@ class EvaluationBatches:
         device: torch.device = _CPU,
         order: Optional[Sequence[int]] = None,
     ):
-        """Args: batch: images per micro batch, the last padded. order: of the images. Others as for `training_batches`.
-
-        Each replica gets a contiguous range of the micro batches; `number` counts over all replicas, `step` is 0.
-        """
+        """Args: batch: images per micro batch; the last is padded. order: of the images. Others as for
+        `training_batches`."""
         assert 0 <= replica < replicas, (replica, replicas)
         order = order or range(len(source))
         self._requests = [
@@ -103,19 +97,15 @@ class EvaluationBatches:
             for number in evaluation_share(len(source), batch, replica, replicas)
         ]
         self._data, self._device = data, device
-        reader = Reader(source, batch, Evaluation(data.crop_fraction))
-        self._loader = _loader(reader, self._requests, data, device)
+        self._loader = _loader(Reader(source, batch, Evaluation(data.crop_fraction)), self._requests, data, device)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Raises UnreadableImage on the way, under data.bad_images=error."""
-        batches = _prefetched(self._loader, self._data, self._device)
-        try:
+        with contextlib.closing(_prefetched(self._loader, self._data, self._device)) as batches:
             yield from batches
-        finally:
-            batches.close()
 
     def close(self) -> None:
         """End the workers; the batches cannot be iterated any more."""
@@ -129,7 +119,6 @@ def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> ra
 
 
 def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: torch.device) -> Iterable[MicroBatch]:
-    """Requested micro batches, loaded as the recipe says."""
     if data.reader == "dali":
         from data.dali import DaliLoader
 

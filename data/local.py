@@ -5,12 +5,11 @@ import errno
 import functools
 import os
 import stat
-import threading
 from typing import List, NamedTuple, Optional, Sequence, Union
 
 from recipe.errors import DataError
 
-_OPEN_FILES = 64  # by a thread; a process may have 1,024, and a training process has workers, sockets and logs too
+_OPEN_FILES = 64  # of a folder; a process may have 1,024, and a training process has workers, sockets and logs too
 
 
 class MissingFile(DataError):
@@ -18,8 +17,8 @@ class MissingFile(DataError):
 
 
 def read_file(path: Union[str, bytes], most: int) -> bytes:
-    """A whole regular file of at most `most` bytes. Raises OSError."""
-    # A named pipe would otherwise be waited for, here, until somebody writes to it.
+    """Read a whole regular file of at most `most` bytes. Raises OSError."""
+    # Opening a named pipe would otherwise wait until somebody writes to it.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -44,9 +43,9 @@ class Folder(abc.ABC):
         """Path or URL of a file, as errors name it."""
         return os.path.join(self.place, name)
 
-    @abc.abstractmethod
     def size(self, name: str) -> Optional[int]:
         """Bytes of a file, or None where it would take long to find out. Raises MissingFile, DataError."""
+        return None
 
     @abc.abstractmethod
     def read(self, name: str, most: int) -> bytes:
@@ -62,62 +61,49 @@ class LocalFolder(Folder):
 
     def __init__(self, place: str):
         self.place = place
-        self._opened = threading.local()
+        self._opened = functools.lru_cache(_OPEN_FILES)(_File)
 
     def __reduce__(self) -> tuple:
         return LocalFolder, (self.place,)
 
-    def size(self, name: str) -> Optional[int]:
+    def size(self, name: str) -> int:
         try:
             return os.stat(self.path(name)).st_size
         except OSError as error:
-            raise _complaint(self.path(name), error) from None
+            raise _failure(self.path(name), error) from None
 
     def read(self, name: str, most: int) -> bytes:
         try:
             return read_file(self.path(name), most)
         except OSError as error:
-            raise _complaint(self.path(name), error) from None
+            raise _failure(self.path(name), error) from None
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
         return [self._range(one) for one in wanted]
 
     def _range(self, wanted: Range) -> Union[bytes, str]:
-        # One set of open files for all threads would need a lock, which a fork could copy while it is held.
-        opened = self._opened.__dict__.setdefault("file", functools.lru_cache(_OPEN_FILES)(_File))
-        path = self.path(wanted.name)
         try:
-            try:
-                read = opened(path).read(wanted.start, wanted.length)
-            except OSError:  # a file that was opened long ago may have been replaced on a network's file system
-                opened.cache_clear()
-                read = opened(path).read(wanted.start, wanted.length)
+            file = self._opened(self.path(wanted.name))
+            # At an offset: threads, and processes after a fork, share the position of a file.
+            read = os.pread(file.number, wanted.length, wanted.start)
         except OSError as error:
             return error.strerror or type(error).__name__
         return read if len(read) == wanted.length else "the file ends before the image does"
 
 
 class _File:
-    """A file that is open as long as somebody holds it."""
+    """A file that is closed when nobody holds it any more."""
 
-    _number = -1
+    number = -1
 
     def __init__(self, path: str):
-        self._number = os.open(path, os.O_RDONLY)
+        self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if self._number >= 0:
-            os.close(self._number)
-
-    def read(self, start: int, length: int) -> bytes:
-        """Up to `length` bytes, fewer only at the end of the file; processes after a fork share its position."""
-        read = more = os.pread(self._number, length, start)
-        while more and len(read) < length:
-            more = os.pread(self._number, length - len(read), start + len(read))
-            read += more
-        return read
+        if self.number >= 0:
+            os.close(self.number)
 
 
-def _complaint(path: str, error: OSError) -> DataError:
+def _failure(path: str, error: OSError) -> DataError:
     kind = MissingFile if isinstance(error, FileNotFoundError) else DataError
     return kind(f"{path}: {error.strerror}")

@@ -41,8 +41,8 @@ def draw(
 ) -> Optional[Mixing]:
     """Draw how a micro batch, number `number` of its step over all replicas, is mixed; None without mixing.
 
-    The partner is the image before (i - 1), the donor the one two before, or before if there are only two. A single
-    image stays as it is. Of `rows` rows the first `valid` are images, of height x width pixels.
+    The partner is the image before (i - 1), the donor the one two before, or before if there are only two. Of `rows`
+    rows the first `valid` are images, of height x width pixels.
     """
     if not mixes(data):
         return None
@@ -103,8 +103,7 @@ def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
 def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
     """One box for a micro batch, of the image's aspect; none with probability 1.55 x cutmix - 0.96.
 
-    Its share of the area is -ln(u) / 4 for u uniform in [e^-4, 1). The centre is uniform over the image, then moved so
-    that the box lies inside.
+    Its share of the area is -ln(u) / 4 for u uniform in [e^-4, 1). The centre is uniform, then moved so that it fits.
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX

@@ -1,6 +1,7 @@
 """Micro batches made ready ahead of the step that needs them, on the device; and how long that step waited for them."""
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -32,9 +33,17 @@ class Prefetcher:
         self._pending: Deque[tuple] = deque()  # pairs of marks, around each wait
         self._waited = 0.0
         move = _to_cuda(device) if device.type == "cuda" else _stay
-        self._ahead = _Ahead(batches, move, depth) if depth else _in_turn(batches, move)
-        # Also if nobody closes it: a thread that is amid torch's code when the interpreter ends would abort it.
-        self._end = weakref.finalize(self, self._ahead.close)
+        # The end comes also if nobody closes it: a thread amid torch's code when the interpreter ends would abort it.
+        if not depth:
+            self._ahead = map(move, batches)
+            self._end = weakref.finalize(self, batches.close)
+            return
+        ready: queue.Queue = queue.Queue(depth)  # of moved batches; errors, and the end as StopIteration, come last
+        stop = threading.Event()
+        thread = threading.Thread(target=_fill, args=(ready, stop, batches, move), name="prefetch", daemon=True)
+        thread.start()
+        self._ahead = iter(functools.partial(_take, ready), None)
+        self._end = weakref.finalize(self, _close, ready, stop, thread)
 
     def __iter__(self) -> "Prefetcher":
         return self
@@ -93,52 +102,35 @@ def _to_cuda(device: torch.device) -> _Move:
     return move
 
 
-def _in_turn(batches: Iterator[MicroBatch], move: _Move) -> Iterator[_Moved]:
-    with contextlib.closing(batches):
-        yield from map(move, batches)
+def _fill(ready: queue.Queue, stop: threading.Event, batches: Iterator[MicroBatch], move: _Move) -> None:
+    try:
+        while not stop.is_set():
+            ready.put(move(next(batches)))  # without a name: only batches in the queue stay alive
+    except StopIteration:
+        pass
+    except BaseException as error:  # raised again where the batch is missed
+        ready.put(error)
+    finally:
+        ready.put(StopIteration())
+        batches.close()
 
 
-class _Ahead:
-    """Batches taken by a thread, as many ahead as the queue holds."""
+def _take(ready: queue.Queue) -> _Moved:
+    taken = ready.get()
+    if not isinstance(taken, BaseException):
+        return taken
+    try:
+        raise taken
+    finally:
+        del taken  # an error in a frame that its traceback holds would keep alive what the frames above hold
 
-    def __init__(self, batches: Iterator[MicroBatch], move: _Move, depth: int):
-        self._batches, self._move = batches, move
-        self._ready: queue.Queue[Union[_Moved, BaseException]] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
 
-    def __next__(self) -> _Moved:
-        if self._ended:
-            raise StopIteration
-        taken = self._ready.get()
-        if not isinstance(taken, BaseException):
-            return taken
-        self._ended = True
-        try:
-            raise taken
-        finally:
-            # An error in a frame that its traceback holds would keep alive what the frames above hold, such as workers.
-            del taken
-
-    def close(self) -> None:
-        self._stop.set()
-        end = time.monotonic() + _PATIENCE
-        while self._thread.is_alive() and time.monotonic() < end:
-            with contextlib.suppress(queue.Empty):  # the thread may be waiting for room
-                self._ready.get(timeout=0.05)
-        with contextlib.suppress(queue.Empty):  # an error that is never raised would keep its frames alive
-            while True:
-                self._ready.get_nowait()
-        self._ended = True
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                # No name for the batch: only those in the queue stay alive.
-                self._ready.put(self._move(next(self._batches)))
-        except BaseException as error:  # raised again where the batch is missed
-            self._ready.put(error)
-        finally:
-            self._batches.close()
+def _close(ready: queue.Queue, stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    end = time.monotonic() + _PATIENCE
+    # The thread may be waiting for room, and an error that is never raised would keep its frames alive.
+    while not ready.empty() or (thread.is_alive() and time.monotonic() < end):
+        with contextlib.suppress(queue.Empty):
+            ready.get(timeout=0.05)
+    with contextlib.suppress(queue.Full):
+        ready.put_nowait(StopIteration())

@@ -6,7 +6,7 @@ Imported only where a place is a URL. Nothing is ever listed. Whatever a server 
 import os
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, List, Optional, Sequence, Set, Union
 
 from data.local import Folder, MissingFile, Range
 from recipe import credentials
@@ -25,8 +25,6 @@ _PATIENCE = 8.0  # seconds that a server gets to answer,
 _LITTLE_PATIENCE = 0.5  # where it has not for the same file before, and
 _RATE = 1e6  # bytes a second that it must give at least
 _PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fetch a whole shard
-
-_Fetch = Callable[[List[int]], list]  # fetches the files or ranges with these numbers
 
 
 class RemoteFolder(Folder):
@@ -50,11 +48,8 @@ class RemoteFolder(Folder):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_failing": set(), "_process": None, "_system": None}
 
-    def size(self, name: str) -> Optional[int]:
-        return None  # it would take a request for each file
-
     def read(self, name: str, most: int) -> bytes:
-        (answer,) = self._answers([name], lambda _: [self._system.cat_file(self._file(name), end=most + 1)], 0)
+        (answer,) = self._answers([Range(name, 0, most + 1)], exact=False)
         if isinstance(answer, Exception):
             kind = MissingFile if isinstance(answer, FileNotFoundError) else DataError
             raise kind(f"{self.path(name)}: {_reason(answer)}")
@@ -63,19 +58,65 @@ class RemoteFolder(Folder):
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        def fetch(numbers: List[int]) -> list:
-            return self._ranges([wanted[number] for number in numbers])
-
-        answers = self._answers([one.name for one in wanted], fetch, sum(one.length for one in wanted))
+        answers = self._answers(wanted, exact=True)
         return [_reason(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
-    def _ranges(self, wanted: Sequence[Range]) -> list:
+    def _answers(self, wanted: Sequence[Range], exact: bool) -> list:
+        """The bytes of each range, which may be fewer unless `exact`; for one that failed, the last exception."""
+        answers: List[Any] = [None] * len(wanted)
+        pending = list(range(len(wanted)))
+        for tried in range(1, _TRIES + 1):
+            self._attempt(wanted, pending, exact, answers)
+            pending = [number for number in pending if self._is_worth_a_try(wanted[number].name, answers[number])]
+            if not pending or tried == _TRIES:
+                break
+            # Workers that lost the same server do not come back all at once.
+            share = bits32(key("pause", os.getpid()), tried) / 2**32
+            time.sleep(_PAUSE * 2 ** (tried - 1) * (0.5 + share))
+        self._failing |= {wanted[number].name for number in pending}
+        self._failing -= {one.name for one, answer in zip(wanted, answers) if not isinstance(answer, Exception)}
+        return answers
+
+    def _is_worth_a_try(self, name: str, answer: Any) -> bool:
+        final = (FileNotFoundError, PermissionError)
+        if not self._concurrent:  # a cache goes on fetching; a second fetch would be in its way
+            final = (*final, TimeoutError)
+        return isinstance(answer, Exception) and not isinstance(answer, final) and name not in self._failing
+
+    def _attempt(self, wanted: Sequence[Range], pending: List[int], exact: bool, answers: List[Any]) -> None:
+        """Request once: each file in a thread of its own where that works, so that one that hangs holds up no other."""
+        self._connect()
+        groups: Dict[str, List[int]] = {}
+        for number in pending:
+            groups.setdefault(wanted[number].name if self._concurrent else "", []).append(number)
+        found: Dict[int, Any] = {}
+
+        def run(numbers: List[int]) -> None:
+            try:
+                found.update(zip(numbers, self._fetched([wanted[number] for number in numbers], exact)))
+            except Exception as error:  # each file system raises its own
+                found.update(dict.fromkeys(numbers, error))
+
+        # Daemons: the process may end while one of them still waits.
+        threads = [threading.Thread(target=run, args=(numbers,), daemon=True) for numbers in groups.values()]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread, (name, numbers) in zip(threads, groups.items()):
+            patience = _LITTLE_PATIENCE if name in self._failing else _PATIENCE
+            patience += sum(one.length for one in wanted) / _RATE if exact else 0.0
+            patience = patience if self._concurrent else _PATIENCE_WITH_CACHES
+            thread.join(max(0.0, start + patience - time.monotonic()))
+            for number in numbers:
+                answers[number] = found.get(number, TimeoutError(f"no answer within {patience:.0f} s"))
+
+    def _fetched(self, wanted: Sequence[Range], exact: bool) -> list:
         """The bytes of each range, or the exception in its place."""
-        files = [self._file(one.name) for one in wanted]
+        files = [f"{self._root}/{one.name}{self._query}" for one in wanted]
         ends = [one.start + one.length for one in wanted]
         answers = self._system.cat_ranges(files, [one.start for one in wanted], ends, on_error="return")
         for number, (one, answer) in enumerate(zip(wanted, answers)):
-            if isinstance(answer, Exception) or len(answer) == one.length:
+            if isinstance(answer, Exception) or len(answer) == one.length or not exact:
                 continue
             reason = f"{len(answer):,} bytes came instead of {one.length:,}"
             if len(answer) > one.length:  # how many more there were is not known: the rest was not read
@@ -83,66 +124,10 @@ class RemoteFolder(Folder):
             answers[number] = ValueError(reason)
         return answers
 
-    def _answers(self, names: Sequence[str], fetch: _Fetch, size: int) -> list:
-        """Answers, of `size` bytes together, to requests for these files; of one that failed, the last exception."""
-        answers: List[Any] = [None] * len(names)
-        pending = list(range(len(names)))
-        for tried in range(1, _TRIES + 1):
-            for number, answer in self._attempt(names, pending, fetch, size).items():
-                answers[number] = answer
-            pending = [number for number in pending if self._is_worth_a_try(names[number], answers[number])]
-            if not pending or tried == _TRIES:
-                break
-            # Workers that lost the same server do not come back all at once.
-            share = bits32(key("pause", os.getpid()), tried) / 2**32
-            time.sleep(_PAUSE * 2 ** (tried - 1) * (0.5 + share))
-        self._failing |= {names[number] for number in pending}
-        self._failing -= {name for name, answer in zip(names, answers) if not isinstance(answer, Exception)}
-        return answers
-
-    def _is_worth_a_try(self, name: str, answer: Any) -> bool:
-        if not isinstance(answer, Exception) or name in self._failing:
-            return False
-        if isinstance(answer, TimeoutError):  # a cache goes on fetching; a second fetch would be in its way
-            return self._concurrent
-        return not isinstance(answer, (FileNotFoundError, PermissionError))
-
-    def _attempt(self, names: Sequence[str], pending: List[int], fetch: _Fetch, size: int) -> Dict[int, Any]:
-        """Request once: each file in a thread of its own where that works, so that one that hangs holds up no other."""
-        self._connect()
-        groups: Dict[str, List[int]] = {}
-        for number in pending:
-            groups.setdefault(names[number] if self._concurrent else "", []).append(number)
-        found: Dict[str, Any] = {}
-
-        def run(name: str) -> None:
-            try:
-                found[name] = fetch(groups[name])
-            except Exception as error:  # each file system raises its own
-                found[name] = error
-
-        # Daemons: the process may end while one of them still waits.
-        threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in groups}
-        start = time.monotonic()
-        for thread in threads.values():
-            thread.start()
-        answers: Dict[int, Any] = {}
-        for name, numbers in groups.items():
-            patience = (_LITTLE_PATIENCE if name in self._failing else _PATIENCE) + size / _RATE
-            patience = patience if self._concurrent else _PATIENCE_WITH_CACHES
-            threads[name].join(max(0.0, start + patience - time.monotonic()))
-            answer = found.get(name, TimeoutError(f"no answer within {patience:.0f} s"))
-            answers.update(zip(numbers, [answer] * len(numbers) if isinstance(answer, Exception) else answer))
-        return answers
-
     @property
     def _concurrent(self) -> bool:
         """Whether threads may use it at once. Caches claim to be what they stand before; their class does not."""
         return isinstance(self._system, fsspec.asyn.AsyncFileSystem)
-
-    def _file(self, name: str) -> str:
-        """Path of a file within the file system."""
-        return f"{self._root}/{name}{self._query}"
 
     def _connect(self) -> None:
         """Connect, once in each process: connections do not survive a fork."""
@@ -150,12 +135,10 @@ class RemoteFolder(Folder):
             return
         try:
             self._system, root = fsspec.core.url_to_fs(self._access)
-        except ImportError as error:
-            missing = getattr(error.__cause__ or error, "name", None)
-            remedy = f"pip install {missing}" if missing else str(error)
-            raise DataError(f"{self.place}: a package for this kind of URL is missing: {remedy}") from None
         except Exception as error:  # each file system has its own complaints about URLs and credentials
-            raise DataError(f"{self.place}: {_reason(error)}") from None
+            package = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
+            missing = f"a package for this kind of URL is missing: pip install {package}"
+            raise DataError(f"{self.place}: {missing if package else _reason(error)}") from None
         if self.place.startswith(("http://", "https://")):
             from data.http import BoundedHttp
 

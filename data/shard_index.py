@@ -91,15 +91,13 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
     size, labels = folder.size(shard.name), index.labels
     fault = ""
-    if size is not None and size != index.bytes:
+    if size not in (None, index.bytes):
         place = folder.path(shard.name)
         fault = f"{size:,} bytes, but its index is of {index.bytes:,}; copy the shard again, or make the index anew:"
     elif (index.bytes, len(labels), index.sha256) != (shard.bytes, shard.images, shard.sha256):
-        fault = f"{len(labels)} images in {index.bytes:,} bytes, but {MANIFEST} says {shard.images} in "
-        fault += f"{shard.bytes:,}, or another checksum; copy both again, or make them anew:"
+        fault = f"of another shard than {MANIFEST} lists; copy both again, or make them anew:"
     elif labels.max() >= classes:
-        fault = f"label {labels.max()}, but {MANIFEST} names {classes} classes, 0 to {classes - 1}; "
-        fault += "name all classes by --classes FILE:"
+        fault = f"label {labels.max()}, but {MANIFEST} names {classes} classes; name all by --classes FILE:"
     if fault:
         raise DataError(f"{place}: {fault} {_REMEDY}")
     return index

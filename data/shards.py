@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -103,14 +104,10 @@ def _open(data: Shards, classes: int, split: str) -> Source:
         trained = read_manifest(open_folder(train)).classes
     except MissingFile:
         return source
-    fault = ""
-    if len(trained) != len(source.classes):
-        fault = f"{len(source.classes)} classes, but {train} has {len(trained)}"
-    elif trained != source.classes:
-        label = next(label for label, name in enumerate(trained) if name != source.classes[label])
-        fault = f"label {label} is {source.classes[label]!r}, but in {train} it is {trained[label]!r}"
-    if fault:
-        raise DataError(f"{place}: {fault}; both need the same classes")
+    for label, names in enumerate(itertools.zip_longest(source.classes, trained)):
+        if names[0] != names[1]:
+            fault = f"class {label} is {names[0]!r}, but in {train} it is {names[1]!r}"
+            raise DataError(f"{place}: {fault}; both need the same classes in the same order")
     return source
 
 

@@ -97,14 +97,9 @@ class Training(Transform):
             return pixels
         operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
         # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
-        generator = torch.default_generator
-        with _generator_in_use:
-            state = generator.get_state()
-            generator.manual_seed(key(data.augment, self._seed, epoch, index))
-            try:
-                return operations(pixels)
-            finally:
-                generator.set_state(state)
+        with _generator_in_use, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(key(data.augment, self._seed, epoch, index))
+            return operations(pixels)
 
 
 class Evaluation(Transform):
@@ -114,16 +109,12 @@ class Evaluation(Transform):
         self._crop_fraction = crop_fraction
 
     def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
-        # The centre is all that is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
+        # Only the centre is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
         limit = _LONGEST_ASPECT * min(image.height, image.width)
         height, width = min(image.height, limit), min(image.width, limit)
         box = Box(round((image.height - height) / 2), round((image.width - width) / 2), height, width)
-        short = round(size / self._crop_fraction)
-        if height < width:
-            height, width = short, short * width // height
-        else:
-            height, width = short * height // width, short
-        return Frame(box, height, width, size, flip=False, exact=True)
+        short, shorter = round(size / self._crop_fraction), min(height, width)
+        return Frame(box, short * height // shorter, short * width // shorter, size, flip=False, exact=True)
 
 
 @functools.lru_cache(maxsize=None)

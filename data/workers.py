@@ -24,7 +24,7 @@ _GLANCE = 1.0  # seconds between two checks whether the parent is alive
 
 
 class Loader(DataLoader):
-    """Loads whole micro batches by torch's loader in worker processes, or in this process if there are to be none."""
+    """Loads whole micro batches in worker processes, or in this process if there are to be none."""
 
     def __init__(self, reader: Reader, requests: Iterable[Request], data: Data):
         super().__init__(
@@ -99,8 +99,7 @@ def begin_work(worker: int) -> None:
     Terminals and schedulers signal every process of a job, but the training process needs its workers to finish its
     step. Workers end by themselves if it dies: torch's watchdog checks that only between two requests.
     """
-    # Decoders that can use a GPU would each make a context there, in memory that the training needs.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # decoders would each make a context on the GPU
     parent = multiprocessing.parent_process()
     assert parent is not None
     if _WAITS_FOR_SIGNALS:

@@ -1,18 +1,77 @@
-"""Keys that pages name are keys of recipes."""
+"""Pages keep what they show: keys of recipes, the loop of docs/library.md, the first commands."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from recipe import loading
+from tests import world
 from tests.conftest import QUICKSTART, ROOT
 
-_TABLE = (ROOT / "docs" / "coming_from.md").read_text().partition("## Flags and keys")[2].partition("## What is")[0]
-_ROWS = [line.split("|")[5] for line in _TABLE.splitlines() if line.startswith("|")][2:]
-GIVEN = [(text, re.findall(r"`([^`]*=[^`]*)`", text)) for text in _ROWS]
+KEYS, LIBRARY, COMMANDS = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("coming_from", "library", "first_commands")
+)
+ROWS = [
+    line.split("|")[5]
+    for line in KEYS.partition("## Flags and keys")[2].partition("## What is")[0].splitlines()
+    if line.startswith("|")
+]
+LOOP = re.search(r"```python\n(.*?)```", LIBRARY, re.DOTALL).group(1)
+# (command, lines that are shown of its output)
+SHOWN = [
+    (command, shown.splitlines())
+    for block in re.findall(r"```console\n(.*?)```", COMMANDS, re.DOTALL)
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+]
 
 
-@pytest.mark.parametrize(("text", "given"), GIVEN, ids=[text.strip() for text, _ in GIVEN])
-def test_keys_beside_the_flags_of_others_make_a_recipe(text, given):
-    overrides = [each for part in given for each in part.split()]
+@pytest.mark.parametrize("text", ROWS[2:], ids=str.strip)
+def test_keys_beside_the_flags_of_others_make_a_recipe(text):
+    overrides = [each for part in re.findall(r"`([^`]*=[^`]*)`", text) for each in part.split()]
     loading.load(QUICKSTART, [each for each in overrides if "DIR" not in each])  # an unknown key is an error
+
+
+def trains(rank, size, sparse):
+    """The losses of the page's loop."""
+    names = {}
+    exec(compile(LOOP, "docs/library.md", "exec"), names)
+    return names["train"](6, sparse)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_loop_of_the_page_learns_on_two_ranks(sparse):
+    for losses in world.run(2, trains, sparse):
+        assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_there_are_ten_first_commands_and_each_is_one_line_of_a_screen():
+    assert len(SHOWN) == 10
+    assert all(shown and len(command) < 100 for command, shown in SHOWN)
+
+
+def as_pattern(line):
+    """A line whose numbers may be others."""
+    return re.compile(r"\S+".join(map(re.escape, re.split(r"\d[\d,.:]*", line))))
+
+
+@pytest.mark.slow  # trains twice for half a minute
+@pytest.mark.multiprocess
+def test_the_first_commands_do_what_the_page_shows(tmp_path):
+    """In the order of the page, in a folder that has the repository's files."""
+    for path in ROOT.iterdir():
+        if path.name not in (".git", "runs", "doctor", "report.html"):
+            (tmp_path / path.name).symlink_to(path)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 600}
+    for command, shown in SHOWN:
+        done = subprocess.run(shlex.split(command), **options)
+        assert done.returncode == 0, (command, done.stderr)
+        lines = (done.stdout + done.stderr).splitlines()
+        for line in shown:
+            assert any(as_pattern(line).fullmatch(each) for each in lines), (command, line, lines)

@@ -22,22 +22,15 @@ for name in sys.argv[2:]:
     importlib.import_module(name)
 """
 # They import with them the files of all rooms that runs need.
-NEEDED = ("train", "evaluate", "training.run", "training.scoring", "training.exported", "tools.plan", "tools.exporting")
+NEEDED = "train evaluate training.run training.scoring training.exported tools.plan tools.exporting"
+# Their arguments are seen before torch is loaded.
+COMMANDS = "train evaluate tools.batch tools.curves tools.doctor tools.export tools.launch tools.plan tools.report tools.sweep"
 
 
-def test_optional_packages_are_imported_where_they_are_used():
-    command = [sys.executable, "-c", LOAD, " ".join(OPTIONAL), *NEEDED]
+@pytest.mark.parametrize(("absent", "names"), [(" ".join(OPTIONAL), NEEDED), ("torch", COMMANDS)])
+def test_packages_are_imported_where_they_are_used(absent, names):
+    command = [sys.executable, "-c", LOAD, absent, *names.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_commands_see_their_arguments_before_torch_is_loaded():
-    commands = (
-        "train",
-        "evaluate",
-        *(f"tools.{name}" for name in ["batch", "curves", "doctor", "export", "launch", "plan", "report", "sweep"]),
-    )
-    done = subprocess.run([sys.executable, "-c", LOAD, "torch", *commands], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -47,15 +40,10 @@ def test_commands_import_no_other_command():
         assert not re.search(r"^ *(from|import) (tools|benchmarks|train|evaluate)\b", source, re.MULTILINE), name
 
 
-def lint_imports(folder):
-    """Exit code, {contract: kept} of .importlinter for the rooms in `folder`, and its output."""
+def test_our_rooms_keep_the_contracts():
     pytest.importorskip("importlinter", reason="import-linter is in requirements.txt, not in requirements-ipu.txt")
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / ".importlinter", "--no-cache"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    verdicts = re.findall(r"^(.*) (KEPT|BROKEN)$", ended.stdout, re.MULTILINE)
-    return ended.returncode, {name: verdict == "KEPT" for name, verdict in verdicts}, ended.stdout
-
-
-def test_our_rooms_keep_the_contracts():
-    code, verdicts, output = lint_imports(ROOT)
-    assert code == 0 and len(verdicts) == 5 and all(verdicts.values()), output
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and re.findall(r" (KEPT|BROKEN)$", done.stdout, re.MULTILINE) == ["KEPT"] * 5, (
+        done.stdout
+    )

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from recipe import loading
 from tests.conftest import QUICKSTART, ROOT
@@ -23,8 +22,8 @@ def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
     assert out[3] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
     assert "done: top1 " in "".join(out[-3:-1])
     assert out[-1].startswith(f"next: python evaluate.py --checkpoint {command.folder} --best | ")
-    names = {str(path.relative_to(command.folder)) for path in command.folder.rglob("*")}
-    assert names >= {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "trace/timeline.png"}
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "trace/timeline.png"):
+        assert (command.folder / name).exists()
     spans = json.loads((command.folder / "trace" / "trace.json").read_text())["traceEvents"]
     passes = [(each["args"]["step"], each["name"]) for each in spans if each.get("cat") in ("forward", "backward")]
     assert sorted(passes) == [(step, f"{kind} 0") for step in (1, 2) for kind in ("backward", "forward")]
@@ -35,30 +34,18 @@ def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
     assert files(command.folder) == before
 
 
-@pytest.mark.parametrize(
-    ("override", "fault", "remedy"),
-    [
-        ("batch.micro=7", "batch.global 24 is not a multiple of 7 micro", "nearest: 21 or 28"),
-        ("batch.global=2400", "batch.global 2400 is more than the 1437 training images", "batch.global=1428"),
-        ("model.classes=9", "data.source=digits: 10 classes, but model.classes is 9", "set model.classes=10"),
-        ("parallel.replicas=2", "parallel.replicas 2 needs 2 processes", "use parallel.replicas=auto"),
-    ],
-)
-def test_a_recipe_that_cannot_be_run_is_refused_with_the_key_and_a_remedy(command, override, fault, remedy):
-    line = command.refuses("batch.micro=12", override)
-    assert fault in line and remedy in line
-
-
-def test_the_file_that_is_wrong_is_named(command, tmp_path):
+def test_a_recipe_that_cannot_be_run_is_refused_with_its_place_and_a_remedy(command, tmp_path):
+    for override, words in (
+        ("batch.micro=7", "batch.global 24 is not a multiple of 7 micro x 1 replica = 7; nearest: 21 or 28"),
+        ("batch.global=2400", "batch.global 2400 is more than the 1437 training images"),
+        ("model.classes=9", "data.source=digits: 10 classes, but model.classes is 9; set model.classes=10"),
+        ("parallel.replicas=2", "parallel.replicas 2 needs 2 processes"),
+    ):
+        assert words in command.refuses("batch.micro=12", override)
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {QUICKSTART}\noptimizer: {{momentun: 0.9}}\n")
     assert command.refuses(recipe=recipe).startswith(f"{recipe}: optimizer.momentun: unknown key; ")
     assert command.refuses(recipe=tmp_path / "none.yaml").startswith(f"{tmp_path / 'none.yaml'}: No such file")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(command):
-    assert "use run.device=cpu or auto" in command.refuses("run.device=cuda")
 
 
 def test_a_checkpoint_of_another_run_is_refused(command, stopped, tmp_path):

@@ -1,7 +1,7 @@
 """train.py when its folder, its images, its disk or its memory fail, and when it is told to stop."""
 
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -18,18 +18,13 @@ from tests.train_command import DONE, FAILED, SHORT, STOPPED, before_step, comma
 __all__ = ["before_step", "command"]  # fixtures
 
 
-def without_its_files(folder):
-    subprocess.run(f"rm -rf {folder}/*", shell=True, check=True)
-
-
-@pytest.mark.parametrize(("how", "step"), [(shutil.rmtree, 4), (without_its_files, 2)])
-def test_a_folder_that_is_lost_ends_the_run(command, before_step, how, step):
+@pytest.mark.parametrize(("remove", "step"), [("rm -rf {}", 4), ("rm -rf {}/*", 2)])
+def test_a_folder_that_is_lost_ends_the_run(command, before_step, remove, step):
     """Also before the last step. Nothing is written in its place."""
-    before_step(step, how, command.folder)
-    code, out, errors = command("log.tensorboard=false")
-    assert code == FAILED and len(errors) == 1, errors
-    assert errors[0].startswith(str(command.folder)) and "removed, renamed, replaced or unmounted" in errors[0]
-    assert not any(line.startswith("done") for line in out)
+    before_step(step, os.system, remove.format(command.folder))
+    code, out, (error,) = command("log.tensorboard=false")
+    assert code == FAILED and not any(line.startswith("done") for line in out)
+    assert error.startswith(str(command.folder)) and "removed, renamed, replaced or unmounted" in error
     assert not command.folder.exists() or not list(command.folder.iterdir())
 
 
@@ -37,9 +32,9 @@ def test_a_file_system_that_is_unmounted_ends_the_run_and_nothing_is_written_bel
     mount = small_disk("8m")
     before_step(3, subprocess.run, ["umount", "--lazy", mount])
     for folder in (mount, mount / "run"):
-        code, _, errors = command("log.tensorboard=false", output=folder)
-        assert code == FAILED and len(errors) == 1, errors
-        assert errors[0].startswith(str(folder)) and "no longer what this run opened there" in errors[0]
+        code, _, (error,) = command("log.tensorboard=false", output=folder)
+        assert code == FAILED
+        assert error.startswith(str(folder)) and "no longer what this run opened there" in error
         assert not list(mount.iterdir())
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=True)
 
@@ -50,16 +45,14 @@ def test_an_unreadable_image_is_refused_by_name_and_may_be_left_out_in_the_same_
     bad = root / "train" / "a" / "0.png"
     for path in (bad, root / "val" / "a" / "0.png"):
         path.write_bytes(b"")
-    overrides = ("data.source=folder", f"data.root={root}", "model.classes=2", "log.every_steps=1")
-    overrides = (*overrides, "batch.global=26", "batch.micro=13", "run.steps=3")
+    overrides = ["data.source=folder", f"data.root={root}", "model.classes=2", "log.every_steps=1"]
+    overrides += ["batch.global=26", "batch.micro=13", "run.steps=3"]
     line = command.refuses(*overrides)
     assert line.startswith(f"{bad}: ") and "data.bad_images=skip" in line
     code, out, errors = command(*overrides, "data.bad_images=skip")
     assert (code, errors) == (DONE, [])
     assert [line for line in out if line.startswith("left out: ")] == [f"left out: {bad}: the file is empty"] * 3
     assert [event["unreadable_images"] for event in events(command.folder, "train")] == [1, 2, 3]
-    event = events(command.folder, "eval")[-1]
-    assert (event["images"], event["unreadable"]) == (3, 1)
     assert any("(3 images); 1 unreadable left out" in line for line in out)
 
 
@@ -83,9 +76,8 @@ def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_
     error = process.stderr.read()
     process.stderr.close()
     assert process.wait() == STOPPED
-    assert error.startswith("SIGINT: saved at step ") and error.count("\n") == 1
-    step = int(error.split("step ")[1].split(";")[0])
-    assert newest(tmp_path / "run").name == f"step-{step:08d}.pt"
+    (step,) = re.fullmatch(r"SIGINT: saved at step (\d+);.*\n", error).groups()
+    assert newest(tmp_path / "run").name == f"step-{int(step):08d}.pt"
 
 
 @pytest.mark.parametrize(

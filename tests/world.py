@@ -25,7 +25,10 @@ from torch import distributed
 
 from parallel.parent_death import die_with_parent
 
-_PRELOAD = ("numpy", "PIL.Image", "pytest", "timm", "torch.distributed", "torchvision", "yaml", "tests.preload")
+_PRELOAD = (
+    *("numpy", "PIL.Image", "pytest", "timm", "torch.distributed", "torchvision", "yaml"),
+    *("engines.torch_engine", "train", "training.run"),
+)
 
 
 def fork_server():
@@ -36,55 +39,24 @@ def fork_server():
     return context
 
 
-class RankTraceback(Exception):
-    """Cause of the exception that `run` raises: traceback and output of ranks."""
-
-    def __str__(self):
-        return f"\n{self.args[0]}"
-
-
 def run(size, function, *args, timeout=240, connect=True, **environment):
     """Return the results of function(rank, size, *args) in `size` processes, in the order of the ranks.
 
-    Each process has one torch thread, warnings that are errors, and torchrun's variables. Whatever fails, all
-    processes are killed.
+    Each process has one torch thread, warnings that are errors, and torchrun's variables. If one fails, all are killed.
 
     Args:
         timeout: seconds, for all ranks from their start to their results; also of every collective.
         connect: whether torch.distributed is initialised with gloo before the call and destroyed after it.
         environment: further variables of the processes.
 
-    Raises:
-        What the first rank to fail raised, with a RankTraceback as cause; RuntimeError where that cannot be pickled or
-        a rank died; TimeoutError with the stacks of ranks that hang.
+    Raises RuntimeError with the output of all ranks where one fails; TimeoutError with the stacks of those that hang.
     """
     call, variables = pickle.dumps((function, args)), {**addresses(), **environment}
     with started(range(size), _rank, size, call, timeout, connect, variables) as (processes, folder):
-        for _ in ends(processes, folder, timeout):
-            # A rank that died without a result is the cause of what others report.
-            ended = [rank for rank, process in processes.items() if process.exitcode is not None]
-            failed = {rank: found for rank in ended for found in (_result(folder, rank),) if not found[1]}
-            if failed:
-                rank = min(failed, key=lambda rank: failed[rank][0])
-                _raise(rank, failed[rank][2], processes[rank], _text(folder / f"out-{rank}"))
-        return [pickle.loads(_result(folder, rank)[2]) for rank in processes]
-
-
-def _result(folder, rank):
-    """(time, whether it is no failure, pickled value or failure) of a rank that has ended."""
-    path = folder / f"result-{rank}"
-    return pickle.loads(path.read_bytes()) if path.exists() else (0.0, False, None)
-
-
-def _raise(rank, value, process, output):
-    if value is None:
-        raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from RankTraceback(output)
-    error, text = pickle.loads(value)
-    try:
-        error = pickle.loads(error)
-    except Exception:
-        error = RuntimeError(text.strip().splitlines()[-1])
-    raise error from RankTraceback(f"rank {rank}:\n{text}{output}")
+        for rank in ends(processes, folder, timeout):
+            if not (folder / f"result-{rank}").exists():
+                raise RuntimeError(f"rank {rank} failed, exit code {processes[rank].exitcode}\n{_output(folder)}")
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in processes]
 
 
 @contextlib.contextmanager
@@ -110,15 +82,14 @@ def ends(processes, folder, seconds):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
-            text = "\n".join(f"{path.name}:\n{_text(path)}" for path in sorted(folder.glob("[oe]*-*")))
-            raise TimeoutError(f"ranks {sorted(waiting.values())} hang after {seconds} s") from RankTraceback(text)
+            raise TimeoutError(f"ranks {sorted(waiting.values())} hang after {seconds} s\n{_output(folder)}")
         for sentinel in ready:
             processes[waiting[sentinel]].join()
             yield waiting.pop(sentinel)
 
 
-def _text(path):
-    return path.read_text(errors="replace") if path.exists() else ""
+def _output(folder):
+    return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')}" for path in sorted(folder.glob("[oe]*-*")))
 
 
 def _kill(process):
@@ -158,22 +129,16 @@ def _rank(rank, folder, size, call, timeout, connect, variables):
     set_up_rank({**of_torchrun(rank, size), **variables}, *[folder / f"out-{rank}"] * 2)
     try:
         function, args = pickle.loads(call)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            if connect:
-                store = distributed.FileStore(str(folder / "store"), size)
-                limit = datetime.timedelta(seconds=timeout)
-                distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            result = True, pickle.dumps(function(rank, size, *args))
-            if connect:
-                distributed.destroy_process_group()
-    except BaseException as error:
-        try:
-            pickled = pickle.dumps(error)
-        except Exception:
-            pickled = b""
-        result = False, pickle.dumps((pickled, traceback.format_exc()))
+        warnings.simplefilter("error")
+        if connect:
+            store, limit = distributed.FileStore(str(folder / "store"), size), datetime.timedelta(seconds=timeout)
+            distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        result = function(rank, size, *args)
+        if connect:
+            distributed.destroy_process_group()
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
-    (folder / f"result-{rank}.tmp").write_bytes(pickle.dumps((time.monotonic(), *result)))
-    (folder / f"result-{rank}.tmp").rename(folder / f"result-{rank}")
+    sys.stderr.flush()
     os._exit(0)  # whatever the groups and threads of a failed rank still wait for

@@ -10,14 +10,10 @@ import zlib
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """
-    Attributes:
-        url: of the folder.
-        faults: path -> what is done with its next requests, one each: a status, "hang", "whole" (ignores the range),
-            "endless" (never stops to send) or "swelling" (unpacks to 512 MiB).
-        always: path -> what is done with all of its requests, likewise.
-        asked: paths of all requests, in order.
-        login: "user:password" without which nothing is given, query: likewise what follows `?`; None: anybody may ask.
+    """url: of the folder. asked: paths of all requests, in order. login ("user:password"), query: needed, if not None.
+
+    faults: path -> what is done with its next requests, one each: a status, "hang", "whole" (ignores the range),
+    "endless" (never stops to send) or "swelling" (unpacks to 512 MiB). always: path -> what is done with all of them.
     """
 
     daemon_threads = True
@@ -48,13 +44,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path, _, query = self.path.lstrip("/").partition("?")
         self.server.asked.append(path)
         fault = self.server.always.get(path) or next(iter(self.server.faults.get(path, [])), None)
-        if self.server.faults.get(path):
-            self.server.faults[path].pop(0)
+        del self.server.faults.get(path, [])[:1]
         if fault == "hang":
             self.server.released.wait(30)
             self.close_connection = True
-            return
-        if self.server.login and self.headers.get("Authorization") != f"Basic {_base64(self.server.login)}":
+            return None
+        login = base64.b64encode((self.server.login or "").encode()).decode()
+        if login and self.headers.get("Authorization") != f"Basic {login}":
             return self._answer(401, b"no")
         if self.server.query and query != self.server.query:
             return self._answer(403, b"no")
@@ -89,10 +85,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         """Quiet."""
-
-
-def _base64(text):
-    return base64.b64encode(text.encode()).decode()
 
 
 @contextlib.contextmanager

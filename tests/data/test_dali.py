@@ -1,15 +1,12 @@
 """Micro batches by DALI: the other reader's images in the same places, and its pixels but for rounding."""
 
 import contextlib
-import functools
 import os
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from data.batches import Request
 from data.dali import DaliLoader
@@ -19,21 +16,21 @@ from data.reader import Reader
 from data.transforms import Evaluation, Training
 from recipe.config import Data
 from recipe.errors import DataError
-from tests.data.test_decode import encoded, file_of
+from tests.data.test_decode import encoded, file_of, photograph
 from tests.data.test_loader import content, contents
+from tests.waiting import wait_until
 
 pytest.importorskip("nvidia.dali")
 
 CPU = torch.device("cpu")
 SIZE = 48
-GLOBAL = 12
 BAD = {5: "damaged", 17: "truncated"}
 ODD = {2: "stray", 3: "cmyk", 8: "png", 9: "rotated"}
 
 
-def file(picture, kind="plain"):
-    """A picture, uint8 [height, width, 3], as a file of some kind."""
-    image = Image.fromarray(picture).convert("CMYK" if kind == "cmyk" else "RGB")
+def file(number, kind="plain", height=150, width=200):
+    """A picture as a file of some kind."""
+    image = photograph(height, width, "CMYK" if kind == "cmyk" else "RGB", number)
     if kind == "png":
         return encoded(image, "PNG")
     data = file_of(image, orientation=6 if kind == "rotated" else 1, quality=90)
@@ -44,26 +41,12 @@ def file(picture, kind="plain"):
     return data[: len(data) // 2] if kind == "truncated" else data
 
 
-@functools.lru_cache(maxsize=None)
-def picture(number, height=150, width=200):
-    """Looks like a photograph to a filter: detail of every size, the less the smaller; and an edge."""
-    draw = np.random.default_rng(number)
-    levels = np.full((height, width, 3), 128.0)
-    for coarse in (4, 8, 16, 32, 64):
-        noise = Image.fromarray(draw.integers(0, 256, (coarse, coarse, 3), dtype=np.uint8))
-        levels += (np.asarray(noise.resize((width, height), Image.BICUBIC), float) - 128) * 3 / coarse**0.75
-    levels[height // 3 :, width // 2 + number % 9 :] *= 0.5
-    return levels.clip(0, 255).astype(np.uint8)
-
-
 class Album(EncodedSource):
     """Pictures as files of several kinds."""
 
-    def __init__(self, count=30, kinds=None, **size):
-        self.classes = ("even", "odd")
+    def __init__(self, count=30, kinds=(), **size):
         self.labels = np.arange(count, dtype=np.int64) % 2
-        kinds = kinds or {}
-        self._files = [file(picture(number, **size), kinds.get(number, "plain")) for number in range(count)]
+        self._files = [file(number, dict(kinds).get(number, "plain"), **size) for number in range(count)]
 
     def name(self, index):
         return f"album/{index}"
@@ -83,20 +66,18 @@ def section(reader="dali", **options):
     return Data(**{"source": "folder", "reader": reader, "workers": 2, "prefetch": 2, **options})
 
 
-def requests(count, rows, size=SIZE):
-    return [
-        Request(0, 0, number, size, list(range(number * rows, min((number + 1) * rows, count))))
-        for number in range(-(-count // rows))
-    ]
+def requests(count, size=SIZE):
+    """Four images each."""
+    return [Request(0, 0, start // 4, size, list(range(start, min(start + 4, count)))) for start in range(0, count, 4)]
 
 
-def by_dali(source, transform, rows=4, size=SIZE, device=CPU):
-    loader = DaliLoader(Reader(source, rows, transform), requests(len(source), rows, size), 2, device)
+def by_dali(source, transform, size=SIZE, device=CPU):
+    loader = DaliLoader(Reader(source, 4, transform), requests(len(source), size), 2, device)
     return torch.cat([batch.images[: batch.valid] for batch in loader])
 
 
-def by_torch(source, transform, rows=4, size=SIZE):
-    loaded = map(Reader(source, rows, transform).__getitem__, requests(len(source), rows, size))
+def by_torch(source, transform, size=SIZE):
+    loaded = map(Reader(source, 4, transform).__getitem__, requests(len(source), size))
     return torch.cat([batch.images[: batch.valid] for batch in loaded])
 
 
@@ -104,17 +85,13 @@ def differences(one, other):
     return (one.cpu().int() - other.cpu().int()).abs()
 
 
-def train(source, *, first=0, last=4, micro=3, image_size=SIZE, **options):
+def train(source, *, first=0, last=4, image_size=SIZE, **options):
     batches = training_batches(
-        source, data=section(**options), image_size=image_size, global_batch=GLOBAL, micro=micro, seed=7,
+        source, data=section(**options), image_size=image_size, global_batch=12, micro=3, seed=7,
         first_step=first, last_step=last,
     )  # fmt: skip
     with contextlib.closing(batches):
         return list(batches)
-
-
-def places(batch):
-    return (*content(batch)[:-1], batch.images.shape)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +111,8 @@ def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
     Where torch leaves out what lies beyond the edge of the box, DALI repeats the edge. Of the weights of an outermost
     pixel of a picture made smaller an eighth lies there, of a corner's 15 / 64: 61 of 255 levels, and one for rounding.
     """
-    expected = by_torch(album, Exact(section(), 3), size=size)
-    found = differences(by_dali(album, Exact(section(), 3), size=size), expected)
+    expected = by_torch(album, Exact(section(), 3), size)
+    found = differences(by_dali(album, Exact(section(), 3), size), expected)
     assert found[:, :, 1:-1, 1:-1].max() <= 1
     assert found.max() <= 62
     assert found.float().mean() < 0.3
@@ -146,54 +123,48 @@ def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
 def test_centres_are_those_of_the_other_reader_but_for_rounding(shape):
     """The square is cut out of the resized box, so its edges are not the box's."""
     source = Album(4, **shape)
-    found = differences(by_dali(source, Evaluation(0.875), size=64), by_torch(source, Evaluation(0.875), size=64))
+    found = differences(by_dali(source, Evaluation(0.875), 64), by_torch(source, Evaluation(0.875), 64))
     assert found.max() <= 1
 
 
-@pytest.mark.parametrize(("micro", "album_of"), [(3, "mixed"), (12, "album")])
-def test_training_gets_the_images_that_the_other_reader_gives(micro, album_of, request):
+def test_training_gets_the_images_that_the_other_reader_gives(mixed):
     """Over two epochs, whose last images fill no step; resumed, with another number of threads, to the bit.
 
-    Both decide which images are decoded together, and bad ones make DALI fail. Many boxes are decoded at half their
-    size by the other reader; pixels of another image would be some 80 levels away.
+    Bad images make DALI fail. Many boxes are decoded at half their size by the other reader; pixels of another image
+    would be some 80 levels away.
     """
-    source = request.getfixturevalue(album_of)
-    expected = train(source, micro=micro, reader="torch", workers=0, bad_images="skip")
-    actual = train(source, micro=micro, bad_images="skip")
-    assert [places(batch) for batch in actual] == [places(batch) for batch in expected]
-    assert (sum(len(batch.unreadable) for batch in actual) > 1) == (album_of == "mixed")
+    expected = train(mixed, reader="torch", workers=0, bad_images="skip")
+    actual = train(mixed, bad_images="skip")
+    assert [content(batch)[:-1] for batch in actual] == [content(batch)[:-1] for batch in expected]
+    assert sum(len(batch.unreadable) for batch in actual) > 1
     for one, other in zip(actual, expected):
         assert one.valid == 0 or differences(one.images, other.images).float().mean() < 6
         assert not one.images[one.valid :].any()
-    resumed = train(source, first=1, micro=micro, bad_images="skip", workers=5)
-    assert contents(resumed) == contents(actual[GLOBAL // micro :])
+    assert contents(train(mixed, first=1, bad_images="skip", workers=5)) == contents(actual[4:])
 
 
 def test_images_that_dali_refuses_are_made_by_the_other_reader_to_the_bit(mixed, album):
     """And those beside them keep their pixels."""
-    transform, request = Training(section(), 3), requests(30, 30)
-    (loaded,) = DaliLoader(Reader(mixed, 30, transform), request, 2, CPU)
-    expected = Reader(mixed, 30, transform)[request[0]]
+    transform = Training(section(), 3)
+    request, plain = Request(0, 0, 0, SIZE, list(range(30))), by_dali(album, transform)
+    (loaded,) = DaliLoader(Reader(mixed, 30, transform), [request], 2, CPU)
+    expected = Reader(mixed, 30, transform)[request]
     assert loaded.unreadable == expected.unreadable and loaded.indices.tolist() == expected.indices.tolist()
-    plain = by_dali(album, transform, rows=30)
     for row, index in enumerate(loaded.indices[: loaded.valid].tolist()):
         assert torch.equal(loaded.images[row], expected.images[row] if index in ODD else plain[index]), index
 
 
 def test_operations_are_done_to_dalis_pixels(album):
-    plain = train(album, last=1)
-    operations = train(album, last=1, augment="randaugment", workers=0)
     transform = Training(section(augment="randaugment"), 7)
-    for before, after in zip(plain, operations):
+    for before, after in zip(train(album, last=1), train(album, last=1, augment="randaugment", workers=0)):
         for row, index in enumerate(before.indices.tolist()):
             assert torch.equal(after.images[row], transform.finish(before.images[row], 0, index))
 
 
 def test_images_may_change_their_size_from_epoch_to_epoch(album):
-    """Two steps an epoch. What is decoded together does not end where an epoch does."""
+    """Two steps an epoch."""
     changing = train(album, image_size={0: 32, 1: 48}.__getitem__, workers=4)
-    expected = train(album, last=2, image_size=32) + train(album, first=2, image_size=48)
-    assert contents(changing) == contents(expected)
+    assert contents(changing) == contents(train(album, last=2, image_size=32) + train(album, first=2, image_size=48))
 
 
 def test_closing_early_leaves_no_threads_behind(album):
@@ -203,14 +174,11 @@ def test_closing_early_leaves_no_threads_behind(album):
         return len(os.listdir("/proc/self/task"))  # those of libraries with them
 
     before = threads()
-    loading = iter(DaliLoader(Reader(album, 4, Training(section(), 3)), requests(30, 4), 3, CPU))
+    loading = iter(DaliLoader(Reader(album, 4, Training(section(), 3)), requests(30), 3, CPU))
     next(loading)
     assert threads() > before
     loading.close()
-    end = time.monotonic() + 60
-    while threads() > before and time.monotonic() < end:  # one that has ended is listed a moment longer
-        time.sleep(0.01)
-    assert threads() <= before
+    wait_until(lambda: threads() <= before)  # one that has ended is listed a moment longer
 
 
 def test_without_dali_the_error_names_the_package_and_the_other_reader(album, monkeypatch):
@@ -224,8 +192,7 @@ def test_without_dali_the_error_names_the_package_and_the_other_reader(album, mo
 @pytest.mark.parametrize("transform", [Exact(section(), 3), Evaluation(0.875)], ids=["training", "evaluation"])
 def test_a_gpu_makes_about_the_same_pixels(mixed, transform):
     """nvJPEG repeats colours where libjpeg-turbo interpolates them. A missed flip is far more."""
-    images = by_dali(mixed, transform, device=torch.device("cuda"))
-    expected = by_torch(mixed, transform)
+    images, expected = by_dali(mixed, transform, device=torch.device("cuda")), by_torch(mixed, transform)
     assert images.is_cuda and images.is_contiguous()
     found = differences(images, expected).float().mean()
     assert found < 2

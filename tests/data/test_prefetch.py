@@ -13,7 +13,8 @@ from data import prefetch
 from data.batches import MicroBatch
 from data.prefetch import Prefetcher
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
 
 
 def batch(number, rows=2, size=4):
@@ -22,37 +23,35 @@ def batch(number, rows=2, size=4):
     return MicroBatch(images, torch.full((rows,), number), torch.arange(rows), rows, number, 0, ())
 
 
-class Batches:
-    """Counts what is taken; waits before some of the batches, or fails."""
-
-    def __init__(self, count=1000, waits=None, fails_at=None, make=batch):
-        self.taken, self.closed = 0, 0
-        self._count, self._waits, self._fails_at, self._make = count, waits or {}, fails_at, make
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.taken == self._fails_at:
-            self._fails_at, self._count = None, self.taken  # a generator that failed has ended
-            raise ValueError("torn")
-        if self.taken == self._count:
-            raise StopIteration
-        time.sleep(self._waits.get(self.taken, 0.0))
-        self.taken += 1
-        return self._make(self.taken - 1)
-
-    def close(self):
-        self.closed += 1
+def large(number):
+    return batch(number, rows=64, size=224)
 
 
-def settled(batches):
+def torn(number):
+    if number == 5:
+        raise ValueError("torn")
+    return batch(number)
+
+
+def batches(count=1000, make=batch, taken=None):
+    """Batches, whose numbers are appended to `taken`, and "closed" in the end."""
+    taken = [] if taken is None else taken
+    try:
+        for number in range(count):
+            made = make(number)
+            taken.append(number)
+            yield made
+    finally:
+        taken.append("closed")
+
+
+def settled(taken):
     """How many batches are taken once no more are."""
     before = -1
-    while batches.taken != before:
-        before = batches.taken
+    while len(taken) != before:
+        before = len(taken)
         time.sleep(0.1)
-    return batches.taken
+    return before
 
 
 def threads():
@@ -62,28 +61,26 @@ def threads():
 @pytest.mark.parametrize("depth", [0, 3])
 def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth):
     """A thread holds one more until there is room; without depth there is none, and nothing is taken unasked."""
-    batches = Batches(20)
-    ahead = Prefetcher(batches, CPU, depth)
-    received = []
-    for taken in range(2):
-        assert settled(batches) == (taken + depth + 1 if depth else taken)
+    taken, received = [], []
+    ahead = Prefetcher(batches(20, taken=taken), CPU, depth)
+    for number in range(2):
+        assert settled(taken) == (number + depth + 1 if depth else number)
         assert len(threads()) == (1 if depth else 0)
         received.append(next(ahead))
     received += ahead
     assert [one.number for one in received] == list(range(20))
-    for number, one in enumerate(received):
-        assert torch.equal(one.images, batch(number).images)
+    assert all(torch.equal(one.images, batch(number).images) for number, one in enumerate(received))
     assert next(ahead, None) is None, "an end stays an end"
     ahead.close()
-    assert not threads() and batches.closed
+    assert not threads() and taken[-1] == "closed"
 
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(depth):
     """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
-    batches = Batches(fails_at=5)
-    ahead, received = Prefetcher(batches, CPU, depth), []
-    alive = weakref.ref(batches), weakref.ref(ahead)
+    failing, received = batches(make=torn), []
+    ahead = Prefetcher(failing, CPU, depth)
+    alive = weakref.ref(failing), weakref.ref(ahead)
     gc.disable()
     try:
         with contextlib.suppress(ValueError):
@@ -91,7 +88,7 @@ def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(d
                 received.append(one.number)
             received.append("no error")
         assert received == [0, 1, 2, 3, 4] and next(ahead, None) is None
-        del ahead, batches
+        del ahead, failing
         assert [ref() for ref in alive] == [None, None]
     finally:
         gc.enable()
@@ -99,34 +96,32 @@ def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(d
 
 @pytest.mark.parametrize("given_up", ["closed", "forgotten"])
 def test_the_thread_ends_and_closes_its_source_when_given_up(given_up):
-    batches = Batches()
-    ahead = Prefetcher(batches, CPU, 2)
+    taken = []
+    held = batches(taken=taken)  # or else it would be closed with the last reference
+    ahead = Prefetcher(held, CPU, 2)
     next(ahead)
     if given_up == "closed":
         ahead.close()
         assert next(ahead, None) is None
     else:
         del ahead
-        gc.collect()
-    assert not threads()
-    assert batches.closed == 1
+    assert not threads() and taken.count("closed") == 1
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
 def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, monkeypatch):
     """By a clock that loading and computing advance; batches that are there already are not waited for."""
-    now = [0.0]
+    now, taken = [0.0], []
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
 
     def load(number):
         now[0] += {0: 16.0, 2: 1.0, 4: 2.0}.get(number, 0.0)
         return batch(number)
 
-    batches = Batches(6, make=load)
-    ahead = Prefetcher(batches, CPU, depth)
+    ahead = Prefetcher(batches(6, load, taken), CPU, depth)
     for _ in range(6):
         if depth:
-            settled(batches)
+            settled(taken)
         next(ahead)
         now[0] += 100
     assert ahead.waited() == expected
@@ -134,32 +129,34 @@ def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, m
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("depth", [0, 3])
 def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
     """Memory that another stream still reads must not be written: a batch is summed long after the next was copied."""
-    device = torch.device("cuda")
-    ahead = Prefetcher(Batches(40, make=lambda number: batch(number, rows=64, size=224)), device, depth)
-    busy, sums = torch.rand(4096, 4096, device=device), []
+    ahead = Prefetcher(batches(40, large), CUDA, depth)
+    busy, sums = torch.rand(4096, 4096, device=CUDA), []
     for one in ahead:
         assert one.images.is_cuda and one.images.is_contiguous()
         assert one.labels.is_pinned() and one.indices.is_pinned()
         busy @ busy
         sums.append(one.images.long().sum())
         del one
-    expected = [batch(number, rows=64, size=224).images.long().sum().item() for number in range(40)]
-    assert torch.stack(sums).tolist() == expected
+    assert torch.stack(sums).tolist() == [large(number).images.long().sum().item() for number in range(40)]
     ahead.close()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits on a CUDA device")
+@needs_gpu
 def test_on_cuda_waiting_counts_only_while_the_device_has_nothing_to_do():
     """The host waits 0.2 seconds for each of 4 batches; a device with more work than that before each does not."""
-    matrix = torch.rand(8192, 8192, device="cuda")
+    matrix = torch.rand(8192, 8192, device=CUDA)
+
+    def late(number):
+        time.sleep(0.2 if number else 0.0)
+        return batch(number)
 
     def spent(work):
-        ahead = Prefetcher(Batches(5, waits=dict.fromkeys(range(1, 5), 0.2)), torch.device("cuda"), 0)
+        ahead = Prefetcher(batches(5, late), CUDA, 0)
         start = time.perf_counter()
         for _ in ahead:
             for _ in range(work):
