@@ -97,8 +97,8 @@ class Engine(ABC):
     shapes: Dict[str, Tuple[int, ...]]  # of the model's parameters and persistent buffers
     notes: Tuple[str, ...]  # lines to print at the start of a run
     cut: Sequence[str] = ()  # the blocks that open each stage after the first, where processes have one each
-    _averages: Dict[str, WeightAverage]
     recorder: Optional[Recorder] = None  # of the steps that `log.trace` selects; None on devices without
+    _averages: Dict[str, WeightAverage]
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
@@ -129,8 +129,7 @@ class Engine(ABC):
         """
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
-        """The gradient noise scale as far as it is known, of the whole model and by parameter. Waits for the device;
-        every process calls."""
+        """The gradient noise scale of the whole model, if known, and by parameter. Waits; every process calls."""
         return None, {}
 
     def not_finite(self) -> List[str]:

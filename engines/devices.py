@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from typing import Callable, List
 
@@ -74,13 +73,6 @@ def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large matrix product: the median of three, after a first."""
-    size = 8192 if device.type == "cuda" else 1024
-    left = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / statistics.median(timed(lambda: left @ left, device, 4)[1:])
 
 
 def memory_of(device: torch.device) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Optional
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional
 
 import torch
 from torch import nn
 
-from engines.delay import Delay
 from engines.devices import DTYPES
 from engines.state import merged
 from optim import factory
@@ -52,6 +53,91 @@ class _Alone(Running):
         pass
 
 
+class _Entry(NamedTuple):
+    """A gradient that is still to be applied, the divisor that makes a mean of it, and its exchange if not yet done."""
+
+    gradient: torch.Tensor
+    divisor: torch.Tensor
+    exchange: Optional[Future] = None
+
+    def finish(self) -> None:
+        """Wait for the exchange. Raises its error."""
+        if self.exchange is not None:
+            self.exchange.result()
+
+
+class Delay:
+    """Takes a step's gradient and returns that of `steps` steps before.
+
+    On a CPU one thread exchanges the gradients, in order and one at a time, beside the next step's computation; an
+    exchange therefore needs a process group that nothing else uses meanwhile. If one fails, the next call raises its
+    error, and no later one begins: it would meet the other replicas' earlier ones. On other devices a gradient is
+    exchanged when it is taken.
+
+    entries: gradients to be applied, oldest first.
+    """
+
+    def __init__(self, gradients: torch.Tensor, steps: int, exchange: Optional[Callable[..., None]]):
+        """
+        Args:
+            gradients: float32 [length], the buffer of a step's gradients and of the update; it stays the same tensor.
+            steps: >= 1: as many buffers are kept beside it.
+            exchange: sums a buffer over the replicas, in place, given the number of the update and the divisor; None
+                where there are no other replicas.
+        """
+        self._gradients, self._steps, self._exchange = gradients, steps, exchange
+        self.entries: Deque[_Entry] = deque()
+        # The interpreter waits for this thread before it ends: amid torch's code it would abort the process.
+        in_thread = exchange is not None and gradients.device.type == "cpu"
+        self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
+
+    def advance(self, step: int, divisor: torch.Tensor) -> Optional[torch.Tensor]:
+        """Replace the gradient in the buffer, of update `step`, by that of `steps` calls before, summed over replicas;
+        in the first steps, when none is due, by zeros.
+
+        Args: divisor: float32 [], of the former. Returns: that of the latter, if one is due.
+        """
+        for entry in self.entries:
+            if entry.exchange is not None and entry.exchange.done():
+                entry.finish()
+        new, divisor, due = self._gradients.clone(), divisor.clone(), None
+        if len(self.entries) < self._steps:
+            self._gradients.zero_()
+        else:
+            self.entries[0].finish()
+            gradient, due, _ = self.entries.popleft()
+            self._gradients.copy_(gradient)
+        self.entries.append(_Entry(new, divisor, self._start(new, step, divisor)))
+        return due
+
+    def wait(self) -> None:
+        """Wait until no exchange is under way. Raises the error of one that failed."""
+        for entry in self.entries:
+            entry.finish()
+
+    def close(self) -> None:
+        """End the thread once all that was taken is exchanged: the other replicas wait for it."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _start(self, *arguments: Any) -> Optional[Future]:
+        """Exchange a gradient after those before it, with as many of torch's threads as the main thread has."""
+        exchange, threads = self._exchange, torch.get_num_threads()
+        if self._thread is None:
+            if exchange is not None:
+                exchange(*arguments)
+            return None
+        before = self.entries[-1] if self.entries else None
+
+        def in_turn() -> None:
+            if before is not None:
+                before.finish()  # not if that one failed
+            torch.set_num_threads(threads)
+            exchange(*arguments)
+
+        return self._thread.submit(in_turn)
+
+
 class GradientExchange:
     """Puts the gradient of the whole batch in the place of the replica's own; as late as `exchange.delay` says.
 
@@ -73,16 +159,16 @@ class GradientExchange:
         that does not train. averages: of the weights, by name, laid out as these."""
         self._weights, self._processes = weights, processes
         self._buffer = weights.gradients.flat
-        delay, method = recipe.exchange.delay, exchange.of(recipe.exchange)
+        section, method = recipe.exchange, exchange.of(recipe.exchange)
         # A late gradient is exchanged in a thread of its own, which needs a group of its own.
         single = processes.topology.replicas == 1
-        group = None if single else processes.further_replica_group() if delay else processes.replica_group
+        group = None if single else processes.further_replica_group() if section.delay else processes.replica_group
         self._update: Optional[ReplicaUpdate] = None
-        if recipe.exchange.compresses_update(recipe.optimizer):
+        if section.compresses_update(recipe.optimizer):
             self._update = weights.replica_update(
                 factory.create(recipe.optimizer, dict(parameters), norms),
                 clip_norm=recipe.optimizer.clip_norm,
-                buckets=recipe.exchange.sketch,
+                buckets=section.sketch,
                 replicas=processes.topology.replicas,
                 add_up=processes.sum_over_replicas,
             )
@@ -94,7 +180,8 @@ class GradientExchange:
         )
         running = method.create(setup)
         self._running = running or _Alone()
-        self._delay = Delay(self._buffer, delay, running) if delay and not self._running.delays else None
+        self._late = 0 if self._running.delays else section.delay
+        self._delay = Delay(self._buffer, self._late, running) if self._late else None
         overlaps = self._delay is None and self._running.overlaps
         self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
         self.after_update = self._running.after_update  # to be called when update `step` has been made
@@ -130,21 +217,25 @@ class GradientExchange:
     def state_dict(self) -> Dict[str, dict]:
         """State that all replicas share: `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:
         {parameter: tensor}}; either is left out where there is none."""
-        entries = self._delay.state_dict() if self._delay is not None else []
-        delayed = {
-            str(number): {**entry, "gradient": self._weights.by_name(entry["gradient"])}
-            for number, entry in enumerate(entries)
-        }
+        delayed = {}
+        if self._delay is not None:
+            self._delay.wait()
+            for number, (gradient, divisor, _) in enumerate(self._delay.entries):
+                own = {"gradient": self._weights.by_name(gradient), "divisor": divisor.to("cpu", copy=True)}
+                delayed[str(number)] = own
         common = {name: self._weights.by_name(flat) for name, flat in self._running.common_state().items()}
         return {name: found for name, found in (("delayed", delayed), ("exchange", common)) if found}
 
     def load_state_dict(self, saved: dict) -> None:
         """Load the result of `state_dict`; other names are ignored. Raises ValueError naming what does not fit."""
         entries, common = list(saved.get("delayed", {}).values()), saved.get("exchange", {})
+        if len(entries) > self._late:
+            raise ValueError(f"{len(entries)} gradients are still to be applied, but exchange.delay is {self._late}")
         if self._delay is not None:
-            self._delay.load_state_dict([{**entry, "gradient": self._flat(entry["gradient"])} for entry in entries])
-        elif entries:
-            raise ValueError(f"{len(entries)} gradients are still to be applied, but exchange.delay is 0")
+            self._delay.wait()
+            device = self._buffer.device
+            loaded = [(self._flat(each["gradient"]), each["divisor"].to(device, copy=True)) for each in entries]
+            self._delay.entries = deque(_Entry(*each) for each in loaded)
         own = self._running.common_state()
         if own.keys() != common.keys():
             name = sorted(own.keys() ^ common.keys())[0]
@@ -169,28 +260,24 @@ class GradientExchange:
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
         """Load the state of `count` replicas: see engines/base.py. Shares are added, so that the sum over replicas, or
         their mean where that counts, stays."""
-        own, place = self._running.state(), self._processes.topology
-        if not own:
-            if count:
-                raise ValueError(f"{count} replicas have kept a part of their gradients; exchange.method is not sparse")
-            return
-        if not count and self._running.states_are_means:
-            return  # all replicas begin with the common state
+        own, place, means = self._running.state(), self._processes.topology, self._running.states_are_means
+        if count and not own:
+            raise ValueError(f"{count} replicas have kept a part of their gradients; exchange.method is not sparse")
+        if not own or (means and not count):
+            return  # such replicas begin with the common state
         sums = {name: torch.zeros_like(flat, dtype=torch.float32) for name, flat in own.items()}
         fault = ""
         for number in range(count):
             state = self._processes.from_main(functools.partial(read, number))
             share = _overlap(number, count, place.replica, place.replicas)
-            if not share:
-                continue
             try:
-                for name, total in sums.items():
+                for name, total in sums.items() if share else ():
                     total.add_(self._flat(state.get(name, {})), alpha=share)
             except ValueError as error:
                 fault = str(error)  # the others still have to be sent theirs
         for each in filter(None, self._processes.gather(fault)):
             raise ValueError(each)
-        scale = place.replicas / count if self._running.states_are_means else 1.0
+        scale = place.replicas / count if means else 1.0
         for name, flat in own.items():
             flat.copy_(sums[name].mul_(scale))
         self._running.loaded()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from collections import deque
+from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -28,18 +29,6 @@ from recipe.division import Batch
 _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
 
 
-class Targets(NamedTuple):
-    """Targets of a micro batch on the last stage.
-
-    valid: rows that are images; they come first. labels: int64 [valid]. targets: as `labels`, or float32
-    [valid, classes] where images are mixed. All on the device.
-    """
-
-    valid: int
-    labels: torch.Tensor
-    targets: torch.Tensor
-
-
 class Feed:
     """Images for the first stage, targets for the last, of the micro batches of this replica.
 
@@ -52,6 +41,7 @@ class Feed:
         self._group, self._topology = processes.host_stage_group, processes.topology
         self._device, self._batch_statistics = device, recipe.model.batch_statistics
         self._sent: List[tuple] = []
+        self._waiting: Deque[tuple] = deque()  # labels on their way from the first stage to the last
 
     @property
     def image_dtype(self) -> torch.dtype:
@@ -69,11 +59,11 @@ class Feed:
         """
         self._micro_batches, self._steps, self._each, self._first_number = micro_batches, steps, each, first_number
         self._rows, self._size = rows, size
-        self._waiting: Dict[int, Tuple[torch.Tensor, int]] = {}
         self._own_numbers: Dict[int, int] = {}
+        self._waiting.clear()
         if self._topology.is_last and not self._topology.is_first:
             # All before the first are needed, so that the sender need not wait.
-            self._coming = [self._receive_labels() for _ in range(len(steps) * each)]
+            self._waiting.extend(self._receive_labels() for _ in range(len(steps) * each))
         self.images_seen = 0
         self.unreadable: List[str] = []
 
@@ -90,7 +80,7 @@ class Feed:
         self._own_numbers[number], self._size = batch.number, batch.images.shape[-1]
         self.images_seen += batch.valid
         self.unreadable.extend(batch.unreadable)
-        self._send_labels(number, batch)
+        self._send_labels(batch)
         images = batch.images.to(self._device, non_blocking=True)
         plan = self._plan(number, len(images), batch.valid)
         if plan is not None:
@@ -100,26 +90,27 @@ class Feed:
             images = images[torch.arange(len(images), device=self._device) % batch.valid]
         return images
 
-    def targets(self, number: int) -> Targets:
-        """Targets of micro batch `number`, on the last stage; in order."""
-        labels, valid = self._labels(number)
+    def targets(self, number: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Labels of the images of micro batch `number`, int64 [valid], and their targets: the same, or where
+        images are mixed float32 [valid, classes]. On the last stage, on the device; in order."""
+        labels, valid = self._labels()
         labels = labels.to(self._device, non_blocking=True)
         plan = self._plan(number, self._rows, valid)
         targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
-        return Targets(valid, labels[:valid], targets[:valid])
+        return labels[:valid], targets[:valid]
 
     def evaluation_images(self, batch: MicroBatch) -> torch.Tensor:
         """Images to be scored, on the device; their labels go to the last stage."""
-        self._waiting = {}
-        self._send_labels(0, batch)
+        self._waiting.clear()  # of a batch whose scores nobody asked for
+        self._send_labels(batch)
         return batch.images.to(self._device, non_blocking=True)
 
     def evaluation_labels(self, rows: int) -> torch.Tensor:
         """Labels of the valid rows of what is being scored, int64 [valid], on the device; on the last stage."""
         self._rows = rows
         if not self._topology.is_first:
-            self._coming = [self._receive_labels()]
-        labels, valid = self._labels(0)
+            self._waiting.append(self._receive_labels())
+        labels, valid = self._labels()
         return labels[:valid].to(self._device)
 
     def finish(self) -> None:
@@ -131,9 +122,9 @@ class Feed:
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
         return mixing.draw(self._data, self._seed, *self.place(number), rows, valid, self._size, self._size)
 
-    def _send_labels(self, number: int, batch: MicroBatch) -> None:
+    def _send_labels(self, batch: MicroBatch) -> None:
         if self._topology.is_last:
-            self._waiting[number] = batch.labels, batch.valid
+            self._waiting.append((batch.labels, batch.valid))
             return
         message = torch.cat([torch.tensor([batch.valid]), batch.labels])
         work = dist.isend(message, group=self._group, tag=_LABELS, group_dst=self._topology.stages - 1)
@@ -143,11 +134,11 @@ class Feed:
         message = torch.empty(1 + self._rows, dtype=torch.int64)
         return dist.irecv(message, group=self._group, tag=_LABELS, group_src=0), message
 
-    def _labels(self, number: int) -> Tuple[torch.Tensor, int]:
-        """Labels of a micro batch, and how many of its rows are images."""
+    def _labels(self) -> Tuple[torch.Tensor, int]:
+        """Labels of the next micro batch, and how many of its rows are images."""
         if self._topology.is_first:
-            return self._waiting.pop(number)
-        work, message = self._coming[number]
+            return self._waiting.popleft()
+        work, message = self._waiting.popleft()
         work.wait()
         return message[1:], int(message[0])
 
@@ -185,8 +176,8 @@ class TrainingStep(Feed, Work):
 
     def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy; an image that was left out counts as one with loss 0, so others keep their weight."""
-        valid, labels, targets = self.targets(number)
-        logits = logits[:valid].float()
+        labels, targets = self.targets(number)
+        logits = logits[: len(labels)].float()
         losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._data.label_smoothing)
         loss = losses / self._rows
         self.total += summable(loss.detach())
@@ -229,4 +220,4 @@ class Nothing(list):
     """In the place of batches, where images do not enter: as many times None."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        pass

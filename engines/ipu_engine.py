@@ -84,12 +84,11 @@ class IpuEngine(Engine):
         parts, note = cuts.counted(evaluation, recipe, batch)
         for name in recipe.ipu.keep_activations:
             if name not in evaluation.names:
-                raise ConfigError(
-                    f"ipu.keep_activations: {name} is not a block; the blocks are {', '.join(evaluation.names)}"
-                )
-        for number, names in enumerate(parts):
+                blocks = ", ".join(evaluation.names)
+                raise ConfigError(f"ipu.keep_activations: {name} is not a block; the blocks are {blocks}")
+        for number, (first, *_) in enumerate(parts):
             for model in (training, evaluation):
-                poptorch.BeginBlock(model.get_submodule(names[0]), user_id=f"stage {number}", ipu_id=number)
+                poptorch.BeginBlock(model.get_submodule(first), user_id=f"stage {number}", ipu_id=number)
         # The host's copy of the weights and the optimizer's state, in the form that all engines save.
         self._host = WeightState(
             evaluation.named_parameters(),
@@ -153,22 +152,17 @@ class IpuEngine(Engine):
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
         poptorch, place, recipe = _poptorch(), self.topology, self._recipe
         positions = Positions(source, recipe, self.batch, steps, place.replica // place.served, place.world)
-
-        ahead = {"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False, "early_preload": True}
-
-        def loader(dataset: Positions) -> Any:
-            return poptorch.DataLoader(
-                self._options["training"],
-                dataset,
-                batch_size=self.batch.micro,
-                num_workers=recipe.data.workers,
-                worker_init_fn=begin_work,
-                auto_distributed_partitioning=False,  # `Positions` are this instance's already
-                mode=poptorch.DataLoaderMode.AsyncRebatched,
-                rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // place.world),
-                async_options=ahead,
-            )
-
+        loader = functools.partial(
+            poptorch.DataLoader,
+            self._options["training"],
+            batch_size=self.batch.micro,
+            num_workers=recipe.data.workers,
+            worker_init_fn=begin_work,
+            auto_distributed_partitioning=False,  # `Positions` are this instance's already
+            mode=poptorch.DataLoaderMode.AsyncRebatched,
+            rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // place.world),
+            async_options={"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False, "early_preload": True},
+        )
         self._batches = TrainingFeed(positions, steps, loader)
         return self._batches
 
@@ -288,11 +282,10 @@ class IpuEngine(Engine):
         if self._slots_are_on_device:
             self._slots_are_on_device = False
             found = self._optimizer.state_dict()["ipu_state"]
-            slots = {
-                slot: {name: found[key] / self._slot_scale for name, key in self._slot_keys(slot)}
-                for slot in self._host.optimizer.slots
-            }
-            self._host.load_state_dict({**self._host.state_dict(), **slots})
+            state = self._host.state_dict()
+            for slot in self._host.optimizer.slots:
+                state[slot] = {name: found[key] / self._slot_scale for name, key in self._slot_keys(slot)}
+            self._host.load_state_dict(state)
 
     def _send_slots(self, step: int) -> None:
         """Copy the loaded optimizer state into the program just compiled; before, PopART has no place for it."""

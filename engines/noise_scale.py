@@ -39,7 +39,7 @@ class Meter:
     exchange that overlaps the backward pass. Where the exchange does not give each replica the sum of all gradients,
     the large batch is the replica's own. Updates that are not finite are ignored. Nothing waits for the device.
 
-    on: whether the current update is measured.
+    on: whether the current update is measured; never without parameters.
     """
 
     def __init__(self, parameters: Dict[str, nn.Parameter], small: int, large: int, replicas: int, layers: bool):
@@ -50,13 +50,13 @@ class Meter:
         self.on = False
         for number, parameter in enumerate(parameters.values()):
             parameter.register_hook(functools.partial(self._measure, number))
-        device = next(iter(parameters.values())).device
-        self._names = ["", *(parameters if layers else ())]  # the whole model first
+        self._names = [*([""] if parameters else ()), *(parameters if layers else ())]  # the whole model first
+        device = next((each.device for each in parameters.values()), None)
         self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
 
     def start(self, number: int, steps: int = 1) -> None:
         """Begin update `number`, from 0. Args: steps: by which the large batch is larger than usual."""
-        self.on, self._steps = number % _EVERY == 0, steps
+        self.on, self._steps = bool(self._norms) and number % _EVERY == 0, steps
         for norms in self._norms:
             norms.clear()
 
@@ -105,17 +105,17 @@ class Meter:
             self._norms[number].append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
 
-def create(recipe: Recipe, batch: Batch, method: Method, model: nn.Module) -> Tuple[Optional[Meter], str]:
-    """The meter that `log.noise_scale` asks for; or None, and the reason if the recipe asks explicitly."""
+def create(recipe: Recipe, batch: Batch, method: Method, parameters: Dict[str, nn.Parameter]) -> Tuple[Meter, str]:
+    """The meter that `log.noise_scale` asks for, or one that measures nothing; and the reason if the recipe insists."""
     wanted, large = recipe.log.noise_scale, batch.global_ if method.complete else batch.micro * batch.accumulation
     why = ""
     if recipe.model.batch_statistics:
         why = "batch normalisation makes a gradient depend on the other images of its micro batch"
     elif large == batch.micro:
         why = "a gradient of one micro batch has nothing to be compared with"
-    if why or not wanted:
-        return None, f"log.noise_scale: not measured, as {why}" if wanted not in ("auto", False) else ""
-    return Meter(dict(model.named_parameters()), batch.micro, large, batch.replicas, wanted == "layers"), ""
+    note = f"log.noise_scale: not measured, as {why}" if why and wanted not in ("auto", False) else ""
+    measured = {} if why or not wanted else parameters
+    return Meter(measured, batch.micro, large, batch.replicas, wanted == "layers"), note
 
 
 def estimate(moments: List[float]) -> Optional[NoiseScale]:

@@ -65,19 +65,15 @@ class DistributedOptimizer:
         parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         dtype, device = _kind(parameters)
         if not isinstance(accumulation, int) or accumulation < 1:
-            raise ConfigError(
-                f"accumulation must be a whole number of backward passes, 1 or more, not {accumulation!r}"
-            )
+            raise ConfigError(f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more")
         recipe = _recipe(sections, dtype, seed)
         processes = _Group(group)
         self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
         checks.check(recipe, self._batch)
         exchange = recipe.exchange
         if exchange.method == "auto" or exchange.delay or exchange.in_tree:
-            raise ConfigError(
-                "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; name a method, "
-                "delay=0, order=fast"
-            )
+            alone = "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone"
+            raise ConfigError(f"{alone}; name a method, delay=0, order=fast")
         if processes.topology.replicas > 1:
             for each in module.state_dict().values():
                 dist.broadcast(each, group=processes.replica_group, group_src=0)
@@ -105,10 +101,8 @@ class DistributedOptimizer:
         Returns: bool [], whether the gradients of all replicas were finite; if not, the weights are as before.
         """
         if self._passes != self._batch.accumulation:
-            raise ValueError(
-                f"an update needs {self._batch.accumulation} backward passes, there were {self._passes}; zero_grad() "
-                "begins anew"
-            )
+            needed = f"an update needs {self._batch.accumulation} backward passes"
+            raise ValueError(f"{needed}, there were {self._passes}; zero_grad() begins anew")
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"the learning rate must be a number from 0 on, not {lr}")
         divisor = self._exchange(self.steps, self._scale.scale, lr)
@@ -153,11 +147,8 @@ class DistributedOptimizer:
 
 
 def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int) -> Recipe:
-    """The recipe of these sections."""
     if not isinstance(sections, Mapping) or not all(isinstance(each, Mapping) for each in sections.values()):
-        raise ConfigError(
-            f"sections must be a dictionary of dictionaries: {{section: {{key: value}}}}, not {sections!r}"
-        )
+        raise ConfigError(f"sections is {sections!r}; use a dictionary of dictionaries: {{section: {{key: value}}}}")
     for name in sorted(set(sections) - set(_SECTIONS)):
         raise ConfigError(f"{name} is none of the sections {', '.join(_SECTIONS)}")
     compute = next(name for name, each in DTYPES.items() if each == dtype)
@@ -175,12 +166,10 @@ def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed:
 def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.device]:
     """Dtype and device of all parameters."""
     kinds = {(each.dtype, each.device) for each in parameters.values()}
-    if len(kinds) != 1:
-        raise ConfigError(
-            f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds"
-            if kinds
-            else "no parameter of the module requires a gradient"
-        )
+    if not kinds:
+        raise ConfigError("no parameter of the module requires a gradient")
+    if len(kinds) > 1:
+        raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
     ((dtype, device),) = kinds
     if dtype not in DTYPES.values():
         raise ConfigError(f"the parameters are {dtype}; use one of {', '.join(DTYPES)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from typing import Callable, Container, ContextManager, Dict, Iterator, Sequence, Tuple
+from typing import Callable, Container, Dict, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ class Stage(nn.Module):
             if recomputed:
                 with torch.no_grad():
                     run(x)
-                again = self._again(segment)
+                again = self._again(segment, (self._draws.step, self._draws.micro_batch))
             with again, torch.enable_grad():
                 output = run(x)
             wanted = [tensor for tensor in (x, *segment.parameters()) if tensor.requires_grad]
@@ -92,8 +92,7 @@ class Stage(nn.Module):
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
         """Each segment, what computes it, and whether it is to be computed again."""
         training = self._segments[0][-1].training
-        runs = self._compiled if training and self._compiled else self._segments
-        return zip(self._segments, runs, self._recomputed)
+        return zip(self._segments, self._compiled if training and self._compiled else self._segments, self._recomputed)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """In the stage's memory format. Images get it together with their cast, in the first block."""
@@ -104,34 +103,29 @@ class Stage(nn.Module):
 
         It gives its output a gradient only where an input has one, which images have not.
         """
-        again = self._again(segment)
+        then = self._draws.step, self._draws.micro_batch
 
         def compute(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            with again if torch.is_grad_enabled() else contextlib.nullcontext():
+            with self._again(segment, then) if torch.is_grad_enabled() else contextlib.nullcontext():
                 return run(x)
 
         with_gradient = torch.empty(0, requires_grad=True)
         return checkpoint(compute, x, with_gradient, use_reentrant=True, preserve_rng_state=False)
 
-    def _again(self, segment: nn.Module) -> ContextManager[None]:
-        """A context in which the segment draws for the present micro batch, and its running statistics stand still."""
-        draws, then = self._draws, (self._draws.step, self._draws.micro_batch)
-
-        @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
-            current = draws.step, draws.micro_batch
-            draws.step, draws.micro_batch = then
+    @contextlib.contextmanager
+    def _again(self, segment: nn.Module, then: Tuple[int, int]) -> Iterator[None]:
+        """The segment draws for `then`, a step and micro batch, and its running statistics stand still."""
+        draws, norms = self._draws, [module for module in segment.modules() if isinstance(module, BatchNormAct)]
+        current = draws.step, draws.micro_batch
+        draws.step, draws.micro_batch = then
+        for norm in norms:
+            norm.moves_statistics = False
+        try:
+            yield
+        finally:
+            draws.step, draws.micro_batch = current
             for norm in norms:
-                norm.moves_statistics = False
-            try:
-                yield
-            finally:
-                draws.step, draws.micro_batch = current
-                for norm in norms:
-                    norm.moves_statistics = True
-
-        return again()
+                norm.moves_statistics = True
 
 
 def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundary, dtype: torch.dtype) -> list:
@@ -151,14 +145,11 @@ def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundar
 def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
     """The blocks that `parallel.recompute` means. Raises ConfigError for one that the model does not have."""
     if isinstance(recompute, bool):
-        return frozenset(names) if recompute else frozenset()
+        return frozenset(names if recompute else ())
     for name in recompute:
         if name not in names:
             raise ConfigError(f"parallel.recompute: {name} is not a block; the blocks are {', '.join(names)}")
     return frozenset(recompute)
-
-
-# torch.compile: before the first step, so that no step is slow, and never again -------------------------------------
 
 
 def compile_stages(
@@ -172,8 +163,6 @@ def compile_stages(
     started = time.perf_counter()
     for stage in stages.values():
         stage.compile()
-    if not entering:
-        return ()
     try:
         for inputs in entering:
             for number, stage in stages.items():
@@ -182,7 +171,7 @@ def compile_stages(
         for stage in stages.values():
             stage._compiled = ()
         return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
-    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
+    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",) if entering else ()
 
 
 class _CompiledSegment:

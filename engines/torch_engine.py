@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -12,7 +13,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import compute_dtype, device_of, measured_flops, set_determinism
+from engines.devices import compute_dtype, device_of, set_determinism, timed
 from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
@@ -46,8 +47,8 @@ class TorchEngine(Engine):
         decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
         self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
         self._method = exchange.of(recipe.exchange)
-        self._meter, note = noise_scale.create(recipe, batch, self._method, self._model) if self._trains else (None, "")
-        self.notes += (note,) if note else ()
+        self._meter, note = noise_scale.create(recipe, batch, self._method, self._parameters if self._trains else {})
+        self.notes += (note,) if note and self._trains else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self.recorder = Recorder(processes, self.device)
         self._work = feed.TrainingStep(
@@ -80,11 +81,11 @@ class TorchEngine(Engine):
         }
         self._model = whole.part([name for names in own.values() for name in names])
         self._model.draws = whole.draws
-        self._buffers = state.persistent_buffers(self._model)
+        self._buffers, self._parameters = state.persistent_buffers(self._model), dict(self._model.named_parameters())
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
         self.weights = create_weights(
             recipe,
-            dict(self._model.named_parameters()),
+            self._parameters,
             self._norms,
             model=[name for name, _ in whole.named_parameters()],
             tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
@@ -97,7 +98,7 @@ class TorchEngine(Engine):
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
         averages = {name: average.tensors[0] for name, average in self._averages.items()}
-        of_weights = self.weights, dict(self._model.named_parameters()), self._norms
+        of_weights = self.weights, self._parameters, self._norms
         return GradientExchange(*of_weights, recipe, self.batch, self.processes, steps_per_epoch, averages)
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
@@ -122,8 +123,7 @@ class TorchEngine(Engine):
         self.recorder.begin(step, 0 < self._steps_made <= self._recipe.log.trace)  # from the session's second step on
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
-        if self._meter is not None:
-            self._meter.start(number, steps)
+        self._meter.start(number, steps)
         self._compute_gradients(micro_batches, range(step, step + steps))
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
@@ -163,13 +163,11 @@ class TorchEngine(Engine):
 
         Args: divisor: of the gradient that is there, None if none is. summed: whether the exchange is done.
         """
-        if self._meter is None or not self._meter.on or divisor is None or summed != self._method.complete:
+        if not self._meter.on or divisor is None or summed != self._method.complete:
             return []
         return list(self._meter.squares(self.weights.gradients.views, self._loss_scale.scale, divisor))
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
-        if self._meter is None:
-            return None, {}
         parts = [self._meter.values()]
         if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
             parts = self.processes.gather(parts[0])[: self.topology.stages]
@@ -275,19 +273,18 @@ class TorchEngine(Engine):
             }
             own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
             own = {**own, **self._exchange.state_dict(), **self._by_name([mean.to(self.weights.flat.dtype), *buffers])}
-            own.update({"noise_scale": self._meter.state_dict()} if self._meter is not None else {})
+            noise = self._meter.state_dict()
+            own.update({"noise_scale": noise} if noise else {})
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
-        elsewhere = self.shapes.keys() - dict(self._model.named_parameters()).keys() - self._buffers.keys()
-        saved = state.without(saved, elsewhere)
+        saved = state.without(saved, self.shapes.keys() - self._parameters.keys() - self._buffers.keys())
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_state_dict(saved)
         state.load_buffers(self._buffers, saved["buffers"])
-        if self._meter is not None:
-            self._meter.load_state_dict(saved.get("noise_scale", {}))
+        self._meter.load_state_dict(saved.get("noise_scale", {}))
         for name, average in self._averages.items():
             part = saved["averages"][name]
             self.weights.load_flat(average.tensors[0], part["weights"])
@@ -301,9 +298,12 @@ class TorchEngine(Engine):
         self._exchange.load_replica_states(count, read)
 
     def peak_flops(self) -> float:
+        """Of a large matrix product: the median of three, after a first."""
+        size = 8192 if self.device.type == "cuda" else 1024
+        left = torch.randn(size, size, device=self.device).to(self._compute)
         self.processes.wait_for_all()  # ranks that share a machine share what it can
-        own = torch.tensor(measured_flops(self.device, self._compute), dtype=torch.float64, device=self.device)
-        return self.processes.sum(own).item()
+        seconds = statistics.median(timed(lambda: left @ left, self.device, 4)[1:])
+        return self.processes.sum(torch.tensor(2 * size**3 / seconds, dtype=torch.float64, device=self.device)).item()
 
     def close(self) -> None:
         self._exchange.close()

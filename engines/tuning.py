@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import statistics
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -47,27 +48,19 @@ class Candidate(NamedTuple):
         return f"{self.memory_format} {self.kernels}"
 
 
-_PLAIN = Candidate("contiguous", "torch")  # what `auto` is where nothing is measured
-Outcome = Union[float, str]  # seconds of a micro batch, forward and backward; or why there are none
-
-
-class _Part(NamedTuple):
-    """The part of the model that is measured: its blocks, and what enters it."""
-
-    names: List[str]
-    entering: Boundary
+# Seconds of a micro batch, forward and backward, and "", or infinity and what failed.
+Outcome = Tuple[float, str]
 
 
 def check(section: EngineSection, device: torch.device) -> None:
     """Refuse, before training, a named choice of the section that this machine cannot do. Raises ConfigError."""
-    fault, cuda = "", device.type == "cuda"
+    cuda = device.type == "cuda"
     if not cuda and section.memory_format == "channels_last":
-        fault = "memory_format channels_last: on a CPU group normalisation loses digits in it; use engine.memory_format"
-    elif section.kernels not in ("auto", "torch") and not (cuda and patching.available()):
-        why = "Triton is not installed" if cuda else "Triton's kernels need a CUDA device"
-        fault = f"kernels {section.kernels}: {why}; use engine.kernels"
-    if fault:
-        raise ConfigError(f"engine.{fault}=auto")
+        fault = "on a CPU group normalisation loses digits in it"
+        raise ConfigError(f"engine.memory_format channels_last: {fault}; use engine.memory_format=auto")
+    if section.kernels not in ("auto", "torch") and not (cuda and patching.available()):
+        fault = "Triton is not installed" if cuda else "Triton's kernels need a CUDA device"
+        raise ConfigError(f"engine.kernels {section.kernels}: {fault}; use engine.kernels=auto")
 
 
 def apply(model: BlockList, section: EngineSection, device: torch.device) -> torch.memory_format:
@@ -106,28 +99,26 @@ def resolve(
     device = device_of(recipe, processes.topology)
     if device.type not in _WITH_CHOICE:
         return recipe
-    candidates = _candidates(section)
-    # What a resumed run has, where the recipe leaves it open.
-    kept = [getattr(begun if begun and getattr(section, key) == "auto" else section, key) for key in Candidate._fields]
+    kernels = list(_KERNELS) if patching.available() else ["torch"]
+    candidates = [
+        Candidate(*pair)
+        for pair in itertools.product(
+            _FORMATS if section.memory_format == "auto" else [section.memory_format],
+            kernels if section.kernels == "auto" else [section.kernels],
+        )
+    ]
+    before = Candidate(
+        *(getattr(begun if begun and getattr(section, key) == "auto" else section, key) for key in Candidate._fields)
+    )
     if recipe.run.deterministic:
-        taken = _PLAIN
-        report("engine auto: contiguous torch, as run.deterministic asks")
-    elif Candidate(*kept) in candidates:
-        taken = Candidate(*kept)
+        taken = candidates[0]
+        report(f"engine auto: {taken}, as run.deterministic asks")
+    elif before in candidates:
+        taken = before
         report(f"engine auto: {taken}, as this run has had it")
     else:
         taken = _fastest(recipe, batch, processes, device, candidates, report)
-    open_keys = {key: value for key, value in taken._asdict().items() if getattr(section, key) == "auto"}
-    return recipe.model_copy(update={"engine": section.model_copy(update=open_keys)})
-
-
-def _candidates(section: EngineSection) -> List[Candidate]:
-    """Choices that the section leaves open, the plain one first."""
-    formats = list(_FORMATS) if section.memory_format == "auto" else [section.memory_format]
-    kernels = [section.kernels]
-    if section.kernels == "auto":
-        kernels = list(_KERNELS) if patching.available() else ["torch"]
-    return [Candidate(*pair) for pair in itertools.product(formats, kernels)]
+    return recipe.model_copy(update={"engine": section.model_copy(update=taken._asdict())})
 
 
 def _fastest(
@@ -139,69 +130,67 @@ def _fastest(
     report: Callable[[str], None],
 ) -> Candidate:
     """The fastest candidate; the first one where none could be measured: training will show what is wrong."""
-    part = processes.together(lambda: _largest_part(recipe, batch, device))
-    shape, dtype = part.entering.shape, str(compute_dtype(recipe, device)).split(".")[1]
+    names, entering = processes.together(lambda: _largest_part(recipe, batch, device))
+    shape, dtype = list(entering.shape), str(compute_dtype(recipe, device)).split(".")[1]
     file = _cache_file(
-        recipe.model.model_dump(mode="json"),
-        *(part.names, list(shape), dtype, recipe.parallel.recompute),
-        *([str(candidate) for candidate in candidates], name_of(device), str(torch.__version__)),
+        *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
+        *(list(map(str, candidates)), name_of(device), str(torch.__version__)),
     )
     by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
     if None in by_rank:
         set_determinism(False)
-        own = {candidate: _measured(recipe, part, device, candidate) for candidate in candidates}
+        own = [_measured(recipe, names, entering, device, candidate) for candidate in candidates]
         if processes.topology.local_rank == 0:
-            _write(file, own)
+            _write(file, candidates, own)
         by_rank, origin = processes.gather(own), "measured"
-    blocks = "" if part.entering.dtype == torch.uint8 else f"{part.names[0]} to {part.names[-1]}, "
+    blocks = "" if entering.dtype == torch.uint8 else f"{names[0]} to {names[-1]}, "
     place = f"{shape[0]} x {shape[2]} x {shape[3]} in {dtype} on {name_of(device)}"
     report(f"engine auto: {blocks}{place}, {origin}")
-    seconds = {}
-    for candidate in candidates:
-        outcomes = [each[candidate] for each in by_rank]
-        fault = next((outcome for outcome in outcomes if isinstance(outcome, str)), None)
-        if fault is None:
-            seconds[candidate] = max(outcomes)  # the slowest process
-        found = f"{1e3 * seconds[candidate]:.4g} ms" if fault is None else f"left out: {fault}"
-        report(f"  {candidate!s:24}  {found}")
-    taken = min(seconds, key=seconds.__getitem__) if seconds else candidates[0]
+    slowest = {candidate: max(outcomes) for candidate, outcomes in zip(candidates, zip(*by_rank))}
+    for candidate, (seconds, fault) in slowest.items():
+        report(f"  {candidate!s:24}  {f'left out: {fault}' if fault else f'{1e3 * seconds:.4g} ms'}")
+    taken = min(candidates, key=lambda candidate: slowest[candidate][0])
     report(f"  taken: {taken}")
     return taken
 
 
-def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
-    """The part with most multiply-adds. Cuts by measured times are taken as balanced."""
+def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> Tuple[List[str], Boundary]:
+    """Blocks of the part with most multiply-adds, and what enters it. Cuts by measured times are taken as balanced."""
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
     size = max(training_image_sizes(recipe))
-    images = Boundary((batch.micro, 3, size, size), torch.uint8)
     parts = cuts.counted(model, recipe, batch)[0]
     work = shapes.blocks(recipe.model, size)
+    images = Boundary((batch.micro, 3, size, size), torch.uint8)
     entering = boundaries(parts, model, images, compute_dtype(recipe, device))
-    found = [_Part(*pair) for pair in zip(parts, entering)]
-    return max(found, key=lambda part: sum(work[name].multiply_adds for name in part.names))
+    return max(zip(parts, entering), key=lambda part: sum(work[name].multiply_adds for name in part[0]))
 
 
-def _measured(recipe: Recipe, part: _Part, device: torch.device, candidate: Candidate) -> Outcome:
+def _measured(
+    recipe: Recipe, names: Sequence[str], entering: Boundary, device: torch.device, candidate: Candidate
+) -> Outcome:
     try:
-        return _seconds(recipe, part, device, candidate)
+        return _seconds(recipe, names, entering, device, candidate), ""
     except Exception as error:  # memory, a compiler, a kernel: whatever is wrong with one candidate, others may work
-        return first_line(error)
+        return math.inf, first_line(error)
     finally:
         torch.cuda.empty_cache()
 
 
-def _seconds(recipe: Recipe, part: _Part, device: torch.device, candidate: Candidate) -> float:
+def _seconds(
+    recipe: Recipe, names: Sequence[str], entering: Boundary, device: torch.device, candidate: Candidate
+) -> float:
     """The median of some micro batches, of random pixels in the loader's layout, or of activations."""
     model = build(recipe.model, recipe.run.seed).to(device, compute_dtype(recipe, device))
     memory_format = apply(model, recipe.engine.model_copy(update=candidate._asdict()), device)
-    recomputed = blocks_to_recompute(model.names, recipe.parallel.recompute)
-    stage = Stage(model.part(part.names), model.draws, recomputed, memory_format)
-    x = torch.randint(0, 256, tuple(part.entering.shape), generator=torch.Generator().manual_seed(0))
-    if part.entering.dtype == torch.uint8:
+    stage = Stage(
+        model.part(names), model.draws, blocks_to_recompute(model.names, recipe.parallel.recompute), memory_format
+    )
+    x = torch.randint(0, 256, tuple(entering.shape), generator=torch.Generator().manual_seed(0))
+    if entering.dtype == torch.uint8:
         x = x.byte().contiguous(memory_format=torch.channels_last).to(device)
     else:
-        x = (x / 64 - 2).to(device, part.entering.dtype).requires_grad_()
+        x = (x / 64 - 2).to(device, entering.dtype).requires_grad_()
 
     def micro_batch() -> None:
         stage.zero_grad()
@@ -211,30 +200,27 @@ def _seconds(recipe: Recipe, part: _Part, device: torch.device, candidate: Candi
     return statistics.median(timed(micro_batch, device, _WARM_UP + _TIMED)[_WARM_UP:])
 
 
-# Times of earlier measurements --------------------------------------------------------------------------------------
-
-
 def _cache_file(*key: object) -> Path:
-    """Args: key: all that the times depend on."""
+    """Where the times of earlier measurements are. Args: key: all that they depend on."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return Path(folder, "large-batch-efficientnet", f"engine-{digest[:32]}.json")
 
 
-def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[Dict[Candidate, Outcome]]:
+def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]]:
     """Outcomes in this machine's file; None without a file, or with one of other content."""
     try:
         content = read_json(file)
-        found = {candidate: float(content[str(candidate)]) for candidate in candidates}
+        found = [(float(content[str(candidate)]), "") for candidate in candidates]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if all(each > 0 for each in found.values()) else None
+    return found if all(seconds > 0 for seconds, _ in found) else None
 
 
-def _write(file: Path, outcomes: Dict[Candidate, Outcome]) -> None:
+def _write(file: Path, candidates: Sequence[Candidate], outcomes: Sequence[Outcome]) -> None:
     """Write the file, whole or not at all. With the null of a candidate that failed, `_read` measures all again."""
-    seconds = {str(each): None if isinstance(outcome, str) else outcome for each, outcome in outcomes.items()}
+    found = {str(each): None if fault else seconds for each, (seconds, fault) in zip(candidates, outcomes)}
     with contextlib.suppress(OSError):  # the next run measures again
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, shared=True) as temporary:
-            temporary.write_text(json.dumps(seconds, indent=1) + "\n")
+            temporary.write_text(json.dumps(found, indent=1) + "\n")

@@ -7,17 +7,11 @@ from recipe.batch import divide
 
 
 @pytest.fixture
-def engine(tiny):
-    """engine(*overrides): an engine of the tiny recipe."""
+def create(tiny):
+    """create(*overrides): an engine of the tiny recipe."""
 
-    def create(*overrides):
+    def made(*overrides):
         recipe = tiny(*overrides)
         return factory.create(recipe, divide(recipe))
 
-    return create
-
-
-@pytest.fixture
-def create(engine):
-    """As `engine`, for tests that call the engine that it makes so."""
-    return engine
+    return made

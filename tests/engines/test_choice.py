@@ -20,40 +20,35 @@ from tests.engines import threads
 
 SLOW, FAST = Link(2e-4, 4e-6), Link(1e-4, 1e-12)
 SELECTION, ROUNDING = 0.004, 0.001
+CPU = torch.device("cpu")
 # Of so small a model the sketches would be longer than all else; and what was not measured may be taken.
 ANY = "exchange.accept_loss=100"
 GRADIENT = ("exchange.compress=gradient", ANY)
 
 
-class Company(Processes):
-    """Several ranks that all have the same values."""
-
-    def __init__(self, replicas, stages=1):
-        super().__init__(Topology(), torch.device("cpu"))
-        self.topology = Topology(replicas, stages)
-
-    def gather(self, value):
-        return [value] * self.topology.world
-
-
 @pytest.fixture
 def resolved(tiny, monkeypatch):
-    """resolved(link, *overrides): the section that auto becomes, and the lines that are reported.
+    """resolved(link, *overrides): the section that auto becomes on all ranks, and the lines that are reported.
 
-    measured: what is known of losses, by default nothing.
+    link: of all ranks, or a function of the rank. measured: what is known of losses, by default nothing.
     """
 
-    def resolve(link, *overrides, replicas=8, stages=1, begun=None, selection=SELECTION, measured=()):
+    def resolve(link, *overrides, replicas=8, stages=1, begun=None, measured=()):
         for module in (evidence, exchange):
             monkeypatch.setattr(module, "MEASURED", measured)
-        monkeypatch.setattr(probe, "measure", lambda group, device: link)
-        monkeypatch.setattr(choice, "timed", lambda work, device, calls: [selection])
-        lines = []
+        monkeypatch.setattr(probe, "measure", lambda *_: link(threads.rank()) if callable(link) else link)
+        monkeypatch.setattr(choice, "timed", lambda work, device, calls: [SELECTION])
         recipe = tiny("exchange.method=auto", "run.device=cpu", "batch.micro=2", "batch.global=48", *overrides)
-        processes = Company(replicas, stages)
-        recipe = choice.resolve(recipe, divide(recipe, replicas), processes, lines.append, begun)
-        assert loading.loads(loading.dump(recipe), "what was written") == recipe
-        return recipe.exchange, lines
+
+        def choose(processes):
+            lines = []
+            return choice.resolve(recipe, divide(recipe, replicas), processes, lines.append, begun), lines
+
+        found = threads.run(replicas * stages, stages, choose)
+        assert found == [found[0]] * len(found)
+        chosen, lines = found[0]
+        assert loading.loads(loading.dump(chosen), "what was written") == chosen
+        return chosen.exchange, lines
 
     return resolve
 
@@ -63,8 +58,7 @@ def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
     assert (section.method, section.pattern) == ("gtopk", "owners")
     assert lines[0].endswith(" 8 replicas; links: latency 0.2 ms, bandwidth 2 Mbit/s")
     assert lines[1].startswith("  dense  ") and lines[1].endswith("; exact")
-    assert lines[-2].startswith("  taken: gtopk owners 0.001; ")
-    assert max(map(len, lines)) <= 120
+    assert lines[-2].startswith("  taken: gtopk owners 0.001; ") and max(map(len, lines)) <= 120
     section, lines = resolved(FAST)
     assert section.method == "dense"
     assert any(line.startswith("  half ") for line in lines)
@@ -98,33 +92,31 @@ def test_more_is_lost_only_for_half_as_much_speed_again_and_not_for_milliseconds
     assert choice.pick(candidates)[0].name == taken
 
 
+KNOWN = (
+    (Exchange(method="topk", density=0.05), Evidence(0.4, 0.1)),
+    (Exchange(method="gtopk", density=0.02), Evidence(2.5, 0.3)),
+)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "taken"),
+    ("measured", "overrides", "taken"),
     [
-        ((), "topk 0.05"),
-        (("exchange.accept_loss=3",), "gtopk tree 0.02"),
-        (("exchange.accept_loss=0.1",), "dense"),
-        (("exchange.density_warmup=[0.25]",), "topk 0.05"),
-        (("exchange.delay=1", "exchange.compress=gradient"), "dense"),
-        (("optimizer.name=sgd", "optimizer.trust=null"), "dense"),
+        (KNOWN, (), "topk 0.05"),
+        (KNOWN, ("exchange.accept_loss=3",), "gtopk tree 0.02"),
+        (KNOWN, ("exchange.accept_loss=0.1",), "dense"),
+        (KNOWN, ("exchange.density_warmup=[0.25]",), "topk 0.05"),
+        (KNOWN, ("exchange.delay=1", "exchange.compress=gradient"), "dense"),
+        (KNOWN, ("optimizer.name=sgd", "optimizer.trust=null"), "dense"),
+        (evidence.MEASURED, ("exchange.accept_loss=0.5",), "dense, 4 bits"),
+        (evidence.MEASURED, ("exchange.accept_loss=0.1",), "dense"),
     ],
 )
-def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, overrides, taken):
-    """Of others than these two nothing is known."""
-    known = (
-        (Exchange(method="topk", density=0.05), Evidence(0.4, 0.1)),
-        (Exchange(method="gtopk", density=0.02), Evidence(2.5, 0.3)),
-    )
-    section, lines = resolved(SLOW, *overrides, measured=known)
+def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, measured, overrides, taken):
+    """Of others than these nothing is known."""
+    section, lines = resolved(SLOW, *overrides, measured=measured)
     assert section.label == taken
     assert f"  taken: {taken}; " in "\n".join(lines)
-
-
-@pytest.mark.parametrize(("accepted", "taken"), [("0.5", "dense, 4 bits"), ("0.1", "dense")])
-def test_what_is_taken_by_what_was_measured_here(resolved, accepted, taken):
-    section, lines = resolved(SLOW, f"exchange.accept_loss={accepted}", measured=evidence.MEASURED)
-    assert section.label == taken
-    assert any(line.endswith(f"; {evidence.MEASURED[0][1]}") for line in lines)
+    assert any(line.endswith(f"; {measured[0][1]}") for line in lines) or measured is KNOWN
 
 
 def test_keys_of_topk_are_left_out_with_dense(resolved):
@@ -140,29 +132,17 @@ def test_where_there_is_no_choice(resolved, tiny):
     section, lines = resolved(SLOW, replicas=1)
     assert section.method == "dense" and len(lines) == 1
     recipe = tiny("exchange.method=topk")
-    assert choice.resolve(recipe, divide(recipe), Company(4), print) is recipe
+    assert choice.resolve(recipe, divide(recipe), Processes(Topology(), CPU), print) is recipe
     begun = tiny("exchange.method=gtopk", "exchange.pattern=tree").exchange
     section, lines = resolved(FAST, begun=begun)
     assert section == begun and len(lines) == 1
 
 
-# Ranks ------------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_agree_over_replicas_and_stages(tiny, monkeypatch):
-    """Selection really takes its time, and each rank finds another link."""
-    monkeypatch.setattr(probe, "measure", lambda *_: Link(0.001 * threads.rank(), 1e-6 * (4 - threads.rank())))
-    recipe = tiny("run.device=cpu", "batch.micro=2", "exchange.method=auto", "parallel.stages=2")
-
-    def choose(processes):
-        lines = []
-        return choice.resolve(recipe, divide(recipe, 2), processes, lines.append), lines
-
-    found = threads.run(4, 2, choose)
-    assert found == [found[0]] * 4
-    chosen, lines = found[0]
-    assert chosen.exchange.method != "auto"
-    assert lines[0].endswith("latency 3 ms, bandwidth 2 Mbit/s")
+def test_ranks_agree_over_replicas_and_stages_though_each_finds_another_link(resolved):
+    section, lines = resolved(
+        lambda rank: Link(0.001 * rank, 1e-6 * (4 - rank)), "parallel.stages=2", replicas=2, stages=2
+    )
+    assert section.method != "auto" and lines[0].endswith("latency 3 ms, bandwidth 2 Mbit/s")
 
 
 def find(link, rank):

@@ -1,14 +1,17 @@
 """Stages and replicas in processes of their own learn what one process learns."""
 
+import itertools
+
 import pytest
 import torch
 
 from engines import factory
 from parallel.topology import Topology
 from recipe.batch import divide
+from recipe.course import Update
 from tests import world
-from tests.engines.worlds import FLOAT32, TREE, alone, case, distance, engine_of, outcome, recipe_of, single, train
-from tests.engines.worlds import trains as trained
+from tests.engines import worlds
+from tests.engines.worlds import FLOAT32, TREE, alone, case, digest, distance, engine_of, micro_batches, outcome, single
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
@@ -16,7 +19,7 @@ TREE_OF_FOUR = (TREE, "batch.global=24")  # 12 = 3 x 2^2 micro batches, which 4 
 
 
 def several(stages, replicas, *overrides, slow=False, **options):
-    return case(stages, replicas, trained, overrides, options, slow=slow)
+    return case(stages, replicas, worlds.trains, overrides, options, slow=slow)
 
 
 @pytest.mark.parametrize(
@@ -71,24 +74,6 @@ def test_a_tree_has_the_same_bits_for_every_topology(run):
         assert_bitwise_equal(alone()[2], alone(TREE)[2])  # it is not a running sum, or else this would show nothing
 
 
-@pytest.mark.parametrize("run", [several(1, 2, *FLOAT32, "exchange.method=half", "exchange.wire=bfloat16")])
-def test_half_precision_on_the_wire(run):
-    """Two roundings to 2**-8 of each gradient; three steps and the trust ratios carry them on."""
-    assert 1e-4 < distance(outcome(run)[2], alone(*FLOAT32)[2]) < 2e-2
-
-
-def drifts(processes):
-    engine = engine_of(processes, ("exchange.method=none",))
-    train(engine)
-    return (), (), processes.gather(engine.weights.state_dict()["weights"])
-
-
-@pytest.mark.parametrize("run", [case(1, 2, drifts)])
-def test_without_exchange_replicas_drift_apart(run):
-    one, other = outcome(run)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
-
-
 SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
 
 
@@ -132,27 +117,17 @@ def test_image_sizes_change_and_gradients_are_clipped_within_a_pipeline(run):
     assert_bitwise_equal(state, expected[2])
 
 
-def continued(processes, saved=None):
-    """The third step after two others, which a single process made if none are given."""
-    saved = saved or before()
-    return trained(processes, (TREE, "average.epoch_decay=null"), {"first": 2, "steps": 1, "saved": saved})
+def continued(processes):
+    """The third step after two others, which a single process made."""
+    saved = worlds.train(engine_of(single(), (TREE,)), steps=2)[2]
+    saved["averages"].pop("epoch_average")  # an epoch has ended after two steps here, in the whole run after three
+    return worlds.trains(processes, (TREE, "average.epoch_decay=null"), {"first": 2, "steps": 1, "saved": saved})
 
 
-def before():
-    saved = train(engine_of(single(), (TREE,)), steps=2)[2]
-    # An epoch has ended after two steps here, in the whole run after three.
-    return {**saved, "averages": {"step_average": saved["averages"]["step_average"]}}
-
-
-@pytest.mark.parametrize(
-    ("run", "after"), [(case(2, 2, continued).values[0], None), (several(2, 2, TREE, steps=2).values[0], (1, 1))]
-)
-def test_a_state_goes_on_in_another_topology(run, after):
-    """What one topology saved after two steps, another continues to the third, to the bit."""
+@pytest.mark.parametrize("run", [case(2, 2, continued)])
+def test_a_state_goes_on_in_another_topology(run):
+    """What a process saved after two steps, four continue to the third, to the bit."""
     state, whole = outcome(run)[2], alone(TREE)[2]
-    if after:
-        state["averages"].pop("epoch_average")
-        state = continued(single(), state)[2][2]
     assert_bitwise_equal(state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}})
 
 
@@ -167,9 +142,9 @@ def test_half_precision_gradients_are_collected_before_they_are_sent(run):
 
 
 def rank_on_gpu(rank, size):
-    recipe = recipe_of(("run.device=cuda", "precision.compute=float32", TREE))
+    recipe = worlds.recipe_of(("run.device=cuda", "precision.compute=float32", TREE))
     engine = factory.create(recipe, divide(recipe, size), factory.connect(recipe, Topology(size, 1, rank, rank)))
-    outcome = train(engine)
+    outcome = worlds.train(engine)
     engine.close()
     return outcome
 
@@ -178,8 +153,8 @@ def rank_on_gpu(rank, size):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
 def test_two_gpus_learn_what_one_learns():
     """float32 on both sides; cuDNN may choose other kernels in another process, hence no bits."""
-    recipe = recipe_of(("run.device=cuda", "precision.compute=float32"))
-    expected = train(factory.create(recipe, divide(recipe, 1)))
+    recipe = worlds.recipe_of(("run.device=cuda", "precision.compute=float32"))
+    expected = worlds.train(factory.create(recipe, divide(recipe, 1)))
     outcomes = world.run(2, rank_on_gpu, connect=False, timeout=300)
     assert distance(outcomes[0][2], expected[2]) < 1e-2
 
@@ -187,3 +162,48 @@ def test_two_gpus_learn_what_one_learns():
 @pytest.mark.parametrize("run", [several(*pair, *TREE_OF_FOUR, steps=20, slow=True) for pair in ((1, 4), (4, 2))])
 def test_twenty_updates_have_the_same_bits_everywhere(run):
     assert_bitwise_equal(outcome(run)[2], alone(*TREE_OF_FOUR, steps=20)[2])
+
+
+# Updates of several steps -------------------------------------------------------------------------------------------
+
+
+def grow(engine, updates):
+    """Losses, hits and images of each update."""
+    found = []
+    for update in updates:
+        steps = range(update.step, update.end)
+        batches = itertools.chain.from_iterable(micro_batches(step, engine) for step in steps)
+        result = engine.train_step(batches, update.step, 2.0, update=update)
+        found.append((result.loss.item(), result.correct.item(), result.images))
+    return found
+
+
+STILL = ("model.dropout=0", "model.drop_path=0", "data.mixup=0", "data.cutmix=null", "log.noise_scale=false")
+
+
+def test_an_update_of_two_steps_is_one_of_twice_the_batch():
+    """To the bit where nothing is drawn: same images in the same order, added up in one buffer, same divisor."""
+    two, large = engine_of(single(), (*FLOAT32, *STILL)), engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
+    ((loss, correct, images),) = grow(two, [Update(0, 2, 0)])
+    given = itertools.chain(micro_batches(0, two), micro_batches(1, two))
+    result = large.train_step(given, 0, 2.0)
+    assert (loss, correct, images) == (result.loss.item(), result.correct.item(), 24) and result.images == 24
+    for part in ("weights", "momentum_buffer"):
+        assert_bitwise_equal(two.state_dict()[part], large.state_dict()[part])
+
+
+def grows(processes):
+    """A case: what updates of one, two and three steps give, with every kind of random draw."""
+    engine = engine_of(processes, FLOAT32)
+    found = grow(engine, (Update(0, 1, 0), Update(1, 2, 1), Update(3, 3, 2)))
+    return found, digest(engine.weights.state_dict()), (found, engine.state_dict())
+
+
+@pytest.mark.parametrize("run", [case(2, 2, grows)])
+def test_replicas_and_stages_change_nothing_but_roundings_in_a_growing_batch(run):
+    found, state = outcome(run)
+    expected, expected_state = grows(single())[2]
+    assert [images for *_, images in found] == [12, 24, 36]
+    for ours, theirs in zip(found, expected):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and abs(ours[1] - theirs[1]) <= 1
+    assert distance(state, expected_state) < 1e-4

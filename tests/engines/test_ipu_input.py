@@ -1,13 +1,11 @@
-"""What an instance reads: the images, labels and mixing that every other engine gives to the same step."""
+"""What an instance reads; that its images, labels and mixing are those of other engines, tests/ipu have."""
 
 import numpy as np
 import pytest
 import torch
 
-from data import loader, mixing
 from data.base import UnreadableImage
 from data.sources import open_source
-from engines import ipu_model
 from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
 from recipe.batch import divide
 
@@ -17,27 +15,6 @@ GLYPHS = ("data.source=glyphs", "data.train_images=60", "data.validation_images=
 def plan_of(tiny, *overrides):
     recipe = tiny(*GLYPHS, "data.mixup=0.3", "data.cutmix=0.85", "data.augment=randaugment", *overrides)
     return recipe, open_source(recipe.data, recipe.model.classes, "train")
-
-
-@pytest.mark.parametrize("instances", [1, 3])
-def test_all_instances_together_have_the_images_of_every_engine(tiny, instances):
-    recipe, source = plan_of(tiny)
-    steps, batch = range(1, 4), divide(recipe, instances)  # over the end of an epoch, which has two steps
-    parts = [Positions(source, recipe, batch, steps, number, instances) for number in range(instances)]
-    assert {len(part) for part in parts} == {3 * 24 // instances}
-    named = {"first_step": steps.start, "last_step": steps.stop, "seed": recipe.run.seed, "data": recipe.data}
-    expected = loader.training_batches(source, **named, image_size=16, global_batch=24, micro=4)
-    share = 24 // instances
-    for number, step in enumerate(steps):
-        rows = [part[number * share + row] for part in parts for row in range(share)]
-        for micro in range(6):
-            own, other = rows[micro * 4 : micro * 4 + 4], next(expected)
-            assert torch.equal(torch.stack([row[0] for row in own]), other.images)
-            assert [int(row[1]) for row in own] == other.labels.tolist()
-            drawn = mixing.draw(recipe.data, recipe.run.seed, step, micro, 4, 4, 16, 16)
-            assert torch.equal(torch.stack([row[2] for row in own]), ipu_model.mixing_rows(drawn, 4, 16, 16))
-    expected.close()
-    assert rows[0][0].dtype == torch.uint8 and rows[0][1].dtype == torch.int32
 
 
 class Loader:

@@ -1,4 +1,4 @@
-"""The modules that an IPU runs, on the CPU: equal to what the other engine computes step by step."""
+"""The modules that an IPU runs, on the CPU; that they learn what other engines do, tests/ipu has."""
 
 import pytest
 import torch
@@ -22,41 +22,27 @@ def drawn(recipe, step, rows=4, size=20):
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_mixed_images_have_torchs_loss_and_hits(tiny, rows):
-    recipe = tiny(*RECIPE, "data.label_smoothing=0.1")
-    module = TrainingModule(device_model(recipe, torch.float32), 0.1, 10, Marks())
-    model, images, labels = build(recipe.model, recipe.run.seed), images_of(rows), torch.arange(rows) + 3
-    boxes = 0
+def test_images_and_targets_are_mixed_as_on_other_devices(tiny, rows):
+    recipe, images, labels = tiny(*RECIPE), images_of(rows), torch.arange(rows) + 3
     for step in range(6):
         plan, columns = drawn(recipe, step, rows)
-        boxes += plan.kept < 1
         torch.testing.assert_close(ipu_model.mix_images(images.float(), columns), mixing.mix_images(images, plan))
-        loss, correct = module(images, labels.int(), columns)
-        logits = model(mixing.mix_images(images, plan))
-        expected = F.cross_entropy(logits, mixing.mix_targets(labels, plan, 10), label_smoothing=0.1)
-        torch.testing.assert_close(loss, expected)
-        assert correct == (logits.argmax(1) == labels).sum()
-    assert 0 < boxes < 6
-    torch.testing.assert_close(
-        module(images, labels.int())[0], F.cross_entropy(model(images), labels, label_smoothing=0.1)
-    )
+        found = ipu_model.mix_targets(F.one_hot(labels, 10).float(), columns)
+        torch.testing.assert_close(found, mixing.mix_targets(labels, plan, 10))
 
 
-def test_parameters_have_the_names_of_all_engines_and_images_enter_in_float32(tiny):
+def test_images_enter_in_float32(tiny):
     recipe = tiny(*RECIPE)
-    model, half = build(recipe.model, 0), device_model(recipe, torch.float16)
-    assert [name for name, _ in half.named_parameters()] == [name for name, _ in model.named_parameters()]
+    half = device_model(recipe, torch.float16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
-    entry = half.block("preprocess")
-    assert torch.equal(entry(images_of(2)), model.block("preprocess")(images_of(2)).half())
-    assert not list(entry.buffers()) and not list(entry.parameters())
+    entry, expected = half.block("preprocess"), build(recipe.model, 0).block("preprocess")
+    assert torch.equal(entry(images_of(2)), expected(images_of(2)).half())
 
 
 def test_random_layers_draw_from_the_devices_generator(tiny):
     recipe = tiny(*RECIPE, "model.dropout=0.5", "model.drop_path=0.4")
     model = device_model(recipe, torch.float32)
-    draws = {id(module.draws): type(module.draws) for module in model.modules() if hasattr(module, "draws")}
-    assert list(draws.values()) == [HardwareDraws]
+    assert {type(module.draws) for module in model.modules() if hasattr(module, "draws")} == {HardwareDraws}
     torch.manual_seed(3)
     mask = HardwareDraws(0).keep_mask("head", 0.25, 40000, torch.zeros(1, dtype=torch.float16))
     assert mask.dtype == torch.float16 and set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).half().item()}

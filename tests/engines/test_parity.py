@@ -1,4 +1,4 @@
-"""Six updates of our engine against timm's model and timm's optimizers in a plain loop.
+"""Six updates of our engine, some of two micro batches, against timm's model and timm's optimizers in a plain loop.
 
 Weights in float32 on both sides drift apart by rounding. The yardstick is timm's own loop: in float64 it is the
 reference, and in float32 it shows what rounding alone does over these updates. Ours may be off by twice that.
@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.timm_peer import create_g16
-from data.batches import MicroBatch
 from engines import factory
 from models.efficientnet import timm_name
 from models.preprocess import Preprocess
 from recipe.batch import divide
+from tests.engines.noise import as_micro_batches, noise_images
 
 UPDATES, BATCH, SIZE, CLASSES = 6, 8, 48, 10
 COMMON = (
@@ -27,7 +27,7 @@ G1_BN_SGD = (
 )  # fmt: skip
 G16_GN_LARS = (
     "optimizer.momentum=0.885", "optimizer.weight_decay=1e-2", "optimizer.trust_coefficient=0.02",
-    "optimizer.skip_lr_scale=1",
+    "optimizer.skip_lr_scale=1", f"batch.micro={BATCH // 2}",
 )  # fmt: skip
 
 
@@ -41,19 +41,16 @@ def lars(model):
     )
 
 
-def micro_batches():
+def micro_batches(micro=BATCH):
     """Noise, other images in each update."""
-    generator = torch.Generator().manual_seed(0)
     for step in range(UPDATES):
-        images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
-        yield MicroBatch(images, labels, torch.arange(BATCH), BATCH, 0, step, ())
+        yield from as_micro_batches(*noise_images(BATCH, step, CLASSES, SIZE), micro, step)
 
 
 def ours(recipe, lr):
     """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
     engine = factory.create(recipe, divide(recipe))
-    before, batches = by_timm_name(engine.state_dict()), micro_batches()
+    before, batches = by_timm_name(engine.state_dict()), micro_batches(recipe.batch.micro)
     losses = [engine.train_step(batches, step, lr).loss.item() for step in range(UPDATES)]
     return before, by_timm_name(engine.state_dict()), losses
 

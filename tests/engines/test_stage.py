@@ -1,50 +1,65 @@
-"""A stage that computes its activations again gives the bits of one that keeps them, and holds less."""
+"""Stages: what is computed again has the bits of what is kept, and holds less; compiled blocks never compile again.
+
+Compiling is by Dynamo and AOTAutograd with the interpreter behind them: they decide what is compiled anew, and need no
+compiler.
+"""
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
 
-from engines.stage import Stage, blocks_to_recompute, boundaries
+from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from models.efficientnet import build
 from models.normalization import BatchNormAct
+from models.stochastic import RANDOM_LAYERS
 from parallel.work import Boundary
 from recipe.config import Model
 from recipe.errors import ConfigError
 
-SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "image_size": 16, "classes": 10, "dropout": 0.3}
+SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "image_size": 16, "classes": 10}
+RANDOM = {"dropout": 0.3, "drop_path": 0.5}
+IMAGES = Boundary((4, 3, 16, 16), torch.uint8)
+FEW = ("preprocess", "stem", "blocks.0.0", "blocks.1.0")  # one of which has stochastic depth
 
 
 def model_of(**keys):
-    return build(Model(**{**SMALL, "drop_path": 0.5, **keys}), seed=0)
+    return build(Model(**{**SMALL, **RANDOM, **keys}), seed=0)
 
 
-def pass_through(stage, model, micro_batches=2):
-    """Forward passes of several micro batches, then their backward passes in order, as GPipe has it."""
-    generator = torch.Generator().manual_seed(0)
+def stage_of(recompute=(), names=None, **keys):
+    whole = model_of(**keys)
+    return Stage(whole.part(names or whole.names), whole.draws, recompute), whole.draws
+
+
+def three_steps(stage, draws, size=16):
+    """Outputs, added gradients and statistics of 3 steps of 2 micro batches, in both of the layouts in which they come:
+    forward passes, then their backward passes in order, as GPipe has it."""
     outputs = []
-    for number in range(micro_batches):
-        images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=generator)
-        model.draws.step, model.draws.micro_batch = 7, number
-        outputs.append(stage(images))
-    model.draws.step, model.draws.micro_batch = 8, 3
-    for output in outputs:
-        output.square().sum().backward()
-    return outputs
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for number in range(2):
+            draws.step, draws.micro_batch = step, number
+            images = torch.randint(0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator)
+            layout = torch.channels_last if number else torch.contiguous_format
+            outputs.append(stage(images.contiguous(memory_format=layout)))
+        draws.step, draws.micro_batch = 8, 3
+        for output in outputs[-2:]:
+            output.square().sum().backward()
+    return [*outputs, *(parameter.grad for parameter in stage.parameters()), *stage.buffers()]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("norm", "recomputed"), [("group", ["blocks.1.0", "head"]), ("batch", None)])
 def test_recomputation_changes_no_bit(norm, recomputed):
     """Although draws stand at another step by then, and running statistics have moved on."""
-    plain, again = model_of(norm=norm), model_of(norm=norm)
-    names = frozenset(again.names if recomputed is None else recomputed)
-    expected = pass_through(Stage(plain, plain.draws, frozenset()), plain)
-    found = pass_through(Stage(again, again.draws, names), again)
-    for one, other in zip(expected, found):
-        assert torch.equal(one, other)
-    for (name, one), other in zip(plain.named_parameters(), again.parameters()):
-        assert torch.equal(one.grad, other.grad), name
-    for (name, one), other in zip(plain.named_buffers(), again.buffers()):
-        assert torch.equal(one, other), name
-    assert (again.draws.step, again.draws.micro_batch) == (8, 3)
+    again, draws = stage_of(frozenset(recomputed or model_of().names), norm=norm)
+    assert_same(three_steps(again, draws), three_steps(*stage_of(norm=norm)))
+    assert (draws.step, draws.micro_batch) == (8, 3)
     assert all(module.moves_statistics for module in again.modules() if isinstance(module, BatchNormAct))
 
 
@@ -116,8 +131,77 @@ def _layout(x):
 
 def test_which_blocks_are_meant():
     names = ["preprocess", "stem", "head"]
-    assert blocks_to_recompute(names, True) == frozenset(names)
-    assert blocks_to_recompute(names, False) == frozenset()
-    assert blocks_to_recompute(names, ["stem"]) == {"stem"}
+    assert [blocks_to_recompute(names, each) for each in (True, False, ["stem"])] == [set(names), set(), {"stem"}]
     with pytest.raises(ConfigError, match=r"^parallel.recompute: blocks.9 is not a block; the blocks are pre"):
         blocks_to_recompute(names, ["blocks.9"])
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A process keeps programs, and the limit of their number, for ever."""
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.fixture
+def compiled(fresh_compiler, monkeypatch):
+    """compiled(stage, backend): compiled by compile_stages for images of two sizes; the note."""
+
+    def compile(stage, backend):
+        by_backend = stage.compile
+        monkeypatch.setattr(stage, "compile", lambda: by_backend(backend))
+        sizes = [[IMAGES], [IMAGES._replace(shape=(4, 3, 24, 24))]]
+        return compile_stages({0: stage}, sizes, torch.device("cpu"))[0]
+
+    return compile
+
+
+@pytest.mark.parametrize(
+    ("recompute", "norm", "backend"),
+    [pytest.param((), "group", "aot_eager", marks=pytest.mark.slow), (("blocks.0.0",), "batch", "eager")],
+)
+def test_no_step_compiles_anything_after_the_dry_passes(compiled, recompute, norm, backend):
+    """Though step and micro batch move on, which random layers draw by, and images have two sizes. Bitwise: the same
+    kernels in the same order."""
+    expected = three_steps(*stage_of(recompute, FEW, norm=norm))
+    stage, draws = stage_of(recompute, FEW, norm=norm)
+    assert compiled(stage, backend).startswith("engine.compile: the model compiled in ")
+    programs = counters["stats"]["unique_graphs"]
+    assert programs > 0 and not counters["graph_break"]
+    images = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():  # evaluation is not compiled
+        assert torch.equal(stage.eval()(images), stage_of((), FEW, norm=norm)[0].eval()(images))
+    stage.train()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same(three_steps(stage, draws), expected)
+        three_steps(stage, draws, size=24)
+    assert counters["stats"]["unique_graphs"] == programs
+    assert all(layer.mask is None for layer in stage.modules() if isinstance(layer, RANDOM_LAYERS))
+
+
+def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_programs(fresh_compiler):
+    """Blocks that look alike share one, whatever their rates of stochastic depth are."""
+    stage, _ = stage_of((), ("blocks.5.0", "blocks.5.1", "blocks.5.2"), depth=0.6)
+    stage.compile("eager")
+    x = torch.randn(4, 32, 2, 2)
+    stage.dry_pass(torch.zeros_like(x))
+    assert counters["stats"]["unique_graphs"] == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        x.requires_grad_()
+        stage(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_without_a_compiler_the_model_stays_as_it_is(compiled):
+    def missing(graph, inputs):
+        raise RuntimeError("no working compiler found\nmore")
+
+    stage, draws = stage_of((), FEW)
+    note = compiled(stage, missing)
+    assert note.startswith("engine.compile: the model stays uncompiled: ") and "no working compiler found" in note
+    assert "\n" not in note
+    assert_same(three_steps(stage, draws), three_steps(*stage_of((), FEW)))

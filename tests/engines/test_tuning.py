@@ -26,7 +26,8 @@ TIMES = dict(zip(itertools.product(("contiguous", "channels_last"), KERNELS), SE
 def pretend(times=TIMES, measured=None, triton=True):
     """As if the CPU had a choice, with or without Triton, and candidates took these times; a string is a fault."""
 
-    def seconds(recipe, part, device, candidate):
+    def seconds(*arguments):
+        candidate = arguments[-1]
         if measured is not None:
             measured.append(candidate)
         if isinstance(times[candidate], str):
@@ -119,19 +120,12 @@ def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(resolved, tiny, la
     assert len(measured) == count and (count or taken == (layout, kernels))
 
 
-# Times of earlier measurements --------------------------------------------------------------------------------------
-
-
-def cached(tmp_path):
-    (file,) = (tmp_path / "cache").rglob("*.json")
-    return file
-
-
 def test_a_machine_measures_once(resolved, tmp_path):
     first, _, _ = resolved()
     taken, lines, measured = resolved("run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not measured"))
     assert (taken, measured) == (first, [])
-    assert lines[0].endswith(f", measured before ({cached(tmp_path)})")
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    assert lines[0].endswith(f", measured before ({file})")
 
 
 KEYS = "batch.micro=6 model.width=0.5 model.image_size=24 precision.compute=bfloat16 parallel.recompute=true"
@@ -146,14 +140,11 @@ def test_what_the_times_depend_on_is_measured_anew(resolved, override):
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '"contiguous torch": NaN', '"contiguous torch": "fast"'])
 def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
     resolved()
-    whole = cached(tmp_path).read_text()
-    changed = whole.replace('"contiguous torch": 0.09', damage)
-    cached(tmp_path).write_text(changed if ":" in damage else damage)
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    whole = file.read_text()
+    file.write_text(whole.replace('"contiguous torch": 0.09', damage) if ":" in damage else damage)
     assert len(resolved()[2]) == 8
-    assert cached(tmp_path).read_text() == whole
-
-
-# What is measured, and what a model becomes -----------------------------------------------------------------------
+    assert file.read_text() == whole
 
 
 @pytest.mark.parametrize(
@@ -165,9 +156,9 @@ def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
 )
 def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, first, shape):
     recipe = tiny("run.device=cpu", *overrides)
-    part = tuning._largest_part(recipe, divide(recipe), CPU)
-    assert (part.names[0], part.names[-1], part.entering.shape) == (first, "head", shape)
-    assert 0 < tuning._measured(recipe, part, CPU, Candidate(*PLAIN)) < 10
+    names, entering = tuning._largest_part(recipe, divide(recipe), CPU)
+    assert (names[0], names[-1], entering.shape) == (first, "head", shape)
+    assert 0 < tuning._seconds(recipe, names, entering, CPU, Candidate(*PLAIN)) < 10
 
 
 @pytest.mark.parametrize(
@@ -204,13 +195,10 @@ def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, override, m
             tuning.check(recipe.engine, GPU)
 
 
-# Ranks ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):
     """Each rank is slow at something else, and only the first has measured before."""
     pretend()
-    known, slow = {Candidate(*each): 0.01 for each in TIMES}, (FASTEST, ("contiguous", "triton"))
+    known, slow = [(0.01, "")] * len(TIMES), (FASTEST, ("contiguous", "triton"))
     times = [{**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, each: 0.2} for each in slow]
     recipe = tiny("run.device=cpu", "batch.micro=6")
     monkeypatch.setattr(tuning, "_seconds", lambda *arguments: times[threads.rank()][arguments[-1]])

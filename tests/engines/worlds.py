@@ -55,29 +55,17 @@ def case(stages, replicas, function, *arguments, slow=False):
     """
     made = Case(sys._getframe(1).f_globals["__name__"], stages, replicas, slow, function, arguments)
     _cases.setdefault(made[:4], []).append(made)
-    return pytest.param(made, marks=pytest.mark.slow if slow else ())
+    return pytest.param(made, marks=pytest.mark.slow) if slow else made
 
 
 def outcome(found: Case) -> Any:
     """The main rank's; all ranks agree, and replicas of a stage have the same weights."""
-    cases = _cases[found[:4]]
+    cases, stages = _cases[found[:4]], found.stages
     if found[:4] not in _outcomes:
         calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
-        _outcomes[found[:4]] = _computed(found.stages, found.replicas, calls)
+        _outcomes[found[:4]] = world.run(stages * found.replicas, _rank, stages, calls, connect=False, timeout=600)
     number = next(number for number, each in enumerate(cases) if each is found)
-    return _agreed([of_rank[number] for of_rank in _outcomes[found[:4]]], found.stages)
-
-
-def now(stages, replicas, function, *arguments) -> Any:
-    """As `outcome`, of one function, in a world of its own."""
-    return _agreed([found for (found,) in _computed(stages, replicas, [(function, arguments)])], stages)
-
-
-def _computed(stages, replicas, calls):
-    return world.run(stages * replicas, _rank, stages, calls, connect=False, timeout=600)
-
-
-def _agreed(ranks, stages):
+    ranks = [of_rank[number] for of_rank in _outcomes[found[:4]]]
     for rank, (common, own, _) in enumerate(ranks):
         assert repr(common) == repr(ranks[0][0])  # NaN is NaN
         assert own == ranks[rank % stages][1]

@@ -3,7 +3,6 @@
 import builtins
 import functools
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -75,100 +74,67 @@ def moved(state, other, part, start=None):
     return (difference / movement).item()
 
 
-def test_updates_of_two_stages_and_two_replicas_are_those_of_the_cpu(tiny, tmp_path):
-    own = (*IPU, *LARS, *MIXED, "run.steps=10", "schedule.warmup_steps=4", "log.every_steps=5")
-    state, found = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
-    expected, wanted, start = on_cpu(*own)
-    # The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
-    # difference of large numbers, that is more.
-    assert moved(state, expected, "weights") < 1e-5
+SHORT = ("run.steps=4", "schedule.warmup_steps=1")
+LONG = ("run.steps=10", "schedule.warmup_steps=4", "log.every_steps=5")
+DECAY, STILL = ("optimizer.weight_decay=0.01",), ("optimizer.momentum=0",)
+SHARDED = ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")
+
+
+@pytest.mark.parametrize(
+    ("own", "parallel"),
+    [
+        pytest.param((*LARS, *DECAY, *MIXED, *LONG), PIPELINE, id="lars"),
+        pytest.param(("optimizer.name=sgd", *DECAY, "schedule.peak=0.05", *SHORT), PIPELINE, id="sgd"),
+        pytest.param(("optimizer.name=rmsprop", *DECAY, "schedule.peak=0.02", *SHORT), PIPELINE, id="rmsprop"),
+        pytest.param(("optimizer.name=lamb", *DECAY, "schedule.peak=0.01", *SHORT), PIPELINE, id="lamb"),
+        pytest.param(("optimizer.name=rmsprop", *STILL, "schedule.peak=0.02", *SHORT), PIPELINE, id="no momentum"),
+        pytest.param((*LARS, *SHORT), ("parallel.stages=1",), id="one stage, whose input overlaps"),
+        pytest.param((*LARS, *SHORT), SHARDED, id="sharded, so that input overlaps"),
+    ],
+)
+def test_updates_are_those_of_the_cpu(tiny, tmp_path, own, parallel):
+    """The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
+    difference of large numbers, that is more."""
+    state, found = trained(tiny(*IPU, *own, *parallel, f"run.output={tmp_path}/ipu"))
+    expected, wanted, start = on_cpu(*IPU, *own)
     assert moved(state, expected, "weights", start) < 1e-4
-    assert moved(state, expected, "momentum_buffer") < 1e-3
-    assert moved(expected, start, "weights") > 1e-3, "nothing was learned"
+    for slot in slots(expected):
+        assert moved(state, expected, slot) < 1e-3
+    assert moved(expected, start, "weights") > 1e-4, "nothing was learned"
     for ours, theirs in zip(found, wanted):
         assert ours["event"] == theirs["event"]
         for key in theirs.keys() & {"loss", "top1", "top5", "lr", "images"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
-SHORT = ("run.steps=4", "schedule.warmup_steps=1")
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        ("optimizer.name=sgd", "schedule.peak=0.05"),
-        ("optimizer.name=rmsprop", "schedule.peak=0.02"),
-        ("optimizer.name=lamb", "schedule.peak=0.01"),
-    ],
-    ids=["sgd", "rmsprop", "lamb"],
-)
-def test_the_controls_are_those_of_the_cpu(tiny, tmp_path, optimizer):
-    own = (*IPU, *optimizer, *SHORT)
-    state, _ = trained(tiny(*own, *PIPELINE, f"run.output={tmp_path}/ipu"))
-    expected, _, start = on_cpu(*own)
-    for slot in expected.keys() - {"weights", "loss_scale", "averages", "buffers"}:
-        assert moved(state, expected, slot) < 1e-3
-    assert moved(state, expected, "weights", start) < 1e-4
-    assert moved(expected, start, "weights") > 1e-3, "nothing was learned"
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [("parallel.stages=1",), ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")],
-    ids=["one stage", "sharded"],
-)
-def test_input_overlaps_where_nothing_is_pipelined(tiny, tmp_path, parallel):
-    own = (*IPU, *LARS, *SHORT)
-    state, _ = trained(tiny(*own, *parallel, f"run.output={tmp_path}/ipu"))
-    expected, _, start = on_cpu(*own)
-    assert moved(state, expected, "weights", start) < 1e-4
+def slots(state):
+    return state.keys() - {"weights", "loss_scale", "averages", "buffers", "noise_scale"}
 
 
 # Epochs of three steps: the one average of the first is there when a run goes on after step 4, the second comes then.
 GLYPHS = "data.source=glyphs data.train_images=150 data.validation_images=20 batch.global=48 batch.micro=4"
 SAVED = "checkpoint.keep_last=7 checkpoint.every_epochs=0.1 average.epoch_decay=0.5 run.steps=7 log.every_steps=2"
 LAMB = "optimizer.name=lamb schedule.peak=0.05 schedule.warmup_steps=2"
-RESUMED = (*MIXED, *GLYPHS.split(), *SAVED.split(), *LAMB.split())
+RESUMED = (*IPU, *MIXED, *GLYPHS.split(), *SAVED.split(), *LAMB.split())
+KINDS = {"ipu": (*RESUMED, *PIPELINE), "cpu": for_cpu(RESUMED)}
 
 
-def cut_back(folder, other, step):
-    """A copy of a run folder as it was after a checkpoint."""
-    shutil.copytree(folder, other)
-    for path in (other / "checkpoints").glob("step-*.pt"):
-        if int(path.stem.split("-")[1]) > step:
-            path.unlink()
-            path.with_suffix(".json").unlink()
-    saved = torch.load(CheckpointFolder(other / "checkpoints", 7, True).path(step), weights_only=True)
-    with open(other / "metrics.jsonl", "r+b") as file:
-        file.truncate(saved["progression"]["metrics_bytes"])
-    text = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(text.replace(str(folder), str(other)))
-
-
-def test_a_resumed_run_ends_as_the_undisturbed_one_and_goes_on_on_a_cpu(tiny, tmp_path):
-    """With its momentum, and LAMB's count of updates, which left the device and entered another program."""
-    own = (*IPU, *RESUMED, *PIPELINE)
-    expected, wanted = trained(tiny(*own, f"run.output={tmp_path}/whole"))
-    cut_back(tmp_path / "whole", tmp_path / "cut", 4)
-    state, found = trained(tiny(*own, f"run.output={tmp_path}/cut"))
-    assert_bitwise_equal(state, expected)
-    assert [event.get("loss") for event in found] == [event.get("loss") for event in wanted]
-    assert float(expected["averages"]["epoch_average"]["count"]) == 2
-    goes_on(tiny(*for_cpu((*IPU, *RESUMED))), tmp_path / "whole", expected)
-
-
-def test_a_run_of_a_cpu_goes_on_on_ipus(tiny, tmp_path):
-    own = (*IPU, *RESUMED)
-    expected, _ = trained(tiny(*for_cpu(own), f"run.output={tmp_path}"))
-    goes_on(tiny(*own, *PIPELINE), tmp_path, expected)
-
-
-def goes_on(recipe, folder, expected):
-    """What one engine saved after step 4 another resumes: weights, momenta and averages mean the same to both."""
-    saved = torch.load(CheckpointFolder(folder / "checkpoints", 7, True).path(4), weights_only=True)["engine"]
+def engine_of(recipe, rank=0):
+    """The engine of one of the instances, each of which serves all replicas."""
     batch = divide(recipe)
-    engine = factory.create(recipe, batch, factory.connect(recipe, Topology(batch.replicas, 1, 0, 0, batch.replicas)))
+    place = Topology(batch.replicas, 1, rank, 0, batch.replicas)
+    return factory.create(recipe, batch, factory.connect(recipe, place))
+
+
+@pytest.mark.parametrize(("first", "second"), [("ipu", "ipu"), ("ipu", "cpu"), ("cpu", "ipu")])
+def test_what_one_engine_saved_another_goes_on_from(tiny, tmp_path, first, second):
+    """On IPUs to the bit: with its averages, its momentum, and LAMB's count of updates, which left the device and
+    entered another program. Weights, momenta and averages mean the same to a CPU."""
+    expected, _ = trained(tiny(*KINDS[first], f"run.output={tmp_path}"))
+    assert float(expected["averages"]["epoch_average"]["count"]) == 2
+    saved = torch.load(CheckpointFolder(tmp_path / "checkpoints", 7, True).path(4), weights_only=True)["engine"]
+    recipe = tiny(*KINDS[second])
+    engine = engine_of(recipe)
     engine.load_state_dict(saved)
     source = open_source(recipe.data, recipe.model.classes, "train")
     batches = engine.training_batches(source, range(4, 7))
@@ -179,12 +145,14 @@ def goes_on(recipe, folder, expected):
             engine.end_epoch()
     batches.close()
     found = engine.state_dict()
-    assert moved(found, expected, "weights") < 1e-5
-    for slot in expected.keys() - {"weights", "loss_scale", "averages", "buffers", "noise_scale"}:
-        assert moved(found, expected, slot) < 1e-3
-    average = {name: each["averages"]["epoch_average"] for name, each in (("found", found), ("expected", expected))}
-    assert moved(average["found"], average["expected"], "weights") < 1e-5
     engine.close()
+    if first == second:
+        assert_bitwise_equal(found, expected)
+    assert moved(found, expected, "weights") < 1e-5
+    for slot in slots(expected):
+        assert moved(found, expected, slot) < 1e-3
+    one, other = (each["averages"]["epoch_average"] for each in (found, expected))
+    assert moved(one, other, "weights") < 1e-5
 
 
 def evaluated(engine, recipe):
@@ -198,9 +166,7 @@ def evaluated(engine, recipe):
 def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     """Between updates, with an average, and after other weights were loaded; 360 images in calls of 7 x 8."""
     recipe = tiny(*IPU, *LARS, *PIPELINE, "batch.evaluation=7", "average.epoch_decay=0.5", "batch.global=48")
-    batch = divide(recipe)
-    place = Topology(2, 1, 0, 0, 2)
-    engine = factory.create(recipe, batch, factory.connect(recipe, place))
+    engine = engine_of(recipe)
     source = open_source(recipe.data, recipe.model.classes, "train")
     batches = engine.training_batches(source, range(2))
     seen = []
@@ -215,7 +181,7 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     first, last = (each[2]["weights"]["stem.conv_stem.weight"] for each in seen)
     assert not torch.equal(first, last)
     cpu = tiny(*for_cpu((*IPU, *LARS)), "average.epoch_decay=0.5")
-    other = factory.create(cpu, divide(cpu))
+    other = engine_of(cpu)
     for total, averaged, state in seen:
         other.load_state_dict(state)
         for found, weights in ((total, "trained"), (averaged, "epoch_average")):
@@ -248,9 +214,7 @@ def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
 def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
     """IPUs make every update; the run does not go on for hours without a weight, and saves none of it."""
     recipe = tiny(*IPU, *LARS, "schedule.peak=1e30", "checkpoint.every_epochs=0.01", f"run.output={tmp_path}")
-    with pytest.raises(
-        TrainingError, match=r"^step \d: the (loss is nan|weights are not finite).* lower schedule.peak"
-    ):
+    with pytest.raises(TrainingError, match=r"^step \d: the (loss is nan|weights are not finite).*schedule.peak"):
         run(recipe)
     saved = CheckpointFolder(tmp_path / "checkpoints", 2, True).load_newest(warn=pytest.fail)
     assert saved is None or all(tensor.isfinite().all() for tensor in saved["engine"]["weights"].values())
@@ -268,9 +232,8 @@ def test_synthetic_data_leaves_the_first_weights(tiny, tmp_path, capsys):
 def test_blocks_and_states_that_do_not_fit_are_refused(tiny):
     recipe = tiny(*IPU, *LARS, "parallel.recompute=true", "ipu.keep_activations=[blocks.0.0, nonsense]")
     with pytest.raises(ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preproc"):
-        factory.create(recipe, divide(recipe))
-    recipe = tiny(*IPU, *LARS)
-    engine = factory.create(recipe, divide(recipe))
+        engine_of(recipe)
+    engine = engine_of(tiny(*IPU, *LARS))
     state = engine.state_dict()
     for part in ("loss_scale", "momentum_buffer"):
         with pytest.raises(ValueError, match=f"{part} is missing"):
@@ -306,8 +269,7 @@ def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
     recipe = tiny("run.device=ipu", "batch.micro=4", "data.workers=0", *LARS, *overrides)
     batch = divide(recipe)
     for rank in (0, 1):
-        place = Topology(batch.replicas, 1, rank, 0, batch.replicas)
-        engine = factory.create(recipe, batch, factory.connect(recipe, place))
+        engine = engine_of(recipe, rank)
         for name, plan in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
             calls = [path for path, _ in engine._options[name].calls]
             settings = plan(recipe, batch, batch.replicas, False)

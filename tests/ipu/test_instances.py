@@ -54,16 +54,6 @@ def test_two_instances_of_the_launcher_learn_what_one_learns(tiny, double, tmp_p
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
 
 
-def test_the_line_as_typed_is_corrected(tmp_path):
-    """poprun gives a replica one IPU unless it is told otherwise; the recipe's stages need two."""
-    done = command("poprun", "--num-replicas", 2, *train(f"run.output={tmp_path}/run"))
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "`poprun --num-replicas 2 --ipus-per-replica 2 --num-instances N python train.py ...`" in line
-    assert "parallel.stages=auto" in line
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_python_without_packages_gets_the_command_that_installs_them(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')

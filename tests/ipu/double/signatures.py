@@ -1,7 +1,6 @@
-"""Where PopTorch, popdist and Horovod define what the product calls, and with which parameters: names without code.
+"""Options, enumerations and optimizers of PopTorch 3.4 with their parameters: names without code.
 
-A comment gives the file and line of PopTorch 3.4 (python/..., tests/...); of Graphcore's examples at sdk-release-3.4
-(vision/...) for popdist, which is not published; or of Horovod 0.28 (horovod/...).
+The double binds every call to them. A comment gives the file and line of PopTorch 3.4.
 """
 
 import enum
@@ -85,42 +84,13 @@ class poptorch:
     class ShardedExecution:  # python/options.py:924
         def __init__(self, *args): ...
 
-    class DataLoader:  # python/__init__.py:229
-        def __init__(
-            self, options, dataset, batch_size=1, shuffle=None, num_workers=0, drop_last=True,
-            persistent_workers=None, auto_distributed_partitioning=True, mode=0, async_options=None,
-            rebatched_worker_size=None, batch_sampler=None, **kwargs,
-        ): ...  # fmt: skip
-        def terminate(self): ...  # python/__init__.py:499
-
     class AsynchronousDataAccessor:  # python/__init__.py:526
         def __init__(
             self, dataset, buffer_size=3, miss_sleep_time_in_ms=0.1, load_indefinitely=True,
             early_preload=False, sharing_strategy=3, rebatched_size=None,
         ): ...  # fmt: skip
 
-    def trainingModel(model, options=None, optimizer=None): ...  # python/__init__.py:660
-    def inferenceModel(model, options=None): ...  # python/__init__.py:720
-
-    class PoplarExecutor:
-        def __call__(self, *args, **kwargs): ...  # python/_poplar_executor.py:1223
-        def compile(self, *args, **kwargs): ...  # python/_poplar_executor.py:1026
-        def copyWeightsToDevice(self): ...  # python/_poplar_executor.py:577
-        def destroy(self): ...  # python/_poplar_executor.py:1482
-        def detachFromDevice(self): ...  # python/_poplar_executor.py:1553
-        def isAttachedToDevice(self): ...  # python/_poplar_executor.py:1539
-        def isCompiled(self): ...  # python/_poplar_executor.py:1548
-        def load_state_dict(self, state_dict, strict=True): ...  # python/_poplar_executor.py:458
-        def setOptimizer(self, optimizer): ...  # python/_poplar_executor.py:631
-
     class optim:
-        class Optimizer:
-            def load_state_dict(self, state): ...  # python/optim.py:81
-            def state_dict(self): ...  # python/optim.py:78
-
-        class VariableAttributes:
-            def markAsConstant(self, attr): ...  # python/optim.py:33
-
         class SGD:  # python/optim.py:108
             def __init__(
                 self, params, lr, momentum=None, dampening=None, weight_decay=None, nesterov=None,
@@ -142,26 +112,3 @@ class poptorch:
                 loss_scaling=None, max_weight_norm=None, accum_type=None, first_order_momentum_accum_type=None,
                 second_order_momentum_accum_type=None,
             ): ...  # fmt: skip
-
-    def BeginBlock(layer_to_call, user_id=None, ipu_id=None): ...  # python/ops.py:689
-    def identity_loss(x, reduction): ...  # python/ops.py:1014
-    def recomputationCheckpoint(*tensors): ...  # python/ops.py:358
-    def set_overlap_for_input(input_tensors, mode): ...  # python/ops.py:481
-    def set_overlap_for_output(output_tensors, mode): ...  # python/ops.py:514
-
-
-class popdist:
-    def init(): ...  # vision/cnns/pytorch/utils/distributed.py:18
-    def getNumIpusPerReplica(): ...  # vision/cnns/tensorflow2/configuration/terminal_argparse.py:566
-    def getNumLocalReplicas(): ...  # vision/cnns/pytorch/utils/distributed.py:25
-    def getNumTotalReplicas(): ...  # vision/cnns/pytorch/utils/distributed.py:21
-
-    class poptorch:
-        class Options:  # vision/cnns/pytorch/train/train.py:295
-            def __init__(self, ipus_per_replica=1): ...
-
-
-class horovod:
-    class torch:
-        def allgather(tensor, name=None, process_set=None): ...  # horovod/torch/mpi_ops.py
-        def init(): ...  # horovod/torch/mpi_ops.py

@@ -52,7 +52,7 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
         feed.start(micro_batches, range(step, step + 1), 2, 0, recipe.batch.micro, 64)
         for number in range(2):
             expected.extend(feed.images(number))
-            targets.extend(feed.targets(number).targets)
+            targets.extend(feed.targets(number)[1])
     micro_batches.close()
     engine.close()
     shown = pictures.training_pictures(recipe, 40)

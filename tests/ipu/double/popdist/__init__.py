@@ -18,15 +18,12 @@ def init():
 
 
 def getNumTotalReplicas():
-    """Replicas of all instances."""
     return int(os.environ["POPDIST_NUM_TOTAL_REPLICAS"])
 
 
 def getNumLocalReplicas():
-    """Replicas of this instance."""
     return int(os.environ["POPDIST_NUM_LOCAL_REPLICAS"])
 
 
 def getNumIpusPerReplica():
-    """IPUs of one replica."""
     return int(os.environ["POPDIST_NUM_IPUS_PER_REPLICA"])

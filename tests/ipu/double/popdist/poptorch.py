@@ -18,5 +18,4 @@ class Options(options.Options):
         return popdist.getNumLocalReplicas()
 
     def replicationFactor(self, replication_factor):
-        """Refused."""
         raise RuntimeError("Cannot call `replicationFactor` with popdist.poptorch.Options")

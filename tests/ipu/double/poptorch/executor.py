@@ -13,7 +13,7 @@ import torch
 from signatures import poptorch
 from torch import distributed
 
-from . import updates
+from . import optim
 
 logger = logging.getLogger("poptorch::python")
 
@@ -39,7 +39,6 @@ def identity_loss(x, reduction):
 
 
 def recomputationCheckpoint(*tensors):
-    """Returns the tensor, which nothing here recomputes."""
     (tensor,) = tensors
     return tensor
 
@@ -51,7 +50,6 @@ def set_overlap_for_input(input_tensors, mode):
 
 
 def set_overlap_for_output(output_tensors, mode):
-    """Likewise, an output."""
     return set_overlap_for_input(output_tensors, mode)
 
 
@@ -68,15 +66,12 @@ class PoplarExecutor:
             _read_before_use(weakref.ref(self), model)
 
     def isCompiled(self):
-        """Whether there is a program."""
         return self._program is not None
 
     def isAttachedToDevice(self):
-        """Whether this model has the IPUs."""
         return self.isCompiled() and _holder is not None and _holder() is self
 
     def compile(self, *args, **kwargs):
-        """Makes the program from the arguments of a call, and takes the IPUs."""
         assert not kwargs, "the double takes positional arguments only"
         assert not list(self.model.buffers()), "the double moves no buffers"
         count = self.options.micro_batches
@@ -85,7 +80,7 @@ class PoplarExecutor:
         program = copy.deepcopy(self.model)
         self._check(program, [tensor[: len(tensor) // count] for tensor in args])
         rounds = self.options.value("Precision.enableStochasticRounding", False)
-        self._rounded = updates.stochastic if rounds else updates.nearest
+        self._rounded = optim.stochastic if rounds else optim.nearest
         self._program, self._state = program, {}
         if self._optimizer is not None:
             self._make_state()
@@ -122,16 +117,14 @@ class PoplarExecutor:
             raise poptorch.Error(f"{ipus} IPUs: PopTorch must reserve a power of 2 or maximum of 64 per process")
 
     def _make_state(self):
-        kind, types, correction = type(self._optimizer).__name__, self._optimizer.types, self._optimizer.bias_correction
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._groups = [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
         for group, values in zip(self._groups, self._values):
             for name in group:
-                made = updates.new_state(kind, values, types, correction, self._program.get_parameter(name).detach())
+                made = self._optimizer.new_state(values, self._program.get_parameter(name).detach())
                 self._state.update({prefix + name: tensor for prefix, tensor in made.items()})
 
     def __call__(self, *args, **kwargs):
-        """Runs all micro batches of the arguments. Compiles where that was not done; takes the IPUs."""
         if not self.isCompiled():
             self.compile(*args, **kwargs)
         if not self.isAttachedToDevice():
@@ -152,7 +145,7 @@ class PoplarExecutor:
 
     def _train(self, micro_batches):
         """The outputs of all micro batches, after the update."""
-        outputs, kind, scale = [], type(self._optimizer).__name__, self._optimizer.loss_scaling
+        outputs, scale = [], self._optimizer.loss_scaling
         sums = [{} for _ in range(self.options.replicas)]
         for number, inputs in enumerate(micro_batches):
             self._program.zero_grad(set_to_none=True)
@@ -168,9 +161,9 @@ class PoplarExecutor:
         with torch.no_grad():
             for names, values in zip(self._groups, self._values):
                 for name in filter(gradients.__contains__, names):
-                    state = {each: self._state[each + name] for each in updates.PREFIXES if each + name in self._state}
+                    state = {each: self._state[each + name] for each in optim.PREFIXES if each + name in self._state}
                     weight = self._program.get_parameter(name)
-                    updates.apply(kind, values, weight, gradients[name], state, self._rounded, scale)
+                    self._optimizer.update(values, weight, gradients[name], state, self._rounded)
         return outputs
 
     def _reduced(self, sums, scale):
@@ -215,13 +208,11 @@ class PoplarExecutor:
         _holder = None
 
     def destroy(self):
-        """Frees the IPUs and forgets the program."""
         if self.isAttachedToDevice():
             self.detachFromDevice()
         self._program = None
 
     def copyWeightsToDevice(self):
-        """From the user's model."""
         self._host_is_stale = False
         _copy(self.model, self._program)
 
@@ -232,7 +223,6 @@ class PoplarExecutor:
         self._host_is_stale = False
 
     def load_state_dict(self, state_dict, strict=True):
-        """Into the user's model and, where it is attached, the device."""
         self._read_weights()
         result = self.model.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
@@ -291,10 +281,8 @@ def _read_before_use(executor, model):
 
 
 def trainingModel(model, options=None, optimizer=None):
-    """An executor that trains `model`."""
     return PoplarExecutor(model, options, optimizer)
 
 
 def inferenceModel(model, options=None):
-    """An executor that evaluates `model`."""
     return PoplarExecutor(model, options)

@@ -1,6 +1,9 @@
-"""The optimizers' Python side: attributes and state, no arithmetic (PopTorch 3.4, python/optim.py).
+"""The optimizers: attributes and state as PopTorch 3.4's python/optim.py has them, and the update on the device.
 
-Forms that the product does not use are missing: SGD has an accumulator of its own, RMSprop is TensorFlow's.
+Forms that the product does not use are missing: SGD has an accumulator of its own, RMSprop is TensorFlow's. Arithmetic
+is float32 but where PopART holds a result in the weight's or the state's dtype. Sources: PopART 3.4, willow/include/
+popart/adam.hpp, sgd.hpp, adaptive.hpp; willow/src/popx/op/adamupdaterx.cpp, adamvarupdatex.cpp, accumulatex.cpp,
+rmspropupdaterx.cpp. State is named as in willow/include/popart/tensornames.hpp.
 """
 
 import inspect
@@ -8,9 +11,29 @@ import inspect
 import torch
 from signatures import poptorch
 
+PREFIXES = ("Accl1___", "Accl2___", "Accl3___", "Step___")
 _MOMENTS = ("first_order_momentum_accum_type", "second_order_momentum_accum_type")
 _TYPES = ("accum_type", "velocity_accum_type", *_MOMENTS)
 _KNOWN = {"params", "loss_scaling", "bias_correction", "use_combined_accum", "use_tf_variant", *_TYPES}
+
+
+def nearest(values, dtype):
+    """Rounds to the nearest of dtype, ties to even."""
+    return values.to(dtype)
+
+
+def stochastic(values, dtype):
+    """Rounds float32 to one of the two neighbours in float16, right on average; torch's generator draws."""
+    if dtype == torch.float32:
+        return values.clone()
+    _, exponent = torch.frexp(values)
+    # Eleven significant bits; below 2^-14 the spacing of float16 stays 2^-24.
+    spacing = torch.ldexp(torch.ones_like(values), (exponent - 11).clamp(min=-24))
+    return ((values / spacing + torch.rand_like(values)).floor() * spacing).to(dtype)
+
+
+def _set(target, values, rounded):
+    target.copy_(rounded(values, target.dtype))
 
 
 class VariableAttributes:
@@ -20,7 +43,6 @@ class VariableAttributes:
         self.names, self._allowed = set(names), allowed
 
     def markAsConstant(self, attr):
-        """Refuses later changes of an attribute."""
         assert attr in self._allowed, f"Unknown attribute {attr}, allowed values: {self._allowed}"
         self.names.discard(attr)
 
@@ -29,6 +51,9 @@ class Optimizer(torch.optim.Optimizer):
     """State of the device's optimizer as the host knows it: {"ipu_state": {name: tensor}, "ipu_param": {...}}.
 
     device_state: a weak reference to what reads it. loaded: a state that has not reached the device yet.
+    new_state(values, weight): {prefix: tensor} of a parameter before the first update. update(values, weight, gradient,
+    state, rounded): changes weight and state in place; gradient: float32, without loss scale and counts. values: {name:
+    number} of the parameter's group. rounded: nearest or stochastic.
     """
 
     defaults_of_groups = {}
@@ -64,18 +89,69 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum in a tensor of its own."""
-
     defaults_of_groups = {"momentum": 0.0, "weight_decay": 0.0}
+
+    def new_state(self, values, weight):
+        dtype = self.types["velocity_accum_type"]
+        return {"Accl1___": torch.zeros_like(weight, dtype=dtype)} if values["momentum"] else {}
+
+    def update(self, values, weight, gradient, state, rounded):
+        step = gradient + values["weight_decay"] * weight.float()
+        if "Accl1___" in state:  # larger by the loss scale
+            velocity = state["Accl1___"]
+            _set(velocity, velocity.float() * values["momentum"] + self.loss_scaling * step, rounded)
+            step = velocity.float() / self.loss_scaling
+        _set(weight, weight.float() - values["lr"] * step, rounded)
 
 
 class RMSprop(Optimizer):
-    """As TensorFlow has it."""
-
     defaults_of_groups = {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0}
+
+    def new_state(self, values, weight):
+        momentum = {"Accl3___": torch.zeros_like(weight, dtype=torch.float32)} if values["momentum"] else {}
+        return {"Accl1___": torch.ones_like(weight, dtype=self.types[_MOMENTS[0]]), **momentum}
+
+    def update(self, values, weight, gradient, state, rounded):
+        gradient = gradient + values["weight_decay"] * weight.float()
+        alpha, square = values["alpha"], state["Accl1___"]
+        _set(square, alpha * square.float() + (1.0 - alpha) * gradient * gradient, rounded)
+        update = values["lr"] * (gradient / (square.float() + values["eps"]).sqrt())
+        if "Accl3___" in state:
+            update = state["Accl3___"].copy_(values["momentum"] * state["Accl3___"] + update)
+        _set(weight, weight.float() - update, rounded)
 
 
 class LAMB(Optimizer):
-    """Layer-wise adaptive moments (1904.00962)."""
-
     defaults_of_groups = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
+
+    def new_state(self, values, weight):
+        count = {"Step___": torch.zeros(())} if self.bias_correction else {}
+        first, second = (torch.zeros_like(weight, dtype=self.types[name]) for name in _MOMENTS)
+        return {"Accl1___": first, "Accl2___": second, **count}
+
+    def update(self, values, weight, gradient, state, rounded):
+        narrow, (beta1, beta2) = weight.dtype, values["betas"]
+        first, second = state["Accl1___"], state["Accl2___"]
+        _set(first, beta1 * first.float() + (1.0 - beta1) * gradient, rounded)
+        _set(second, beta2 * second.float() + (1.0 - beta2) * gradient * gradient, rounded)
+        mean, square = first.float(), second.float()
+        if "Step___" in state:
+            state["Step___"] += 1
+            mean = mean / (1.0 - beta1 ** state["Step___"])
+            square = square / (1.0 - beta2 ** state["Step___"])
+        # The first moment takes the second's type, then the quotient, the decay and their sum the weight's.
+        mean = rounded(mean, second.dtype).float()
+        update = rounded(mean / (square.sqrt() + values["eps"]), narrow).float()
+        if values["weight_decay"]:
+            decay = rounded(values["weight_decay"] * weight.float(), narrow).float()
+            update = rounded(update + decay, narrow).float()
+        step = values["lr"] * _trust(values["max_weight_norm"], weight.float(), update)
+        _set(weight, weight.float() - step * update, rounded)
+
+
+def _trust(max_weight_norm, weight, update):
+    """min(||w||, max) / ||u||; 1 where any of the three is 0 (willow/src/patterns/adamdecompose.cpp)."""
+    weight_square, update_square = weight.square().sum(), update.square().sum()
+    if max_weight_norm == 0 or weight_square == 0 or update_square == 0:
+        return 1.0
+    return weight_square.sqrt().clamp(max=max_weight_norm) / update_square.sqrt()

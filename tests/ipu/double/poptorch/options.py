@@ -38,15 +38,11 @@ class Recorder:
 
 
 class TensorLocationSettings(Recorder):
-    """Where one kind of tensor is kept."""
-
     def __init__(self):
         super().__init__(poptorch.TensorLocationSettings, "TensorLocationSettings")
 
 
 class Options(Recorder):
-    """How a model is compiled and run."""
-
     def __init__(self):
         super().__init__(poptorch.Options, "Options")
 
@@ -62,10 +58,8 @@ class Options(Recorder):
 
     @property
     def replicas(self):
-        """Of this process."""
         return self.value("replicationFactor", 1)
 
     @property
     def micro_batches(self):
-        """Of a call."""
         return self.replicas * self.value("deviceIterations", 1) * self.value("Training.gradientAccumulation", 1)
