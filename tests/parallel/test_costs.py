@@ -42,8 +42,10 @@ def test_owners_send_parts_and_gather_them():
     assert seconds("gtopk owners", BYTES, 8, 8_000_000) == pytest.approx(sent * 1e-9)
 
 
-def test_one_replica_costs_nothing():
-    methods = [exchange.named("none"), *exchange.variants(Exchange(method="auto"))]
+@pytest.mark.parametrize("keys", [{"method": "auto"}, {"method": "topk", "bits": 4}, {"method": "half"}], ids=str)
+def test_one_replica_costs_nothing(keys):
+    """In all forms that are compared, with the keys of the section that it has."""
+    methods = [exchange.named("none"), *exchange.variants(Exchange(**keys))]
     assert len(methods) == 7
     assert {method.seconds(SIMPLE, 1, Gradient(1000)) for method in methods} == {0.0}
 
