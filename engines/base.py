@@ -13,7 +13,7 @@ from data.batches import MicroBatch
 from engines.timeline import Recorder
 from optim.averaging import WeightAverage
 from optim.norms import Norms
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.course import Update
 from recipe.division import Batch
@@ -65,7 +65,7 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
 
 
 def total(
-    counts: Sequence[Counts], unreadable: Sequence[str], processes: Agreement, device: torch.device
+    counts: Sequence[Counts], unreadable: Sequence[str], processes: Processes, device: torch.device
 ) -> Tuple[Counts, List[str]]:
     """The sum of the counts of all processes, and the messages of all, on every one."""
     own = [torch.stack([torch.as_tensor(value, device=device).double() for value in each]) for each in counts]
@@ -91,7 +91,7 @@ class Engine(ABC):
     """
 
     batch: Batch
-    processes: Agreement
+    processes: Processes
     topology: Topology
     device: torch.device
     shapes: Dict[str, Tuple[int, ...]]  # of the model's parameters and persistent buffers

@@ -10,10 +10,10 @@ from engines import cuts
 from engines.devices import device_of, timed
 from models.families import build
 from parallel import evidence, exchange
-from parallel.agreement import Agreement
 from parallel.costs import Link
 from parallel.evidence import PAGE, Evidence
 from parallel.exchange import Gradient, Method
+from parallel.processes import Processes
 from recipe import checks
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
 
 
 def resolve(
-    recipe: Recipe, batch: Batch, processes: Agreement, report: Callable[[str], None], begun: Optional[Exchange] = None
+    recipe: Recipe, batch: Batch, processes: Processes, report: Callable[[str], None], begun: Optional[Exchange] = None
 ) -> Recipe:
     """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
 
@@ -136,7 +136,7 @@ def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
     return taken, why
 
 
-def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
+def _gradient(recipe: Recipe, batch: Batch, processes: Processes) -> Gradient:
     """Size of the largest stage's gradient. Measured cuts are taken as if they balanced multiply-adds."""
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
@@ -153,7 +153,7 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Agreement) -> Gradient:
 
 
 def _measured(
-    section: Exchange, gradient: Gradient, processes: Agreement, device: torch.device
+    section: Exchange, gradient: Gradient, processes: Processes, device: torch.device
 ) -> Tuple[Link, float, float]:
     """The link, and seconds to select from and to round a gradient; of the slowest process, so the same on all."""
     # These need a newer Python than the IPU's, where nothing is measured.

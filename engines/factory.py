@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Optional
 
 from engines.base import Engine
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.config import Recipe
 from recipe.division import Batch
 
 
-def connect(recipe: Recipe, topology: Topology) -> Agreement:
+def connect(recipe: Recipe, topology: Topology) -> Processes:
     """Connect the run's processes, on the device of the recipe.
 
     Raises ConfigError: a device that this machine does not have, or ranks that do not meet.
@@ -21,13 +21,12 @@ def connect(recipe: Recipe, topology: Topology) -> Agreement:
 
         return ipu_engine.connect(recipe, topology)
     from engines.devices import device_of
-    from parallel.processes import Processes
 
     return Processes(topology, device_of(recipe, topology), recipe.parallel.silence)
 
 
 def create(
-    recipe: Recipe, batch: Batch, processes: Optional[Agreement] = None, steps_per_epoch: Optional[int] = None
+    recipe: Recipe, batch: Batch, processes: Optional[Processes] = None, steps_per_epoch: Optional[int] = None
 ) -> Engine:
     """The engine of `run.device`. Args: processes: None for a single one. steps_per_epoch: of a run that trains.
 

@@ -31,7 +31,6 @@ from optim import factory
 from optim.averaging import WeightAverage
 from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
-from parallel.agreement import Agreement
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import ipu
@@ -47,7 +46,7 @@ _WORKERS_PORTION = 64  # images that a worker sends at once: each message costs 
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
 
 
-def connect(recipe: Recipe, topology: Topology) -> Agreement:
+def connect(recipe: Recipe, topology: Topology) -> Processes:
     """Join the other instances that poprun started, if any.
 
     Raises ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe says.
@@ -75,7 +74,7 @@ class IpuEngine(Engine):
 
     device = torch.device("cpu")  # of inputs and outputs
 
-    def __init__(self, recipe: Recipe, batch: Batch, processes: Agreement):
+    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes):
         poptorch = _poptorch()
         self.batch, self.topology, self.processes, self._recipe = batch, processes.topology, processes, recipe
         self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: ipu_rules requires one for both

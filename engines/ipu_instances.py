@@ -11,12 +11,12 @@ from typing import Any, List, Optional
 
 import torch
 
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from parallel.topology import Topology
 
 
-class Instances(Agreement):
-    """Counterpart of parallel.processes.Processes for the instances of poprun."""
+class Instances(Processes):
+    """The processes of a run, connected by Horovod; without groups of torch."""
 
     def __init__(self, topology: Topology):
         """Join the other instances; every one must make this call."""

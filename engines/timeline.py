@@ -10,7 +10,7 @@ from typing import Iterator, List, NamedTuple
 import torch
 
 from engines.devices import synchronize
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 
 
 class Span(NamedTuple):
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 class Recorder:
     """Records spans of the steps that were begun so; on CUDA each waits for the device, so that it is its time."""
 
-    def __init__(self, processes: Agreement, device: torch.device):
+    def __init__(self, processes: Processes, device: torch.device):
         self._processes, self._device = processes, device
         self._on, self._step, self._start = False, 0, 0.0
         self._spans: List[Span] = []

@@ -21,7 +21,7 @@ from models import shapes
 from models.families import build
 from models.kernels import patching
 from models.stages import BlockList
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
 from recipe.bounded import read_json
@@ -81,7 +81,7 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
 def resolve(
     recipe: Recipe,
     batch: Batch,
-    processes: Agreement,
+    processes: Processes,
     report: Callable[[str], None],
     begun: Optional[EngineSection] = None,
 ) -> Recipe:
@@ -124,7 +124,7 @@ def resolve(
 def _fastest(
     recipe: Recipe,
     batch: Batch,
-    processes: Agreement,
+    processes: Processes,
     device: torch.device,
     candidates: Sequence[Candidate],
     report: Callable[[str], None],

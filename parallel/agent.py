@@ -76,13 +76,9 @@ def run(
 ) -> int:
     """Runs `local` ranks of `command` on each of `hosts`; returns the exit code once they are gone.
 
-    Args:
-        shape: replicas and stages in words; must be the same on all hosts.
-        max_restarts: times to start again after a failure.
-        silence: seconds after which the launcher of another host counts as lost.
-
-    Raises:
-        UserError: the hosts do not come together.
+    Args: shape: replicas and stages in words, the same on all hosts. max_restarts: times to start again after a
+    failure. silence: seconds after which the launcher of another host counts as lost. Raises UserError: the hosts do
+    not come together.
     """
     secret = os.environ.pop("POD_TOKEN", "")  # not for the ranks
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -94,10 +90,9 @@ def run(
             if outcome.line:
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
-                break
+                return outcome.code
             place = "the run goes on from its last checkpoint"
             print(f"restart {attempt + 1} of {max_restarts}: {place}", file=sys.stderr, flush=True)
-        return outcome.code
     except Stopped:
         print("stopped while no rank was running; the same command goes on", file=sys.stderr)
         return STOPPED

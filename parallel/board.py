@@ -1,9 +1,8 @@
-"""The board on which the launchers of all hosts write how their ranks do: the master's launcher keeps it, all read it.
+"""The board on which the launchers of all hosts write how their ranks do: the master's launcher serves it, all read it.
 
 A host writes entries of its own only, once each, and for one attempt to run. Every message is authenticated by
 HMAC-SHA256 with a secret that the hosts share over a challenge made for it, so nobody else can write, answer or replay
-one. A message that is not as `_Question` and `_ANSWER` describe it is ignored. No method waits for the network: a
-thread polls the master.
+one. A message that does not fit `_Question` or `_ANSWER` is ignored. No method waits for the network: threads do.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO, Dict, Optional, Tuple
+from dataclasses import dataclass, replace
+from typing import Annotated, BinaryIO, Dict, Optional, Tuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import Required, TypedDict
 
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, printable
+from parallel.hosts import Hosts, listen
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError, printable
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
@@ -29,55 +30,48 @@ _ANSWER_SECONDS = 5.0  # that one side waits for the other to send
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
 _CHALLENGE, _MAC = 16, 64  # bytes, hexadecimal digits
+_STRICT = ConfigDict(strict=True, extra="forbid")
 
-Entries = Dict[str, Any]  # some of those of _Entries
 _Text = Annotated[str, Field(max_length=LONGEST)]
 
 
-def _known(code: int) -> int:
-    if code not in (DONE, FAILED, WRONG_INPUT, STOPPED):
-        raise ValueError("no exit code of train.py")
-    return code
-
-
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Outcome:
     """End of the ranks of a host: `code` as train.py's, `line` for the user, `last` if there is no next attempt."""
 
-    code: Annotated[int, AfterValidator(_known)]
-    line: Annotated[_Text, AfterValidator(lambda text: printable(text)[:LONGEST])] = ""  # escapes make it longer
+    code: int
+    line: _Text = ""
     last: bool = False
-    abrupt: bool = False  # the ranks of the other hosts wait for some that are gone
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    abrupt: bool = False  # the ranks of the other hosts may wait for some that are gone
 
 
-def _no_success(outcome: Outcome) -> Outcome:
-    if outcome.code == DONE:
-        raise ValueError("no reason to end the ranks of other hosts")
-    return outcome
+def _received(outcome: Outcome) -> Outcome:
+    """An outcome of another host; its line does not steer the terminal. Raises ValueError: no outcome of ranks."""
+    if outcome.code not in (DONE, FAILED, WRONG_INPUT, STOPPED) or (outcome.abrupt and outcome.code == DONE):
+        raise ValueError("no outcome of ranks")
+    return replace(outcome, line=printable(outcome.line)[:LONGEST])
 
 
-class _Entries(BaseModel, strict=True, extra="forbid"):
-    who: _Text  # a name that a launcher makes for itself
-    shape: Optional[_Text] = None  # what it starts
-    port: Optional[Annotated[int, Field(ge=1, lt=1 << 16)]] = None  # where the ranks meet
-    news: Optional[Annotated[Outcome, AfterValidator(_no_success)]] = None  # others may wait for ranks that are gone
-    end: Optional[Outcome] = None  # how its ranks ended
-    read: Optional[bool] = None  # it has read what it needs
+@with_config(_STRICT)
+class Entries(TypedDict, total=False):
+    """What a host has written."""
 
-    def given(self) -> Entries:
-        return {name: value for name, value in self if value is not None}
+    who: Required[_Text]  # a name that a launcher makes for itself
+    shape: _Text  # what it starts
+    port: Annotated[int, Field(ge=1, lt=1 << 16)]  # where the ranks meet
+    end: Annotated[Outcome, AfterValidator(_received)]  # how its ranks ended
+    read: bool  # it has read what it needs
 
 
 class _Question(BaseModel, strict=True, extra="forbid"):
     host: Annotated[int, Field(ge=1)]
     attempt: Annotated[int, Field(ge=0)]
     challenge: _Text
-    entries: _Entries
+    entries: Entries
 
 
-_ANSWER = TypeAdapter(Dict[int, Tuple[float, _Entries]])  # host -> seconds of silence, entries
+_ANSWER = TypeAdapter(Dict[int, Tuple[float, Entries]])  # host -> seconds of silence, entries
 
 
 class _Board:
@@ -88,8 +82,9 @@ class _Board:
     once this host has reached it.
     """
 
-    def __init__(self, host: int, number: int, secret: str):
-        self._host, self._number, self._key = host, number, secret.encode()
+    def __init__(self, hosts: Hosts, secret: str):
+        """Args: secret: shared by all hosts; without one ("") anybody may write."""
+        self._hosts, self._key = hosts, secret.encode()
         self._attempt = 0  # the newest of this host
         self._attempts: Dict[int, Dict[int, Entries]] = {}
         self._heard = {0: time.monotonic()}
@@ -104,17 +99,20 @@ class _Board:
     def silent(self, host: int) -> float:
         """Seconds since the launcher of a host last polled, or the master last answered."""
         with self._lock:
-            return 0.0 if host == self._host else time.monotonic() - self._heard.get(host, -math.inf)
+            return 0.0 if host == self._hosts.this else time.monotonic() - self._heard.get(host, -math.inf)
 
 
 class MastersBoard(_Board):
-    """The board itself, which answers at a listening socket from its creation on."""
+    """The board itself, which answers other hosts once it has an `address`. error: it cannot listen."""
 
-    def __init__(self, listening: socket.socket, number: int, secret: str):
-        """Args: number: hosts. secret: shared by all of them; without one ("") anybody may write."""
-        super().__init__(0, number, secret)
-        self._listening, self.address = listening, listening.getsockname()[0]
-        threading.Thread(target=self._listen, name="board", daemon=True).start()
+    error: Optional[UserError] = None
+
+    def __init__(self, hosts: Hosts, secret: str):
+        super().__init__(hosts, secret)
+        if hosts.number == 1:
+            self.address = hosts.master
+        else:
+            threading.Thread(target=self._listen, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
         """Add entries of this host."""
@@ -132,9 +130,15 @@ class MastersBoard(_Board):
 
     def _listen(self) -> None:
         """Serve each connection for some seconds at most, in a thread of its own."""
+        try:
+            listening = listen(self._hosts)
+        except UserError as error:
+            self.error = error
+            return
+        self.address = listening.getsockname()[0]
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # too many files or threads
                 time.sleep(0.1)
@@ -147,8 +151,8 @@ class MastersBoard(_Board):
             asked = _receive(connection.makefile("rb"), self._key, challenge + b"ask", _BYTES)
             message = _Question.model_validate_json(asked)
             host, attempt = message.host, message.attempt
-            if host < self._number and attempt < self._attempt + 2:
-                self._post(host, attempt, message.entries.given())
+            if host < self._hosts.number and attempt < self._attempt + 2:
+                self._post(host, attempt, message.entries)
                 answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
                 _send(connection, self._key, message.challenge.encode() + b"answer", answer)
 
@@ -156,10 +160,9 @@ class MastersBoard(_Board):
 class Board(_Board):
     """The master's board as another host sees it."""
 
-    def __init__(self, master: str, port: int, host: int, number: int, secret: str):
-        """Args: master: name or address. host: number of this one of `number`. secret: as of the master."""
-        super().__init__(host, number, secret)
-        self._place, self._entries, self._wake = (master, port), {}, threading.Event()
+    def __init__(self, hosts: Hosts, secret: str):
+        super().__init__(hosts, secret)
+        self._place, self._entries, self._wake = (hosts.master, hosts.port), {}, threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
@@ -182,18 +185,17 @@ class Board(_Board):
                         self._heard.update({host: now - seconds for host, (seconds, _) in answer.items()})
                         self._heard[0] = now
                         if attempt == self._attempt:
-                            self._attempts = {attempt: {host: found.given() for host, (_, found) in answer.items()}}
-                except OSError as error:  # the way there may come back
-                    self.fault = error.strerror or str(error)
+                            self._attempts = {attempt: {host: found for host, (_, found) in answer.items()}}
+                except (OSError, UnicodeError) as error:  # no way there, which may come back, or no name
+                    self.fault = getattr(error, "strerror", None) or str(error)
                     self.gone = bool(self.address) and isinstance(error, ConnectionRefusedError)
-                except UnicodeError:
-                    self.fault = "is no name of a host"
                 except (EOFError, ValueError):
+                    self.fault = "what listens there does not answer as a launcher with this POD_TOKEN"
                     self.refused = True
             self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)
             self._wake.clear()
 
-    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, _Entries]]:
+    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, Entries]]:
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
             self.address = connection.getpeername()[0]
             self._place = (self.address, self._place[1])  # a name server is asked once
@@ -201,9 +203,9 @@ class Board(_Board):
             challenge = stream.read(_CHALLENGE)
             if not challenge:
                 raise EOFError
-            message = {"host": self._host, "attempt": attempt, "challenge": again, "entries": entries}
+            message = {"host": self._hosts.this, "attempt": attempt, "challenge": again, "entries": entries}
             _send(connection, self._key, challenge + b"ask", message)
-            answer = _receive(stream, self._key, again.encode() + b"answer", self._number * _BYTES)
+            answer = _receive(stream, self._key, again.encode() + b"answer", self._hosts.number * _BYTES)
         return _ANSWER.validate_json(answer)
 
 

@@ -17,8 +17,7 @@ Round = Tuple[torch.Tensor, int, torch.Tensor, int]  # what is sent, to whom, wh
 def all_gather(own: torch.Tensor, sizes: Sequence[int], group: distributed.ProcessGroup) -> List[torch.Tensor]:
     """What each replica gives, by replica. Every replica calls.
 
-    Args:
-        own: [sizes[rank]], contiguous. sizes: elements that each replica gives, the same on all.
+    Args: own: [sizes[rank]], contiguous. sizes: elements that each replica gives, the same on all.
     """
     rank, replicas = distributed.get_rank(group), len(sizes)
     turned = [sizes[(rank + place) % replicas] for place in range(replicas)]  # this replica's first

@@ -31,8 +31,7 @@ def quantized_bytes(values: float, bits: int) -> float:
 def message_bytes(entries: int, wire: str) -> int:
     """Bytes of a sparse vector of `entries` values and their int32 indices, as `parallel/messages.py` packs it.
 
-    Args:
-        wire: type of the values: float32; float16, in pairs and with a word for their exponent; int8 or int4.
+    Args: wire: type of the values: float32; float16, in pairs and with a word for their exponent; int8 or int4.
     """
     if wire.startswith("int"):
         return entries * _INDEX + int(quantized_bytes(entries, int(wire[3:])))
@@ -48,7 +47,7 @@ def ring(link: Link, replicas: int, size: float) -> float:
 
 
 def gathered(link: Link, replicas: int, size: float) -> float:
-    """Seconds until all replicas have what each sends, of `size` bytes, by `messages.all_gather`."""
+    """Seconds until all replicas have what each sends, of `size` bytes, by `bruck.all_gather`."""
     return (replicas - 1).bit_length() * link.latency + (replicas - 1) * size * link.seconds_per_byte
 
 

@@ -49,11 +49,9 @@ class SparseState:
         if dense_steps < 2:
             raise ValueError(f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew")
         self._group = distributed.group.WORLD if group is None else group
-        sent = {"bits": wire} if isinstance(wire, int) else {"wire": str(wire).partition(".")[2]}
-        merging = {} if pattern == "gather" else {"pattern": pattern}
-        self._section = Exchange(
-            method="gtopk" if merging else "topk", density=density, compress="gradient", **sent, **merging
-        )
+        keys = {"bits": wire} if isinstance(wire, int) else {"wire": str(wire).partition(".")[2]}
+        keys |= {"method": "topk"} if pattern == "gather" else {"method": "gtopk", "pattern": pattern}
+        self._section = Exchange(density=density, compress="gradient", **keys)
         self._processes = SimpleNamespace(
             topology=Topology(), gather=lambda value: [value], further_group=lambda: self._group
         )

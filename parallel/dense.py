@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from parallel import costs
 from parallel.costs import Link
@@ -16,42 +16,34 @@ class Dense(Method):
     """All-reduce of float32 values, in the library's order or that of a tree (`parallel/reduce.py`)."""
 
     complete = True
-    value_bytes: ClassVar[Optional[int]] = None  # those of the gradient
     taken = ("bits",)
 
     @property
     def exact(self) -> bool:
-        return not self.section.sent_bits
+        return not self.work
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
         return [cls(section.to("dense", delay=0))]
 
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        bits, elements = self.section.sent_bits, gradient.elements
-        sent = costs.quantized_bytes(elements, bits) if bits else float(elements * (self.value_bytes or size))
+        bits, width = self.section.sent_bits, size if self.section.sent == "float32" else 2
+        sent = costs.quantized_bytes(gradient.elements, bits) if bits else float(gradient.elements * width)
         return costs.rings(levels, sent)
 
     def create(self, setup: Setup) -> Optional[Running]:
+        from parallel.reduce import QuantizedReduction, Reduction
+
         if self.section.sent_bits:
-            from parallel.reduce import QuantizedReduction
-
             return QuantizedReduction(setup, self.section.sent_bits)
-        if setup.group is None:
-            return None
-        from parallel.reduce import Reduction
-
-        return Reduction(setup, self.section)
+        return None if setup.group is None else Reduction(setup, self.section)
 
 
 @METHODS.implements(exchange.Half)
 class Half(Dense):
     """A sum in float32 of values that travel in 16 bits: each replica sends P - 1 shares, then gathers as many sums."""
 
-    value_bytes = 2
-    exact = False
     taken = ()
-    work = "round"
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:

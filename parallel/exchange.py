@@ -31,11 +31,8 @@ BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has byt
 
 
 class Gradient(NamedTuple):
-    """Sizes of the largest stage's gradient.
-
-    elements: all of them. whole: elements that every method sends whole. layers: parameters of which replicas that
-    compress updates send a sketch.
-    """
+    """Sizes of the largest stage's gradient: all elements, those that every method sends whole, and parameters of
+    which replicas that compress updates send a sketch."""
 
     elements: int
     whole: int = 0
@@ -45,10 +42,10 @@ class Gradient(NamedTuple):
 class Setup(NamedTuple):
     """What an engine gives to a method.
 
-    gradients: float32 [length], of this process. places: each parameter and its first element in the gradients.
-    collect: called with the index of each parameter whose gradient is ready, before it is sent. group: the replicas
-    of this stage; None for a single replica. steps_per_epoch: None for an engine that does not train. contribution:
-    the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None where gradients are compressed.
+    gradients: float32 [length], of this process. places: each parameter and its first element there. collect: called
+    with the index of each parameter whose gradient is ready, before it is sent. group: the replicas of this stage; None
+    for a single one. steps_per_epoch: None for an engine that does not train. contribution: the
+    `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None where gradients are compressed.
     weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes, [length] by name;
     `refresh()` after writing to it; `store(start, end, values, step)` of float32 values, the same bits on all replicas.
     """
@@ -66,10 +63,10 @@ class Setup(NamedTuple):
 
 
 class Running:
-    """An exchange on one replica.
+    """An exchange on one replica. Every replica calls `__call__` and `mean`.
 
-    overlaps: sending can begin within the last backward pass. delays: the exchange implements `exchange.delay` itself.
-    states_are_means: another number of replicas keeps the mean of the replicas' states, not their sum.
+    overlaps: sending can begin within the last backward pass, which `arm()` announces. delays: the exchange implements
+    `exchange.delay` itself. states_are_means: another number of replicas keeps the mean of their states, not the sum.
     """
 
     overlaps: bool = False
@@ -77,9 +74,8 @@ class Running:
     states_are_means: bool = False
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Replace this replica's gradient by the sum over replicas, the same bits on all of them.
-
-        Where updates are compressed, the sum is that of updates, times `divisor`.
+        """Replace this replica's gradient by the sum over replicas, the same bits on all of them; where updates are
+        compressed, by that of updates, times `divisor`.
 
         Args:
             buffer: float32 [length], sums over this replica's micro batches times the loss scale.
@@ -88,15 +84,11 @@ class Running:
         """
         raise NotImplementedError
 
-    def arm(self) -> None:
-        """Announce the last backward pass of a step; called where the exchange overlaps it."""
-        raise NotImplementedError
-
     def after_update(self, step: int) -> None:
         """Called when update `step` has been made."""
 
     def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
-        """Mean over replicas of such a buffer, float32; None where all have the same. Every replica calls."""
+        """Mean over replicas of such a buffer, float32; None where all have the same."""
         return None
 
     def state(self) -> Dict[str, torch.Tensor]:
@@ -139,7 +131,7 @@ class Method(ABC):
     @property
     def work(self) -> str:
         """The computation that `auto` times for this method: "select", "round" or none ("")."""
-        return "round" if self.section.sent_bits else ""
+        return "round" if self.section.sent_bits or self.section.sent != "float32" else ""
 
     def overrides(self, section: Exchange) -> List[str]:
         """Overrides that change a recipe with another section to this method."""
@@ -150,7 +142,7 @@ class Method(ABC):
         return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
-        """The section of this method with all keys of another section that it has, too."""
+        """The section of this method with all keys that it shares with another section."""
         return section.to(self.section.method, **{key: getattr(self.section, key) for key in self.taken})
 
     @classmethod
@@ -170,9 +162,7 @@ class Method(ABC):
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         """Seconds on a network with several kinds of links.
 
-        Args:
-            levels: groups that meet, and their link, from the nearest to the farthest.
-            size: bytes of a value of a whole gradient.
+        Args: levels: groups that meet, and their link, from the nearest to the farthest. size: bytes of a value.
         """
 
     def create(self, setup: Setup) -> Optional[Running]:
@@ -204,9 +194,9 @@ def candidates(section: Exchange) -> List[Method]:
     return found
 
 
-def named(name: str, section: Optional[Exchange] = None) -> Method:
-    """The method of that name. Args: section: whose keys it takes; None: the defaults."""
-    found = [of(Exchange(method="none")), *variants(section or Exchange(method="auto"))]
+def named(name: str) -> Method:
+    """The method of that name, with the defaults of its keys."""
+    found = [of(Exchange(method="none")), *variants(Exchange(method="auto"))]
     return next(method for method in found if method.name == name)
 
 

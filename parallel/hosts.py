@@ -6,7 +6,6 @@ Runs on Python 3.8, as all that starts a run on IPUs.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import struct
@@ -20,7 +19,6 @@ from recipe.errors import UserError
 
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
-REACH_SECONDS = 45.0  # for the master to listen
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ def find(
 ) -> Hosts:
     """The hosts that the options name; without any, those of the SLURM step that this process is a task of.
 
-    Raises:
-        UserError: options that do not make a whole, or a SLURM step with more than a task per node.
+    Raises UserError: options that do not make a whole, or a SLURM step with more than a task per node.
     """
     if nnodes is None and node_rank is None and master is None:
         return _of_slurm(environment)
@@ -76,30 +73,27 @@ def _of_slurm(environment: Mapping[str, str]) -> Hosts:
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
-    number, remedy = int(nodes), "give --nnodes, --node-rank and --master"
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
+    tasks, remedy = environment.get("SLURM_STEP_NUM_TASKS", nodes), "give --nnodes, --node-rank and --master"
     if tasks != nodes:
         raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    command = ["scontrol", "show", "hostnames", listed]
     try:
-        names = (
-            subprocess.check_output(["scontrol", "show", "hostnames", listed], stderr=subprocess.PIPE).decode().split()
-        )
+        names = subprocess.check_output(command, stderr=subprocess.PIPE, text=True).split()
     except (OSError, subprocess.CalledProcessError) as error:
         fault = f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error})"
         raise UserError(f"{fault}; {remedy}") from None
     this, job = environment.get("SLURM_NODEID", ""), environment.get("SLURM_JOB_ID", "0")
-    if len(names) != number or not this.isdecimal() or int(this) >= number:
-        raise UserError(f"SLURM names {len(names)} hosts for {number} nodes, and this one {this!r}; {remedy}")
+    if len(names) != int(nodes) or not this.isdecimal() or int(this) >= int(nodes):
+        raise UserError(f"SLURM names {len(names)} hosts for {nodes} nodes, and this one {this!r}; {remedy}")
     port = _SLURM_PORTS[(int(job) if job.isdecimal() else 0) % len(_SLURM_PORTS)]
-    return Hosts(number, int(this), names[0], port)
+    return Hosts(int(nodes), int(this), names[0], port)
 
 
 def listen(hosts: Hosts) -> socket.socket:
     """A socket on the master, bound to the master's address only.
 
-    Raises:
-        UserError: the port is taken, or the address is not this host's, or is the loopback though others must reach it.
+    Raises UserError: the port is taken, or the address is not this host's or the loopback, though others must reach it.
     """
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)[0]
@@ -115,11 +109,7 @@ def listen(hosts: Hosts) -> socket.socket:
     try:
         return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
-        remedies = {
-            errno.EADDRINUSE: "another program listens there; end it, or give another port to --master on every host",
-            errno.EADDRNOTAVAIL: "that is no address of this host, though it is --node-rank 0; correct one of the two",
-        }
-        remedy = remedies.get(error.errno, "give another address or port to --master on every host")
+        remedy = "give an address of --node-rank 0 and a free port to --master on every host"
         raise UserError(f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; {remedy}") from None
 
 

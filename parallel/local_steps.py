@@ -38,16 +38,14 @@ class LocalSteps(Running):
         weights, group = setup.weights, setup.processes.replica_group if setup.group is not None else None
         every, fragments, delay, bits = section.local_steps, section.fragments, section.delay, section.bits
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
-        self._weights, self._group, self._every = weights, group, every
+        self._weights, self._group, self._every, self._delay = weights, group, every, delay
         self._is_dense = functools.partial(section.is_dense, steps_per_epoch=setup.steps_per_epoch)
         outer = section.outer == "nesterov"
         self._outer = (section.outer_lr, section.outer_momentum) if outer else None
         self._replicas = 1 if group is None else distributed.get_world_size(group)
-        length = len(weights.flat)
-        self._fragments = [
-            slice(length * number // fragments, length * (number + 1) // fragments) for number in range(fragments)
-        ]
-        self._delay, self._sending_group = delay, setup.group if delay else group
+        borders = [len(weights.flat) * number // fragments for number in range(fragments + 1)]
+        self._fragments = list(map(slice, borders, borders[1:]))
+        self._sending_group = setup.group if delay else group
         start = weights.flat.to(torch.float32, copy=True)
         self._common: Dict[str, torch.Tensor] = {}
         self._own: Dict[str, torch.Tensor] = {}
@@ -88,14 +86,14 @@ class LocalSteps(Running):
         return None if self._group is None else _mean(flat, self._group)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        self._wait()
+        self._wait(*self._under_way)
         return {**self._weights.own_state(), **self._own}
 
     def loaded(self) -> None:
         self._weights.refresh()
 
     def common_state(self) -> Dict[str, torch.Tensor]:
-        self._wait()
+        self._wait(*self._under_way)
         return self._common
 
     def close(self) -> None:
@@ -150,10 +148,11 @@ class LocalSteps(Running):
         anchor, residual = self._common["anchor"][part], self._own["residual"][part]
         return anchor + self._quantized(own.float() - anchor + residual, residual) / self._replicas
 
-    def _wait(self, number: Optional[int] = None) -> None:
-        """Wait until one fragment has arrived, or all. Raises the error of what failed."""
-        for each in list(self._under_way) if number is None else [number] * (number in self._under_way):
-            self._under_way.pop(each).result()
+    def _wait(self, *numbers: int) -> None:
+        """Wait until these fragments have arrived. Raises the error of what failed."""
+        for number in numbers:
+            if number in self._under_way:
+                self._under_way.pop(number).result()
 
 
 def _mean(flat: torch.Tensor, group: Group) -> torch.Tensor:

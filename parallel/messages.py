@@ -7,7 +7,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch.nn import functional
 
-from parallel.costs import BLOCK, message_bytes, quantized_bytes
+from parallel.costs import BLOCK, message_bytes
 
 _LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
 
@@ -59,13 +59,8 @@ class Quantizer:
     """
 
     def __init__(self, bits: int):
-        """Args: bits: 8 or 4."""
         assert bits in (4, 8), bits
         self._bits, self._most = bits, (1 << (bits - 1)) - 1
-
-    def bytes(self, count: int) -> int:
-        """Length of the message of so many values."""
-        return int(quantized_bytes(count, self._bits))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """The message of float32 [count], finite."""

@@ -21,10 +21,10 @@ _SPARE = 1 / 16  # of the entries of a result, that may be gathered beside them
 class Owners:
     """Finds the k entries of largest magnitude of the sum of all replicas' vectors of k entries each.
 
-    The elements are divided into a region for each replica, its owner. (1) Every replica sends each owner its entries
-    in that region. (2) The owner adds them up in the order of the replicas. (3) All count sums by magnitude, until they
-    know a magnitude that k of them reach and few more. (4) The owners send these to all, who take the k largest, ties
-    to the lower index. A replica keeps those of its own entries that are not in the result.
+    (1) Every replica sends each owner of a region its entries there. (2) The owner adds them up in the order of the
+    replicas. (3) All count sums by magnitude, until they know a magnitude that k of them reach and few more. (4) The
+    owners send these to all, who take the k largest, ties to the lower index. A replica keeps those of its own entries
+    that are not in the result.
 
     Regions have equal shares of the result before (at first of the elements), and magnitudes are looked for around the
     least of the result before. That changes who adds and how much is sent, but not the result. With rounded messages it
@@ -42,8 +42,7 @@ class Owners:
     def __call__(self, own: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
         """The result, in the order of the indices, and what this replica keeps. Every replica calls.
 
-        Args:
-            own: of this replica. length: elements of a vector.
+        Args: own: of this replica. length: elements of a vector.
         """
         if self._borders is None:
             starts = [region * length // self._replicas for region in range(1, self._replicas)]

@@ -1,4 +1,7 @@
-"""Processes that die with the one that started them (parent-death signal), whatever kills it. Needs no torch."""
+"""Processes that die with the one that started them (parent-death signal), whatever kills it. Needs no torch.
+
+Linux kills such a process once the thread that started it has ended.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,7 @@ os.execv(command[0], command)
 def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) -> List[str]:
     """The command line that starts `command`, which begins with a program's full path, as a child of this process.
 
-    Linux kills the child once the thread that started it has ended.
-
-    Args:
-        ignores_interrupts: Ctrl-C is left to this process, from the child's first moment on.
+    Args: ignores_interrupts: Ctrl-C is left to this process, from the child's first moment on.
     """
     ignored = "SIGINT" if ignores_interrupts else ""
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
@@ -39,13 +39,12 @@ def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) ->
 def die_with_parent() -> None:
     """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
 
-    Linux kills it once the thread that started it has ended. Where that is a fork server, or on another system, a
-    thread waits for the end of the parent process.
+    After a fork server, or on another system than Linux, a thread waits for the end of the parent process.
     """
     parent = multiprocessing.parent_process()
     if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if parent is not None and (os.getppid() != parent.pid or sys.platform != "linux"):
+    elif parent is not None:
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 

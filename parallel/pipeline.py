@@ -87,10 +87,9 @@ class Pipeline:
 class _TrainingStage(PipelineStage):
     """Torch's stage, but it fetches its images itself, reports what it does to `work`, and receives ahead.
 
-    The schedules receive a micro batch when they need it. With gloo the sender's thread then wakes up to send it, on a
-    core that computes: that cost 3 to 5 ms a micro batch. So the messages of the next `ahead` micro batches are
-    received before. Not with NCCL, whose messages come in the order of their calls, nor for several parts on a device,
-    whose messages cross.
+    With gloo a sender's thread wakes up to send what is received, on a core that computes, for 3 to 5 ms a micro batch.
+    So the messages of the next `ahead` micro batches are received before. Not with NCCL, whose messages come in the
+    order of their calls, nor for several parts on a device, whose messages cross.
     """
 
     work: Work
@@ -117,21 +116,19 @@ class _TrainingStage(PipelineStage):
                 coming[each] = dist.batch_isend_irecv(wanted) if wanted else []
         return []
 
-    def _wait_for(self, number: int, coming: Dict[int, list]) -> None:
-        for message in coming.get(number, ()):
-            message.wait()
-
     def forward_one_chunk(self, fwd_chunk_id, args, *rest, **named):
         if self.is_first:
             with self.work.span("load", fwd_chunk_id):
                 args = (self.work.images(fwd_chunk_id),)
-        self._wait_for(fwd_chunk_id, self._coming[0])
+        for message in self._coming[0].get(fwd_chunk_id, ()):
+            message.wait()
         self.work.before_forward(fwd_chunk_id)
         with self.work.span("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, *rest, **named)
 
     def backward_one_chunk(self, bwd_chunk_id, *rest, last_backward=False, **named):
-        self._wait_for(bwd_chunk_id, self._coming[1])
+        for message in self._coming[1].get(bwd_chunk_id, ()):
+            message.wait()
         self.work.before_backward(self.own_number, last_backward)
         with self.work.span("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *rest, last_backward=last_backward, **named)

@@ -19,19 +19,14 @@ _BUDGET = 0.05  # seconds; the size that uses them up is the last, if bytes were
 
 
 def measure(group: Group, device: torch.device) -> Link:
-    """Cost of a message between neighbours in a ring, the same on all ranks of the group.
+    """Cost of a message between neighbours in a ring, the same on all ranks of the group, which all call.
 
     Every rank sends to the next and receives from the one before it, all at once, as exchanges do, so ranks of a host
-    share its link. The time of a message is that on the slowest rank, for which an exchange waits in each round, and
-    the median of several: the fastest would be too good for an exchange of many rounds. Takes some tens of
-    milliseconds, on slow links a few times that.
+    share its link. The time of a message is the median of several on the slowest rank, for which an exchange waits in
+    each round. Takes some tens of milliseconds, on slow links a few times that.
 
-    Args:
-        group: of the replicas, whose ranks all call; None: all processes.
-        device: of the gradients.
-
-    Raises:
-        RuntimeError: from torch.distributed, if another rank is gone or too late.
+    Args: group: of the replicas; None: all processes. device: of the gradients. Raises RuntimeError: from
+    torch.distributed, if another rank is gone or too late.
     """
     if distributed.get_world_size(group) == 1:
         return Link(0.0, 0.0)

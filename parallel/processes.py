@@ -1,7 +1,7 @@
-"""The processes of a run: how they meet, the groups they form, and what they send each other on the host.
+"""The processes of a run: how they meet, the groups they form, and the small objects that they send each other.
 
-Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`); here are small objects and files. A run of
-one process uses the same functions, which then send nothing.
+Tensors travel in the groups (`parallel/pipeline.py`, `parallel/reduce.py`). A run of one process uses the same
+functions, which then send nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from parallel.agreement import Agreement
 from parallel.topology import Topology
-from recipe.errors import ConfigError
+from recipe.errors import ConfigError, UserError
 
 _RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE = timedelta(hours=1)  # a rank may save, evaluate or compile while the others wait
@@ -31,23 +30,21 @@ _quiet_code: Optional[int] = None  # see leave_quietly
 _last_word = threading.Lock()
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
+Result = TypeVar("Result")
 
-class Processes(Agreement):
-    """All processes of a run, as one of them sees them.
+
+class Processes:
+    """All processes of a run, as one of them sees them. Unless it says otherwise, every process calls a method.
 
     stage_group: the processes that share this one's replica, ordered by stage. replica_group: those that compute
     this one's stage, ordered by replica. host_stage_group: as stage_group, for tensors on the CPU. Each is None
-    in a run of one process.
+    in a run of one process. Subclasses connect processes by other means.
     """
 
     def __init__(self, topology: Topology, device: torch.device, silence: float = SILENCE_SECONDS):
-        """Meets the other processes; every rank must make this call.
+        """Meet the other processes. Args: silence: seconds without a heartbeat after which a rank counts as lost.
 
-        Args:
-            silence: seconds without a heartbeat after which a rank counts as lost.
-
-        Raises:
-            ConfigError: the master's address is missing, or the ranks do not meet in time.
+        Raises ConfigError: the master's address is missing, or the ranks do not meet in time.
         """
         self.topology = topology
         self.stage_group = self.replica_group = self.host_stage_group = None
@@ -68,12 +65,14 @@ class Processes(Agreement):
         self.wait_for_all()  # all watch by now; until they do they need the store, which ends with rank 0
 
     def gather(self, value: Any) -> List[Any]:
+        """`value` of every process, in their order, on every process; small picklable objects."""
         values: List[Any] = [value] * self._world
         if self._world > 1:
             dist.all_gather_object(values, value, group=self._host)
         return values
 
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+        """`value` of each of `ranks` (None: of all), in their order, on the main process; elsewhere []."""
         ranks = range(self._world) if ranks is None else ranks
         if self.topology.is_main:
             return [value if rank == 0 else self._receive(rank) for rank in ranks]
@@ -81,31 +80,25 @@ class Processes(Agreement):
             dist.send_object_list([value], group_dst=0, group=self._host)
         return []
 
-    def further_group(self) -> Optional[dist.ProcessGroup]:
-        """A group of all ranks that nothing else uses, on the device; None in a run of one process. All ranks call."""
-        return dist.new_group(timeout=_COLLECTIVE) if self._world > 1 else None
+    def from_main(self, function: Callable[[], Result]) -> Result:
+        """Result of `function` on the main process, on every process. Its error is raised on all, with a message on the
+        main process only."""
+        return self._broadcast(self.together(lambda: function() if self.topology.is_main else None))
 
-    def further_replica_group(self) -> Optional[dist.ProcessGroup]:
-        """A group as `replica_group`, for a second thread: two must not share one. All ranks call."""
-        if self._world == 1:
-            return None
-        stages = self.topology.stages
-        ranks = [list(range(stage, self._world, stages)) for stage in range(stages)]
-        return dist.new_subgroups_by_enumeration(ranks, timeout=_COLLECTIVE)[0]
-
-    def _receive(self, rank: int) -> Any:
-        values: List[Any] = [None]
-        dist.recv_object_list(values, group_src=rank, group=self._host)
-        return values[0]
-
-    def _broadcast(self, value: Any) -> Any:
-        values = [value]
-        if self._world > 1:
-            dist.broadcast_object_list(values, group_src=0, group=self._host)
-        return values[0]
+    def together(self, function: Callable[[], Result]) -> Result:
+        """Result of `function` on this process. If it fails on any, all raise; only the first error has a message."""
+        result, failure = None, None
+        try:
+            result = function()
+        except UserError as error:
+            failure = error
+        failed = [rank for rank, fault in enumerate(self.gather(failure is not None)) if fault]
+        if failed:
+            raise failure if failure is not None and failed[0] == self.topology.rank else UserError("")
+        return result
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values` over all ranks, in place, on the device; nothing waits on the host."""
+        """The sum of `values` over all processes, in place, on the device; nothing waits on the host."""
         if self._world > 1:
             dist.all_reduce(values)
         return values
@@ -122,7 +115,7 @@ class Processes(Agreement):
             dist.all_reduce(values, group=self.replica_group)
 
     def agree(self, value: int) -> int:
-        """The largest `value` that any rank gave at the call before this one; so no rank waits for the slowest."""
+        """The largest `value` that any process gave at the call before this one: none waits for the slowest."""
         if self._world == 1:
             return value
         before = self._agreed()
@@ -131,16 +124,40 @@ class Processes(Agreement):
         return before
 
     def wait_for_all(self) -> None:
+        """Return once every process has called this."""
         if self._world > 1:
             dist.barrier(group=self._host)
 
     def part(self) -> None:
+        """End a run in which nothing failed: wait for the others, and release what connects them."""
         if self._world == 1 or not dist.is_initialized():
             return
         self._agreed()
         self.wait_for_all()
         self._watch.end()
         dist.destroy_process_group()
+
+    def further_group(self) -> Optional[dist.ProcessGroup]:
+        """A group of all ranks that nothing else uses, on the device; None in a run of one process."""
+        return dist.new_group(timeout=_COLLECTIVE) if self._world > 1 else None
+
+    def further_replica_group(self) -> Optional[dist.ProcessGroup]:
+        """A group as `replica_group`, for a second thread: two must not share one."""
+        if self._world == 1:
+            return None
+        ranks = dist.get_process_group_ranks(self.replica_group)
+        return dist.new_group(ranks, timeout=_COLLECTIVE, use_local_synchronization=True)
+
+    def _receive(self, rank: int) -> Any:
+        values: List[Any] = [None]
+        dist.recv_object_list(values, group_src=rank, group=self._host)
+        return values[0]
+
+    def _broadcast(self, value: Any) -> Any:
+        values = [value]
+        if self._world > 1:
+            dist.broadcast_object_list(values, group_src=0, group=self._host)
+        return values[0]
 
     def _agreed(self) -> int:
         if self._pending is None:
@@ -154,13 +171,12 @@ class Processes(Agreement):
 class _Watch:
     """Ends this process at once when another is gone, whatever this one waits for (1711.04325 ran on MPI_Abort).
 
-    Each rank has a thread that sends a heartbeat to the rank after it every few seconds, and another that listens to
-    the rank before it. If that one dies, the connection breaks; if it is stopped or hangs, or its host loses power,
-    the heartbeats end. This rank then exits too, so the failure propagates to all ranks. NCCL would wait for ever.
+    One thread sends a heartbeat to the rank after this one every few seconds, another listens to the rank before it.
+    If that one dies, the connection breaks; if it is stopped or hangs, or its host loses power, the heartbeats end.
+    This rank then exits too, so the failure propagates to all ranks. NCCL would wait for ever.
     """
 
     def __init__(self, topology: Topology, silence: float):
-        """Args: silence: seconds without a heartbeat after which a rank counts as lost."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_RENDEZVOUS_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
@@ -190,15 +206,14 @@ class _Watch:
                 since = time.monotonic()
                 dist.irecv(heartbeat, self._before, group=self._group).wait(timedelta(seconds=self._silence))
         except RuntimeError:
+            before = f"{self._name}: rank {self._before}"
             if time.monotonic() - since > 0.9 * self._silence:
-                leave(
-                    f"{self._name}: rank {self._before} has said nothing for {self._silence:g} s: it is stopped or "
-                    "hangs, or its host is gone; leaving"
-                )
+                fault = f"has said nothing for {self._silence:g} s: it is stopped or hangs, or its host is gone"
+                leave(f"{before} {fault}; leaving")
             time.sleep(1.0)  # a rank that fails by itself prints its reason first
             if _quiet_code is not None:
                 leave("", _quiet_code)
-            leave(f"{self._name}: rank {self._before} is gone; leaving")
+            leave(f"{before} is gone; leaving")
 
 
 def describe(topology: Topology) -> str:
@@ -211,14 +226,11 @@ def connected() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def name() -> str:
-    """Name of this rank for its last message."""
-    return f"rank {dist.get_rank()}"
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another process, or the way to it, is gone."""
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER)
+def leave_if_peer_lost(error: BaseException, code: int) -> None:
+    """End this process if an error only says that another one, or the way to it, is gone."""
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER):
+        time.sleep(1.0)  # that one prints its reason first
+        leave(f"rank {dist.get_rank()}: lost another rank; leaving", code)
 
 
 def leave_quietly(code: int) -> None:
@@ -240,10 +252,8 @@ def _join(topology: Topology, device: torch.device) -> None:
     """Initialise torch.distributed, with the time limits and the messages of this program."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
-        raise ConfigError(
-            "MASTER_ADDR and MASTER_PORT must name the host and a free port where the ranks meet; "
-            "start by ./run_pod.sh, or set them"
-        )
+        fault = "MASTER_ADDR and MASTER_PORT must name the host and a free port where the ranks meet"
+        raise ConfigError(f"{fault}; start by ./run_pod.sh, or set them")
     try:
         store, stages = _meet(topology, (host, int(port)))
     except (OSError, RuntimeError) as error:

@@ -36,13 +36,11 @@ def all_finite(buffer: torch.Tensor, everyone: Group) -> torch.Tensor:
 class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 
-    Methods:
-        dense: all-reduce; the order of the additions is the library's.
-        dense, order "tree": every replica adds its share of the elements of all replicas in float32, as a binary tree
-            over replica numbers, ((0+1)+(2+3))+..., an odd one passing up; then all gather the shares. With a power
-            of two of replicas this continues the tree of optim/gradients.py.
-        half: the same tree, but means over micro batches travel as float16 or bfloat16: each replica's own, then that
-            of all. What overflows becomes inf or NaN on all replicas; check for finite gradients after the exchange.
+    dense: all-reduce; the order of the additions is the library's. With order "tree" every replica adds its share of
+    the elements of all replicas in float32, as a binary tree over replica numbers, ((0+1)+(2+3))+..., an odd one
+    passing up; then all gather the shares. With a power of two of replicas this continues the tree of
+    optim/gradients.py. half: the same tree, but means over micro batches travel as float16 or bfloat16: each replica's
+    own, then that of all. What overflows becomes inf or NaN on all replicas: check for that after the exchange.
 
     Buckets are launched from the end of the buffer, where the last layers are, to its start, in this order on every
     replica. No other collective may use the group between arm() and the call that ends the exchange.
@@ -68,9 +66,8 @@ class Reduction(Running):
         self._free: List[torch.Tensor] = []  # memory of a sum that is not in use
         # A sum as a tree exists only after the last addition of the step.
         self.overlaps = self._replicas > 1 and not section.in_tree
-        self._launched = 0
-        self._armed = False
-        self._waiting: List[Set[int]] = []
+        self._launched, self._armed = 0, False
+        self._waiting: List[Set[int]] = []  # of each bucket the parameters whose gradients are not ready
         if self.overlaps:
             for index, (_, parameter) in enumerate(setup.places):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
@@ -90,11 +87,8 @@ class Reduction(Running):
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """Send what is not yet on its way, and leave the sum over replicas in the buffer; no GPU is waited for.
 
-        Args:
-            buffer: float32 [length]; another than the gradients only where nothing was armed.
-
-        Raises:
-            RuntimeError: from torch.distributed, if another replica is gone or too late.
+        Args: buffer: float32 [length]; another than the gradients only where nothing was armed.
+        Raises RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         assert buffer is self._gradients or not self._armed, "an armed backward pass has sent parts of the gradients"
         self._armed = False
@@ -199,8 +193,9 @@ class QuantizedSum:
         share = -(-count // self._replicas // BLOCK) * BLOCK  # the last ones may have less, or nothing
         given = torch.nn.functional.pad(values, (0, share * self._replicas - count))
         messages = torch.cat([code.encode(part) for part in given.split(share)])
-        arrived, size = messages, code.bytes(share)
+        size = len(messages) // self._replicas
         left = given - torch.cat([code.decode(message, share) for message in messages.split(size)])
+        arrived = messages
         if self._group is not None:
             arrived = torch.empty_like(messages)
             distributed.all_to_all_single(arrived, messages, group=self._group)

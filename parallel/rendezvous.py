@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Callable, Iterable, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional
 
-from parallel import hosts as places
 from parallel.board import LONGEST, Board, MastersBoard, Outcome
 from parallel.hosts import Hosts, listen
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
@@ -18,14 +15,14 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 if TYPE_CHECKING:
     from parallel.agent import Signals
 
+REACH_SECONDS = 45.0  # for the master to listen
 _TOGETHER_SECONDS = 600.0  # for all hosts to come
 _SILENT_SECONDS = 30.0  # until the missing ones are named
 _SETTLE_SECONDS = 15.0  # after a failure, for all hosts to report how they ended
 _EXIT_SECONDS = 60.0  # after a success or a stop: ranks of one host may end before those of another
 _LEAST_SILENCE = 5.0  # launchers poll once a second
 _STORE_TIMEOUT = timedelta(seconds=15)
-
-Result = TypeVar("Result")
+_LOOK_SECONDS = 0.05  # between two looks at the board
 
 
 class Stopped(Exception):
@@ -44,52 +41,40 @@ class Others:
         self.hosts, self._shape, self._signals = hosts, shape[:LONGEST], signals
         self._silence = max(silence, _LEAST_SILENCE)
         self._attempt = 0
-        self._board: Union[MastersBoard, Board, None] = None
-        if hosts.number == 1:
-            return
-        if hosts.this > 0:
-            self._board = Board(hosts.master, hosts.port, hosts.this, hosts.number, secret)
-            return
-        self._board = MastersBoard(self._in_background(lambda: listen(hosts)), hosts.number, secret)
-        if not secret:
+        self._board = (Board if hosts.this else MastersBoard)(hosts, secret)
+        if not secret and hosts.this == 0 and hosts.number > 1:
             remedy = "on a network that you do not trust set the same secret on all hosts"
             print(f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; {remedy}", file=sys.stderr)
 
     @property
     def address(self) -> str:
         """The master's; known once the hosts have gathered."""
-        return self._board.address if self._board else self.hosts.master
+        return self._board.address
 
     def gather(self, attempt: int) -> int:
         """Waits for all hosts; returns the port of the store for the ranks of this attempt, at the master.
 
-        Raises:
-            UserError: the hosts do not come together. Stopped: by a signal. MasterLost: after the first attempt.
+        Raises UserError: the hosts do not come together. Stopped: by a signal. MasterLost: after the first attempt.
         """
-        self._give_up()
+        self._look_again()
         self._attempt, entries = attempt, {"shape": self._shape}
         if self.hosts.this == 0:
             entries["port"] = self._serve_ranks()
-        if self.hosts.number == 1:
-            return entries["port"]
         self._board.write(attempt, **entries)
-        self._join_master()
         self._await_hosts()
-        shapes = [self._entry(host, "shape") for host in range(self.hosts.number)]
-        for host, shape in enumerate(shapes):
+        shapes = self._written("shape")
+        for host, shape in sorted(shapes.items()):
             if shape != shapes[0]:
-                self._leave(range(self.hosts.number))
+                self._leave(shapes)
                 fault = f"host 0 starts {shapes[0]}, but host {host} {shape}"
                 raise UserError(f"{fault}; give all hosts the same --replicas and --stages")
-        return self._entry(0, "port")
+        return self._written("port")[0]
 
     def news(self) -> Optional[Outcome]:
         """Outcome that another host reports when its ranks are gone while ours may wait for them; else None."""
-        if self.hosts.number == 1:
-            return None
-        for entries in self._board.read(self._attempt).values():
-            if "news" in entries:
-                return dataclasses.replace(entries["news"], abrupt=False)
+        for outcome in self._written("end").values():
+            if outcome.abrupt:
+                return dataclasses.replace(outcome, abrupt=False)
         try:
             self._check_master()
         except MasterLost as lost:
@@ -98,28 +83,28 @@ class Others:
 
     def settle(self, mine: Outcome) -> Outcome:
         """Agree with all hosts on the end of the ranks: all return the same code, each its own line."""
-        if self.hosts.number == 1:
-            return mine
+        first = not any(outcome.abrupt for outcome in self._written("end").values())
+        reported = dataclasses.replace(mine, line=mine.line[:LONGEST], abrupt=mine.abrupt and first)
+        self._board.write(self._attempt, end=reported)
         hosts = range(self.hosts.number)
-        reported = dataclasses.replace(mine, line=mine.line[:LONGEST])
-        news = mine.abrupt and not any(self._entry(host, "news") for host in hosts)
-        self._board.write(self._attempt, end=reported, **({"news": reported} if news else {}))
-        seconds = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS
         try:
-            self._wait_for("end", hosts, seconds)
-            ended = [host for host in hosts if self._entry(host, "end")]
-            outcomes = [mine, *(self._entry(host, "end") for host in ended)]
-            last = any(outcome.last for outcome in outcomes) or any(self._silent(host) for host in hosts)
+            self._wait_for("end", hosts, _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS)
+            ended = self._written("end")
+            last = any(each.last for each in (mine, *ended.values())) or any(self._silent(host) for host in hosts)
             self._leave(ended)
         except MasterLost:
             return dataclasses.replace(mine, last=True)
-        codes = {outcome.code for outcome in outcomes}
+        codes = {mine.code, *(outcome.code for outcome in ended.values())}
         return Outcome(next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE), mine.line, last)
 
     def _serve_ranks(self) -> int:
         """Port of a new store, which listens at the master's address and nowhere else."""
         from torch.distributed import TCPStore
 
+        while not self.address:
+            if self._board.error:
+                raise self._board.error
+            self._look_again()
         listening = listen(Hosts(master=self.address))
         address, port = listening.getsockname()[:2]
         self._ranks_store = TCPStore(
@@ -127,38 +112,23 @@ class Others:
         )
         return port
 
-    def _join_master(self) -> None:
-        """Waits until this host's entries are on the board."""
-        board, hosts, end = self._board, self.hosts, time.monotonic() + places.REACH_SECONDS
-        fault = f"cannot reach the master {hosts.place}"
-        while hosts.this not in board.read(self._attempt):
-            self._give_up()
-            late = time.monotonic() > end
-            if self._attempt:
-                self._check_master()
-            elif board.refused or board.gone or (board.address and late):
-                raise UserError(
-                    f"{fault}: what listens there does not answer as a launcher with this host's POD_TOKEN; "
-                    "correct --master, or set the same POD_TOKEN on all hosts"
-                )
-            elif late:
-                raise UserError(
-                    f"{fault} within {places.REACH_SECONDS:.0f} s ({board.fault}); check that --node-rank 0 was "
-                    "started, that --master is the same on all hosts, and the firewall"
-                )
-            time.sleep(0.05)
-        if board.read(self._attempt)[hosts.this]["who"] != board.who:
-            raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
-
     def _await_hosts(self) -> None:
-        hosts, start, named = self.hosts, time.monotonic(), False
+        """Waits until this host's entries are on the board, and those of all others."""
+        board, hosts, start, named = self._board, self.hosts, time.monotonic(), False
         while True:
-            self._give_up()
-            self._check_master()
-            missing = [host for host in range(hosts.number) if not self._entry(host, "shape")]
+            there, waited = self._written("who"), time.monotonic() - start
+            joined = hosts.this in there
+            if joined or self._attempt:
+                self._check_master()
+            elif waited > REACH_SECONDS or board.refused or board.gone:
+                remedy = "that --node-rank 0 was started and that --master and POD_TOKEN are the same on all hosts"
+                fault = f"cannot reach the master {hosts.place} ({board.fault or 'no answer'})"
+                raise UserError(f"{fault}; check the firewall, {remedy}")
+            if joined and there[hosts.this] != board.who:
+                raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
+            missing = [host for host in range(hosts.number) if host not in there]
             if not missing:
                 return
-            waited = time.monotonic() - start
             ranks = ", ".join(map(str, missing))
             which = f"{len(missing)} of {hosts.number} hosts at {hosts.place} (--node-rank {ranks})"
             if waited > _TOGETHER_SECONDS:
@@ -166,10 +136,10 @@ class Others:
                 raise UserError(text) if self._attempt == 0 else MasterLost(text)
             if self._attempt and all(self._silent(host) for host in missing):
                 raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")
-            if waited > _SILENT_SECONDS and not named:
+            if joined and waited > _SILENT_SECONDS and not named:
                 print(f"waiting for {which}", file=sys.stderr, flush=True)
                 named = True
-            time.sleep(0.05)
+            self._look_again()
 
     def _leave(self, readers: Iterable[int]) -> None:
         """Report that this host has read what it needs; the master, from which all read, waits for the others."""
@@ -179,14 +149,16 @@ class Others:
     def _wait_for(self, name: str, hosts: Iterable[int], seconds: float) -> None:
         """Returns when every host has written that or is silent, or the time is up, or a signal comes meanwhile."""
         end, stopping = time.monotonic() + seconds, self._signals.stopping
-        while any(not self._entry(host, name) and not self._silent(host) for host in hosts):
+        while any(host not in self._written(name) and not self._silent(host) for host in hosts):
             self._check_master()
             if self._signals.hurry or self._signals.stopping != stopping or time.monotonic() > end:
                 return
-            time.sleep(0.05)
+            time.sleep(_LOOK_SECONDS)
 
-    def _entry(self, host: int, name: str) -> object:
-        return self._board.read(self._attempt).get(host, {}).get(name)
+    def _written(self, name: str) -> Dict[int, Any]:
+        """The entries of that name in this attempt, by host."""
+        entries = self._board.read(self._attempt)
+        return {host: found[name] for host, found in entries.items() if name in found}
 
     def _silent(self, host: int) -> bool:
         """Whether the launcher of a host counts as lost."""
@@ -201,22 +173,8 @@ class Others:
             fault = f"{name} has said nothing for {self._silence:g} s"
             raise MasterLost(f"{fault}: it is stopped, or its host or the way there is gone")
 
-    def _in_background(self, function: Callable[[], Result]) -> Result:
-        """Result of `function`, or its error; signals work meanwhile: a name server may take its time."""
-        future: Future = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        while not future.done():
-            self._give_up()
-            time.sleep(0.05)
-        return future.result()
-
-    def _give_up(self) -> None:
+    def _look_again(self) -> None:
+        """Wait a moment. Raises Stopped if a signal has come."""
         if self._signals.stopping:
             raise Stopped
+        time.sleep(_LOOK_SECONDS)

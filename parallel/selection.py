@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Iterator
 
 import numpy as np
 import torch
@@ -25,42 +24,41 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     Of equal ones those of lower index; NaN counts as larger than infinity, and -0 as 0. The result is exact, a
     function of the values alone, and lies on their device; on CUDA the host waits for nothing.
 
-    On a CPU a sample proposes a threshold that a few more than k values should exceed; one pass over the memory
+    On a CPU a sample proposes a threshold that a few more than k values should reach; one pass over the memory
     collects these. A sample that misleads costs further passes, no exactness.
     """
     assert values.dtype == torch.float32 and values.dim() == 1 and values.is_contiguous(), (values.dtype, values.shape)
-    assert 0 <= k <= len(values), f"{k} of {len(values)}"
+    assert 1 <= k <= len(values), f"{k} of {len(values)}"
     if values.device.type != "cpu":
         return _largest_by_keys(values, k)
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64)
     bits = values.detach().numpy().view(np.int32)
-    found = _largest_from(bits, k, _proposed_threshold(bits, k))
-    if found is None:
-        found = _largest_from(bits, k, _kth(bits & _MAGNITUDE, k))
-    return torch.from_numpy(found)
+    threshold = _proposed_threshold(bits, k)
+    found, magnitudes = _reaching(bits, threshold)
+    if len(found) < k and threshold > 1:
+        found, magnitudes = _reaching(bits, _kth(bits & _MAGNITUDE, k))
+    if len(found) >= k:
+        return torch.from_numpy(found[_among_largest(magnitudes, k)])
+    zeros = np.flatnonzero(bits & _MAGNITUDE == 0)[: k - len(found)]
+    return torch.from_numpy(np.sort(np.concatenate([found, zeros])))
 
 
 def ranked(values: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the k largest in magnitude of float32 [c], int64 [k], and of the others, int64 [c - k]; ascending.
 
-    Args:
-        indices: int32 or int64 [c], distinct and between 0 and 2^32: the elements' numbers, in any order. Of values of
-            equal magnitude those of lower number are the larger ones.
+    Args: indices: int32 or int64 [c], distinct and between 0 and 2^32: the elements' numbers, in any order. Of values
+    of equal magnitude those of lower number are the larger ones.
     """
     assert values.dtype == torch.float32 and values.shape == indices.shape == (len(values),), values.shape
-    assert 0 <= k <= len(values), f"{k} of {len(values)}"
+    assert 1 <= k <= len(values), f"{k} of {len(values)}"
     if values.device.type != "cpu":
         return _ranked_by_keys(values, indices, k)
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64), torch.arange(len(values))
     magnitudes = values.detach().contiguous().numpy().view(np.int32) & _MAGNITUDE
     kept = _among_largest(magnitudes, k, indices.numpy())
     return torch.from_numpy(np.flatnonzero(kept)), torch.from_numpy(np.flatnonzero(~kept))
 
 
 def _proposed_threshold(bits: np.ndarray, k: int) -> int:
-    """A magnitude that at least k of the values exceed, in all likelihood, and not many more."""
+    """A magnitude that at least k of the values reach, in all likelihood, and not many more."""
     positions = _sample_positions(len(bits))
     expected = k / _SPACING
     rank = math.ceil(expected + _SAFETY * (math.sqrt(expected) + 1))
@@ -76,54 +74,29 @@ def _sample_positions(length: int) -> np.ndarray:
     return np.arange(runs) * _SPACING + np.random.default_rng(0).integers(_SPACING, size=runs)
 
 
-def _largest_from(bits: np.ndarray, k: int, threshold: int) -> np.ndarray | None:
-    """Indices, int64 [k] ascending, of the k largest magnitudes; None if fewer than k reach the threshold.
+def _reaching(bits: np.ndarray, threshold: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices, int64 ascending, of the values of at least this magnitude, and their magnitudes, int32.
 
-    Of values equal to the threshold no more are collected than are needed: a gradient may be 0 nearly everywhere.
+    No zeros: a gradient may be 0 nearly everywhere, and so the threshold. As many values as the cache holds at a time.
     """
-    above, magnitudes = _above(bits, threshold)
-    if len(above) >= k:
-        return above[_among_largest(magnitudes, k)]
-    indices = np.concatenate([above, _first_equal(bits, threshold, k - len(above))])
-    return np.sort(indices) if len(indices) == k else None
-
-
-def _above(bits: np.ndarray, threshold: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices, int64 ascending, of the values with more than this magnitude, and their magnitudes, int32."""
     found = []
-    for start, magnitudes in _chunks(bits):
-        indices = np.flatnonzero(magnitudes > threshold)
+    scratch = np.empty(min(_CHUNK, len(bits)), np.int32)
+    for start in range(0, len(bits), _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        magnitudes = np.bitwise_and(chunk, _MAGNITUDE, out=scratch[: len(chunk)])
+        indices = np.flatnonzero(magnitudes >= max(1, threshold))
         found.append((indices + start, magnitudes[indices]))
     return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
 
 
-def _first_equal(bits: np.ndarray, magnitude: int, count: int) -> np.ndarray:
-    """Indices, int64 ascending, of the first `count` values with this magnitude, or of all if there are fewer."""
-    found = []
-    for start, magnitudes in _chunks(bits):
-        found.append(np.flatnonzero(magnitudes == magnitude)[:count] + start)
-        count -= len(found[-1])
-        if count == 0:
-            break
-    return np.concatenate(found)
-
-
-def _chunks(bits: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(index of the first, magnitudes) of so many values as the cache holds; each overwrites the one before."""
-    scratch = np.empty(min(_CHUNK, len(bits)), np.int32)
-    for start in range(0, len(bits), _CHUNK):
-        chunk = bits[start : start + _CHUNK]
-        yield start, np.bitwise_and(chunk, _MAGNITUDE, out=scratch[: len(chunk)])
-
-
 def _kth(magnitudes: np.ndarray, k: int) -> int:
-    """The k-th largest magnitude, k >= 1."""
+    """The k-th largest magnitude."""
     place = len(magnitudes) - k
     return int(np.partition(magnitudes, place)[place])
 
 
 def _among_largest(magnitudes: np.ndarray, k: int, numbers: np.ndarray | None = None) -> np.ndarray:
-    """Mask of the k >= 1 largest, bool; of equal ones those of lower number, or those that come first."""
+    """Mask of the k largest, bool; of equal ones those of lower number, or those that come first."""
     kth = _kth(magnitudes, k)
     kept = magnitudes > kth
     equal = np.flatnonzero(magnitudes == kth)

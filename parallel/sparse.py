@@ -18,19 +18,14 @@ _ABSENT = 1 << 31  # added to an index: such an entry comes after all others
 
 
 class SparseSum:
-    """Sums the replicas' vectors of k entries each, in one fixed order.
+    """Sums the replicas' vectors of k entries each, in one fixed order: it gathers all of them (Top-k), or merges.
 
-    Patterns:
-        gather: every replica gets all vectors (Top-k). Nothing is left out.
-        tree: in round r replica i merges what replica i + 2**r has, down to replica 0, which sends the result back the
-            same way: the gTop-k of Shi et al., 1901.04359, algorithm 3.
-        butterfly: in each of log2 P rounds two replicas swap what they have and both merge. Where P is no power of two
-            those beyond the largest one hand theirs in before, and get the result after.
-        owners: see `parallel/owners.py`.
-
-    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. The replica
-    that merges keeps what falls out, the lowest one where several make the same merge; the sender of a message keeps
-    its rounding errors.
+    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. In round r of a
+    tree replica i merges what replica i + 2**r has, down to replica 0, which sends the result back the same way (the
+    gTop-k of Shi et al., 1901.04359, algorithm 3). In each of log2 P rounds of a butterfly two replicas swap what they
+    have and both merge; where P is no power of two those beyond the largest one hand theirs in before, and get the
+    result after. Owners: see `parallel/owners.py`. The replica that merges keeps what falls out, the lowest one where
+    several make the same merge; the sender of a message keeps its rounding errors.
     """
 
     def __init__(self, group: Group, *, pattern: str, wire: str):
@@ -48,11 +43,8 @@ class SparseSum:
         The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and of what each
         replica has to keep: its `residual`, to float32 rounding.
 
-        Args:
-            own: of this replica. scratch: int32 [elements of a vector], zeros; zeros again afterwards.
-
-        Raises:
-            RuntimeError: from torch.distributed, if another replica is gone or too late.
+        Args: own: of this replica. scratch: int32 [elements of a vector], zeros; zeros again afterwards. Raises
+        RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
             return [own], []

@@ -23,14 +23,13 @@ _SAMPLE = 1 << 18  # of a stage's values: with 0.001 of them above the threshold
 class SparseExchange(Running):
     """Sums over replicas what each sends of its gradient, or update; the rest stays in a residual of its own.
 
-    With g the replica's part of the mean gradient, or the update that it makes, and r its residual, in each update:
-    a = r + g; s = the k entries of a that are largest in magnitude; the sum of all replicas' s (`SparseSum`) is the
-    result; r = a - s, and what merging leaves out. So sum(g) = sum of results + sum(r), to float32 rounding. Without
-    `conserve` the published rule holds: an entry of s goes back to its replica only if it is not in the result.
+    With g the replica's part of the mean gradient, or its update, and r its residual: a = r + g; s = the k entries of
+    a that are largest in magnitude; the result is the sum of all replicas' s (`SparseSum`); r = a - s, and what merging
+    leaves out. So sum(g) = sum of results + sum(r), to float32 rounding. Without `conserve` the published rule holds:
+    an entry of s goes back to its replica only if it is not in the result.
 
-    Entries that are sent whole, in dense steps or because their parameter is, leave no residual; the momentum of a
-    contribution goes on. A gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in
-    the buffer.
+    Entries that are sent whole leave no residual; the momentum of a contribution goes on. A gradient that is not finite
+    on any replica or stage changes nothing here, and leaves NaN in the buffer.
 
     Sources: gTop-k: Shi et al., 1901.04359, algorithm 4; the published rule is its lines 7 to 10. Conserving rule:
     docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
@@ -48,8 +47,8 @@ class SparseExchange(Running):
         self._setup, self._section, self._stage = setup, section, place.stage
         self._elements = setup.processes.gather(elements)[: place.stages]  # of each stage
         self._everyone = setup.processes.further_group()
-        self._pattern = getattr(section, "pattern", "gather")
-        self._sum = SparseSum(setup.group, pattern=self._pattern, wire=section.sent)
+        self._conserves = getattr(section, "conserve", True)
+        self._sum = SparseSum(setup.group, pattern=getattr(section, "pattern", "gather"), wire=section.sent)
         self.residual = torch.zeros_like(setup.gradients)
         self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
@@ -96,13 +95,13 @@ class SparseExchange(Running):
         own = Sparse(indices, self.residual[indices])
         scratch = buffer.zero_().view(torch.int32)
         parts, left_out = self._sum(own, scratch)
-        sent, conserves = finite, self._pattern == "gather" or self._section.conserve
-        if not conserves:
+        sent = finite
+        if not self._conserves:
             scratch[parts[0].indices] = 1
             sent = finite & (scratch[indices] > 0)
             scratch[parts[0].indices] = 0
         self.residual[indices] = torch.where(sent, 0.0, own.values)
-        for part in left_out if conserves else ():
+        for part in left_out if self._conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
         if self._velocity is not None and self._section.masks(self._setup.recipe.optimizer, density):
             self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
@@ -145,9 +144,8 @@ class StageShares:
 def divided(histograms: torch.Tensor, count: int) -> List[int]:
     """`count` divided over stages in proportion to what each has among the largest values.
 
-    Args:
-        histograms: float64 [stages, bins], values of each stage by magnitude, ascending.
-        count: at least the number of stages: every stage gets one or more.
+    Args: histograms: float64 [stages, bins], values of each stage by magnitude, ascending. count: at least the number
+    of stages: every stage gets one or more.
     """
     whole = histograms.sum(0)
     above = whole.flip(0).cumsum(0).flip(0)  # values in this bin and in those above it

@@ -65,13 +65,10 @@ class Topk(Sparse):
 
 @METHODS.implements(GTopK)
 class GTopk(Sparse):
-    """Merges of two vectors at a time, or sums by owners.
+    """Merges of two vectors at a time, or sums by owners: docs/exchange.md has the messages.
 
-    tree: 2 ceil(log2 P) rounds. Source: Shi et al., 1901.04359: 2 a log2 P + 4 k beta log2 P, with beta for each of an
-    entry's two numbers. butterfly: floor(log2 P) rounds, and two more where P is no power of two. Source: Thakur,
-    Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH: recursive doubling.
-    owners: P - 1 messages to the owners with a P-th of a vector, and ceil(log2 P) rounds until all have what these
-    send, besides the counts of entries and of magnitudes.
+    Sources: tree: Shi et al., 1901.04359: 2 a log2 P + 4 k beta log2 P, with beta for each of an entry's two numbers;
+    butterfly: Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH.
     """
 
     taken = ("density", "pattern")
@@ -81,12 +78,11 @@ class GTopk(Sparse):
         return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in ("owners", "butterfly", "tree")]
 
     def rounds(self, replicas: int) -> int:
-        if self.section.pattern == "owners":
-            return replicas - 1 + 3 * (replicas - 1).bit_length()
-        if self.section.pattern == "tree":
-            return 2 * (replicas - 1).bit_length()
-        whole = replicas.bit_length() - 1
-        return whole + 2 * (replicas != 1 << whole)
+        ceiling = (replicas - 1).bit_length()
+        if self.section.pattern == "butterfly":
+            floor = replicas.bit_length() - 1
+            return floor + 2 * (floor != ceiling)
+        return 2 * ceiling if self.section.pattern == "tree" else replicas - 1 + 3 * ceiling
 
     def bytes_sent(self, replicas: int, gradient: Gradient) -> float:
         """Of a tree's messages half: its rounds go one way at a time."""
@@ -106,6 +102,8 @@ class GTopk(Sparse):
 
 def _section(section: Exchange, method: str, **keys: Any) -> Exchange:
     """That of a sparse method after the warm-up of densities, with the keys of another section that it has, too."""
-    if not (section.sparse or isinstance(section, Auto)):
+    if isinstance(section, Auto):
+        keys["wire"] = section.sent
+    elif not section.sparse:
         return Exchange(method=method, density=section.density, **keys)
-    return section.to(method, delay=0, density_warmup=[], dense_steps=0, wire=section.sent, **keys)
+    return section.to(method, delay=0, density_warmup=[], dense_steps=0, **keys)

@@ -65,9 +65,8 @@ _POPRUN = ("POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS", "POPDIST_
 def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> Topology:
     """The topology that launcher and recipe agree on.
 
-    Raises:
-        ConfigError: processes that do not make whole replicas, or another number of them than the recipe says, or
-            a launcher's variable that is missing or no number.
+    Raises ConfigError: processes that do not make whole replicas, or another number of them than the recipe says, or a
+    launcher's variable that is missing or no number.
     """
     if _POPRUN[0] in environment:
         return _of_poprun(recipe, environment)
@@ -86,9 +85,8 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
                     f"start {wanted * stages}, or use parallel.replicas=auto"
                 )
             if world % stages:
-                nearest = " or ".join(
-                    str(count) for count in (world - world % stages, world + -world % stages) if count
-                )
+                fewer = world - world % stages
+                nearest = f"{fewer} or {fewer + stages}" if fewer else f"{stages}"
                 raise ConfigError(
                     f"{world} processes are not a multiple of {stages} stages; start {nearest}, "
                     "or change parallel.stages and parallel.split"

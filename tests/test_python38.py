@@ -15,7 +15,7 @@ ON_IPU = (
     "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
     "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
     "tools/plan.py", "tools/planning/", "parallel/costs.py", "parallel/exchange.py", "parallel/dense.py",
-    "parallel/topk.py",
+    "parallel/topk.py", "parallel/processes.py",
 )  # fmt: skip
 
 

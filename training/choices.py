@@ -11,7 +11,7 @@ from typing import Any, Callable, List, Mapping
 
 from engines import factory
 from engines.base import Engine
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from recipe.batch import output_folder
 from recipe.bounded import read_json
 from recipe.config import Recipe
@@ -26,7 +26,7 @@ _KEYS = ("subject", "place", "taken")  # of an entry of decisions.json
 Say = Callable[[str], None]
 
 
-def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Recipe:
+def resolve(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Recipe:
     """Return `recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved.
 
     Every process calls. A run that has begun keeps its values.
@@ -53,7 +53,7 @@ def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Rec
 
 
 def create_engine(
-    recipe: Recipe, given: Recipe, batch: Batch, processes: Agreement, steps_per_epoch: int, say: Say
+    recipe: Recipe, given: Recipe, batch: Batch, processes: Processes, steps_per_epoch: int, say: Say
 ) -> Engine:
     """Return the engine of `recipe`, which `resolve` made of `given`, and store its choices in the run folder.
 
@@ -103,7 +103,7 @@ def _read(folder: Path) -> List[list]:
         raise CheckpointError(f"{file}: damaged or not readable; restore it, or delete it to measure anew") from None
 
 
-def _device(recipe: Recipe, processes: Agreement) -> dict:
+def _device(recipe: Recipe, processes: Processes) -> dict:
     """The kind of device of the main process, as a place of decisions."""
     from engines.devices import device_of, name_of
 

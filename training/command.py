@@ -117,9 +117,7 @@ def finish(main):
         if processes is None:
             raise
         code = FAILED
-        if processes.lost_peer(error):
-            time.sleep(1.0)
-            processes.leave(f"{processes.name()}: lost another rank; leaving", code)
+        processes.leave_if_peer_lost(error, code)
         traceback.print_exc()
     not_written = one_line()(sys.stdout.flush)()
     code = code or not_written or DONE

@@ -17,7 +17,7 @@ from engines.devices import device_of, name_of
 from models import shapes
 from optim import rounding
 from parallel import topology
-from parallel.agreement import Agreement
+from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
@@ -113,7 +113,7 @@ def _silent(*_: object) -> None:
     """Stands for `print` on all ranks but the main one."""
 
 
-def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
+def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     """Raises ConfigError where ranks were started with different recipes; only hosts' own files can be the cause."""
     texts = processes.gather(loading.dump(recipe))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
@@ -128,7 +128,7 @@ def _check_one_recipe(recipe: Recipe, processes: Agreement) -> None:
     raise ConfigError(text if processes.topology.is_main else "")  # all ranks find it, one prints it
 
 
-def _open_images(recipe: Recipe, processes: Agreement) -> _Images:
+def _open_images(recipe: Recipe, processes: Processes) -> _Images:
     """Raises DataError where a source cannot be opened, or is not the same on all ranks where images enter."""
     splits = ("train", "validation") if processes.topology.is_first else ()
     sources = processes.together(lambda: [open_source(recipe.data, recipe.model.classes, each) for each in splits])

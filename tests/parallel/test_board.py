@@ -8,12 +8,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from pydantic import TypeAdapter
 
 from parallel import hosts
-from parallel.board import Board, MastersBoard, Outcome, _Entries, _send
+from parallel.board import Board, Entries, MastersBoard, Outcome, _send
+from parallel.hosts import Hosts
 from parallel.rendezvous import Others, Stopped
 from recipe.errors import UserError
 from tests.waiting import wait_until
+from tests.world import _free_port
 
 SECRET = "shared"
 ENDED = {"code": 1, "line": "rank 1 failed", "last": False, "abrupt": True}
@@ -21,26 +24,31 @@ ENDED = {"code": 1, "line": "rank 1 failed", "last": False, "abrupt": True}
 
 @pytest.fixture
 def master():
-    listening = socket.create_server(("127.0.0.1", 0))
-    board = MastersBoard(listening, 3, SECRET)
-    board.port = listening.getsockname()[1]
+    hosts = Hosts(3, port=_free_port())
+    board = MastersBoard(hosts, SECRET)
+    board.place = (hosts.master, hosts.port)
+    wait_until(lambda: board.address)
     board.write(0, shape="3 replicas", port=7)
     return board
 
 
+def written(place, shape, host=1, secret=SECRET):
+    """The board as a host sees it that has written a shape."""
+    board = Board(Hosts(3, host, *place), secret)
+    board.write(0, shape=shape)
+    return board
+
+
 def test_hosts_read_what_each_has_written_and_it_stays(master):
-    boards = [master, *(Board("127.0.0.1", master.port, host, 3, SECRET) for host in (1, 2))]
-    for host, board in enumerate(boards[1:], 1):
-        board.write(0, shape=f"from {host}")
-    boards[2].write(0, news=ENDED)
+    boards = [master, *(written(master.place, f"from {host}", host) for host in (1, 2))]
+    boards[2].write(0, end=ENDED)
     for board in boards:
-        wait_until(lambda board=board: "news" in board.read(0).get(2, {}) and 1 in board.read(0))
+        wait_until(lambda board=board: "end" in board.read(0).get(2, {}) and 1 in board.read(0))
         there = board.read(0)
         assert [there[host]["shape"] for host in range(3)] == ["3 replicas", "from 1", "from 2"]
-        assert (there[0]["port"], there[2]["news"]) == (7, Outcome(**ENDED))
+        assert (there[0]["port"], there[2]["end"]) == (7, Outcome(**ENDED))
         assert max(board.silent(host) for host in range(3)) < 30
-    second = Board("127.0.0.1", master.port, 1, 3, SECRET)
-    second.write(0, shape="second")
+    second = written(master.place, "second")
     wait_until(lambda: 1 in second.read(0))
     assert second.read(0)[1] == {"who": boards[1].who, "shape": "from 1"}
     boards[1].write(1, shape="again")
@@ -49,8 +57,7 @@ def test_hosts_read_what_each_has_written_and_it_stays(master):
 
 
 def test_without_the_secret_nothing_is_written_or_read(master):
-    stranger = Board("127.0.0.1", master.port, 1, 3, "guessed")
-    stranger.write(0, news=ENDED)
+    stranger = written(master.place, "mine", secret="guessed")
     wait_until(lambda: stranger.refused)
     assert (list(master.read(0)), stranger.read(0)) == ([0], {})
     assert master.silent(1) == float("inf")
@@ -58,7 +65,7 @@ def test_without_the_secret_nothing_is_written_or_read(master):
 
 def signed(challenge, **changes):
     """A message of host 1 to a master that has given this challenge."""
-    sent, message = [], {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "news": ENDED}, **changes}
+    sent, message = [], {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "end": ENDED}, **changes}
     _send(SimpleNamespace(sendall=sent.append), SECRET.encode(), challenge + b"ask", message)
     return sent[0]
 
@@ -74,26 +81,24 @@ def signed(challenge, **changes):
     ids=str,
 )
 def test_what_is_no_message_changes_nothing(master, words):
-    with socket.create_connection(("127.0.0.1", master.port)) as connection:
+    with socket.create_connection(master.place) as connection:
         challenge = connection.recv(16, socket.MSG_WAITALL)
         connection.sendall(signed(challenge, **words) if isinstance(words, dict) else words)
         with contextlib.suppress(OSError):  # reset, where it is closed with words unread
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
-    silent = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(20)]
-    board = Board("127.0.0.1", master.port, 2, 3, SECRET)
-    board.write(0, shape="heard")
-    wait_until(lambda: 2 in board.read(0))
-    assert list(master.read(0)) == [0, 2]
-    for connection in silent:
-        connection.close()
+    with contextlib.ExitStack() as silent:
+        for _ in range(20):
+            silent.enter_context(socket.create_connection(master.place))
+        written(master.place, "heard", 2)
+        wait_until(lambda: 2 in master.read(0))
+        assert list(master.read(0)) == [0, 2]
 
 
 def test_nobody_waits_for_a_master_that_never_answers_and_one_that_is_gone_is_noticed():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        board = Board(*silent.getsockname(), 1, 2, SECRET)
         silent.settimeout(30)
-        board.write(0, shape="mine")
+        board = written(silent.getsockname(), "mine")
         with silent.accept()[0]:
             assert (board.read(0), board.gone, board.refused) == ({}, False, False)
             before = board.silent(0)
@@ -113,8 +118,7 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
                 connection.sendall(connection.recv(1 << 16))
 
         threading.Thread(target=answer, daemon=True).start()
-        board = Board(*false.getsockname(), 1, 2, SECRET)
-        board.write(0, shape="mine")
+        board = written(false.getsockname(), "mine")
         wait_until(lambda: board.refused)
         assert board.read(0) == {}
 
@@ -122,39 +126,43 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
 @pytest.mark.parametrize(
     "entries",
     [
-        {"news": {**ENDED, "code": 0}},
-        *({"end": {**ENDED, "code": code}} for code in (True, False, 3, [1], "0", None)),
+        *({"end": {**ENDED, "code": code}} for code in (0, True, False, 3, [1], "0", None)),
         *({"end": {**ENDED, **changes}} for changes in ({"line": "x" * 1001}, {"more": 1}, {"last": 1})),
         *({"end": "0"}, {"port": 0}, {"port": 65536}, {"port": "80"}, {"shape": ["a"]}, {"shape": "x" * 1001}),
-        *({"read": 1}, {"unknown": "x"}, {"who": 1}),
+        *({"read": 1}, {"unknown": "x"}, {"who": 1}, {"who": None}),
     ],
     ids=str,
 )
 def test_entries_that_are_not_as_they_should_be_are_refused(entries):
+    """An end that is to end other hosts' ranks is no success."""
     with pytest.raises(ValueError, match="validation error"):
-        _Entries.model_validate_json(json.dumps({"who": "1", **entries}))
+        TypeAdapter(Entries).validate_json(json.dumps({"who": "1", **entries}))
 
 
 def test_a_message_does_not_steer_the_terminal():
-    read = _Entries.model_validate_json(json.dumps({"who": "1", "end": {**ENDED, "code": 0, "line": "\x1b[2Jdone"}}))
-    assert read.given() == {"who": "1", "end": Outcome(0, "\\x1b[2Jdone", last=False, abrupt=True)}
+    given = {"who": "1", "end": {"code": 0, "line": "\x1b[2Jdone"}}
+    assert TypeAdapter(Entries).validate_json(json.dumps(given)) == {"who": "1", "end": Outcome(0, "\\x1b[2Jdone")}
 
 
 @pytest.mark.parametrize("this", [0, 1])
 def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch, this):
     answered, signals = threading.Event(), SimpleNamespace(stopping=False, hurry=False)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *names, **options: answered.wait(60) and [])
+
+    def slow(*names, **options):
+        answered.wait(60)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     threading.Timer(0.3, lambda: setattr(signals, "stopping", True)).start()
     with pytest.raises(Stopped):
-        Others(hosts.Hosts(2, this, "slow.example", 1), "", signals, 5.0, SECRET).gather(0)
+        Others(Hosts(2, this, "slow.example", 1), "", signals, 5.0, SECRET).gather(0)
     answered.set()
 
 
 @pytest.mark.parametrize("name", ["a" * 64 + ".example", "no such name"])
 def test_what_is_no_name_is_reported(name):
     with pytest.raises(UserError, match=f"^--master {name}: .*; give a name or an address that exists$"):
-        hosts.listen(hosts.Hosts(2, 0, name, 1))
-    board = Board(name, 1, 1, 2, SECRET)
-    board.write(0, shape="mine")
+        hosts.listen(Hosts(2, 0, name, 1))
+    board = written((name, 1), "mine")
     wait_until(lambda: board.fault)
     assert not board.gone

@@ -18,11 +18,10 @@ from tests.conftest import ROOT
 PUBLISHED = Link(0.436e-3, 3.6e-5 * 1e-3 / 4)
 SIMPLE = Link(1.0, 0.25)
 BYTES, LATENCY = Link(0.0, 1e-9), Link(1e-3, 0.0)
-GRADIENT = Gradient(10**6)
 
 
-def seconds(name, link=SIMPLE, replicas=8, gradient=GRADIENT):
-    return exchange.named(name).seconds(link, replicas, gradient)
+def seconds(name, link=SIMPLE, replicas=8, elements=10**6):
+    return exchange.named(name).seconds(link, replicas, Gradient(elements))
 
 
 @pytest.mark.parametrize(
@@ -33,19 +32,20 @@ def test_messages_one_after_the_other(replicas, gather, tree, butterfly):
     """Up a tree and down again; or in pairs, with a round before and after where P is no power of two. At a density of
     0.001 a message has one value and its index, 8 bytes."""
     for name, rounds in (("topk", gather), ("gtopk tree", tree), ("gtopk butterfly", butterfly)):
-        assert seconds(name, SIMPLE, replicas, Gradient(1000)) == rounds * (1.0 + 8 * 0.25), name
+        assert seconds(name, SIMPLE, replicas, 1000) == rounds * (1.0 + 8 * 0.25), name
 
 
 def test_owners_send_parts_and_gather_them():
     """8 replicas, 8000 entries: counts in 3 rounds, 7 parts of 1000 entries, bins and parts in 3 rounds each."""
-    gradient = Gradient(8_000_000)
-    assert seconds("gtopk owners", LATENCY, 8, gradient) == pytest.approx((3 + 7 + 3 + 3) * 1e-3)
+    assert seconds("gtopk owners", LATENCY, 8, 8_000_000) == pytest.approx((3 + 7 + 3 + 3) * 1e-3)
     sent = 3 * 4 * 4 + 7 * 8000 + 7 * 64 + 7 * 8000
-    assert seconds("gtopk owners", BYTES, 8, gradient) == pytest.approx(sent * 1e-9)
+    assert seconds("gtopk owners", BYTES, 8, 8_000_000) == pytest.approx(sent * 1e-9)
 
 
-def test_one_replica_costs_nothing():
-    methods = [exchange.named("none"), *exchange.variants(Exchange(method="auto"))]
+@pytest.mark.parametrize("keys", [{"method": "auto"}, {"method": "topk", "bits": 4}, {"method": "half"}], ids=str)
+def test_one_replica_costs_nothing(keys):
+    """In all forms that are compared, with the keys of the section that it has."""
+    methods = [exchange.named("none"), *exchange.variants(Exchange(**keys))]
     assert len(methods) == 7
     assert {method.seconds(SIMPLE, 1, Gradient(1000)) for method in methods} == {0.0}
 
@@ -53,18 +53,16 @@ def test_one_replica_costs_nothing():
 @pytest.mark.parametrize(("replicas", "dense", "gtopk"), [(4, 1418, 9.3), (16, 1783, 18.6), (128, 1983, 32.5)])
 def test_published_milliseconds(replicas, dense, gtopk):
     """25 Mi gradients at a density of 0.001; the published figures have two to four digits."""
-    gradient = Gradient(25 * 2**20)
-    assert 1000 * seconds("dense", PUBLISHED, replicas, gradient) == pytest.approx(dense, rel=1e-3)
-    assert 1000 * seconds("gtopk tree", PUBLISHED, replicas, gradient) == pytest.approx(gtopk, rel=0.02)
+    assert 1000 * seconds("dense", PUBLISHED, replicas, 25 * 2**20) == pytest.approx(dense, rel=1e-3)
+    assert 1000 * seconds("gtopk tree", PUBLISHED, replicas, 25 * 2**20) == pytest.approx(gtopk, rel=0.02)
 
 
 def test_local_steps_and_half_cost_a_share_of_a_dense_exchange():
-    """The mean over eight updates; without latency, fragments change nothing. Half: in as many messages."""
+    """The mean over eight updates. Half: in as many messages."""
     local, dense = exchange.of(Exchange(method="local")), exchange.named("dense")
-    assert local.seconds(BYTES, 8, GRADIENT) == pytest.approx(seconds("dense", BYTES) / 8)
-    levels = [(4, BYTES), (2, BYTES)]
-    expected = dense.seconds_over(levels, 8, GRADIENT, 4) / 8
-    assert local.seconds_over(levels, 8, GRADIENT, 4) == pytest.approx(expected)
+    for levels in ([(8, BYTES)], [(4, BYTES), (2, BYTES)]):
+        found, expected = (each.seconds_over(levels, 8, Gradient(10**6), 4) for each in (local, dense))
+        assert found == pytest.approx(expected / 8)
     assert seconds("half", BYTES) == seconds("dense", BYTES) / 2
     assert seconds("half", LATENCY) == seconds("dense", LATENCY)
 

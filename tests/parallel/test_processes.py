@@ -10,20 +10,23 @@ import torch
 
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.errors import ConfigError, DataError, UserError
+from recipe.errors import ConfigError, DataError
 from tests import ranks, world
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
 
 
-def _fails_on(failing, rank):
+def _failure(call, failing, rank):
+    """Message of the error that `call` raises where some of the ranks fail."""
+
     def function():
         if rank in failing:
             raise DataError(f"no images on {rank}")
-        return rank
 
-    return function
+    with pytest.raises(Exception) as error:
+        call(function)
+    return str(error.value)
 
 
 def talk(rank, size):
@@ -37,13 +40,8 @@ def talk(rank, size):
         "over stages": group.sum_over_stages(torch.tensor([1.0 + rank])).item(),
         "agreed": [group.agree(value) for value in (rank, 0, 0)],
         "groups": [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)],
-        "errors": [],
+        "errors": [_failure(group.together, (1, 2), rank), _failure(group.from_main, (0,), rank)],
     }
-    for call in (lambda: group.together(_fails_on((1, 2), rank)), lambda: group.from_main(_fails_on((0,), rank))):
-        try:
-            call()
-        except UserError as error:
-            found["errors"].append(str(error))
     time.sleep(2.5)  # ranks that rest are not given up
     group.wait_for_all()
     group.part()
@@ -66,51 +64,38 @@ def test_ranks_gather_broadcast_sum_agree_and_fail_together():
         }
 
 
-def die(rank, size, who):
-    Processes(Topology(size, 1, rank, rank), CPU)
-    if rank == who:
-        os.kill(os.getpid(), signal.SIGKILL)
+def fail(rank, size, number):
+    """Rank 0 kills itself, or is stopped for five seconds and then killed."""
+    Processes(Topology(size, 1, rank, rank), CPU, silence=1.5 if number == signal.SIGSTOP else 300.0)
+    if rank == 0:
+        if number == signal.SIGSTOP:  # nobody else would end it
+            subprocess.Popen(["sh", "-c", f"sleep 5; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), number)
     time.sleep(100)
 
 
-def test_a_rank_that_dies_takes_the_others_with_it(size=3, who=0):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_falls_silent_is_named_and_takes_the_others_with_it(number):
     """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end.
 
-    They notice by the broken connection: by themselves they would end after 100 s with code 0, and silence counts after
-    300 s only. How soon that is: benchmarks/faults.
+    They notice a death by the broken connection: by themselves they would end after 100 s with code 0, and silence
+    counts after 300 s only. How soon that is: benchmarks/faults. Of a silent rank they end before it is killed.
     """
-    ended = ranks.run(size, die, who)
-    assert ended[who].code == -signal.SIGKILL
-    for step in range(1, size):
-        rank, before = (who + step) % size, (who + step - 1) % size
-        message = f"rank {rank} (replica {rank}, stage 0): rank {before} is gone; leaving"
-        assert ended[rank][:3] == (1, [], [message])
-
-
-def fall_silent(rank, size, who):
-    Processes(Topology(size, 1, rank, rank), CPU, silence=1.5)
-    if rank == who:
-        subprocess.Popen(["sh", "-c", f"sleep 5; kill -KILL {os.getpid()}"])  # nobody else would
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(100)
-
-
-def test_a_rank_that_falls_silent_is_named_and_given_up():
-    """By the next rank, whose end the third reports; before the silent one is killed."""
-    silent, after, third = ranks.run(3, fall_silent, 0)
-    reason = "rank 0 has said nothing for 1.5 s: it is stopped or hangs, or its host is gone; leaving"
-    assert after[:3] == (1, [], [f"rank 1 (replica 1, stage 0): {reason}"])
-    assert (third.code, third.errors) == (1, ["rank 2 (replica 2, stage 0): rank 1 is gone; leaving"])
-    assert max(after.later, third.later) < silent.later
+    first, after, third = ranks.run(3, fail, number)
+    fault = "is gone"
+    if number == signal.SIGSTOP:
+        fault = "has said nothing for 1.5 s: it is stopped or hangs, or its host is gone"
+        assert max(after.later, third.later) < first.later
+    assert first.code == -signal.SIGKILL
+    assert after[:3] == (1, [], [f"rank 1 (replica 1, stage 0): rank 0 {fault}; leaving"])
+    assert third[:3] == (1, [], ["rank 2 (replica 2, stage 0): rank 1 is gone; leaving"])
 
 
 @pytest.mark.parametrize(
     ("address", "port", "fault"),
     [
         ("127.0.0.1", "1", r"rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "),
-        ("", "1234", "MASTER_ADDR and MASTER_PORT must name"),
-        ("127.0.0.1", "", "MASTER_ADDR and MASTER_PORT must name"),
-        ("127.0.0.1", "http", "MASTER_ADDR and MASTER_PORT must name"),
+        *((*place, "MASTER_ADDR and MASTER_PORT must name") for place in (("", "1234"), ("127.0.0.1", "http"))),
     ],
 )
 def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, port, fault):

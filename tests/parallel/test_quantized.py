@@ -1,14 +1,11 @@
 """Values in few bits, and sums of such: errors within half a step, nothing lost, the same bits everywhere."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from parallel import costs
-from parallel.exchange import Setup
 from parallel.messages import Quantizer, Sparse, Wire
-from parallel.reduce import QuantizedReduction, QuantizedSum
+from parallel.reduce import QuantizedSum
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
@@ -25,16 +22,13 @@ def drawn(rank, step=0, length=LENGTH):
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
 def test_a_value_is_off_by_half_a_step_at_most(bits, count):
     """A step is the block's largest over 127 or 7, which the block's largest itself is a multiple of."""
-    code, values = Quantizer(bits), drawn(0, length=count)
+    code, values, most = Quantizer(bits), drawn(0, length=count), 2 ** (bits - 1) - 1
     message = code.encode(values)
-    assert message.dtype == torch.uint8 and len(message) == code.bytes(count) == costs.quantized_bytes(count, bits)
-    found = code.decode(message, count)
-    for block, other in zip(values.split(costs.BLOCK), found.split(costs.BLOCK)):
-        step = block.abs().max() / (2 ** (bits - 1) - 1)
-        assert (block - other).abs().max() <= step * (0.5 + 1e-5)
+    assert message.dtype == torch.uint8 and len(message) == costs.quantized_bytes(count, bits)
+    for block, other in zip(values.split(costs.BLOCK), code.decode(message, count).split(costs.BLOCK)):
+        assert (block - other).abs().max() <= block.abs().max() / most * (0.5 + 1e-5)
         place = block.abs().argmax()
         torch.testing.assert_close(other[place], block[place], rtol=1e-6, atol=0)
-    most = 2 ** (bits - 1) - 1
     every = torch.arange(-most, most + 1).float() * 0.25
     assert_bitwise_equal(code.decode(code.encode(every), len(every)), every)
 
@@ -45,10 +39,10 @@ def test_extremes_stay_finite(values):
     assert found.isfinite().all() and (found - values).abs().max() <= values.abs().max()
 
 
-def summed(rank, size, bits, steps, repeats=False):
+def summed(rank, size, bits, steps):
     made, kept, totals = QuantizedSum("replicas" if size > 1 else None, bits), torch.zeros(LENGTH), []
     for step in range(steps):
-        totals.append(made(drawn(rank, 0 if repeats else step) + kept, kept))
+        totals.append(made(drawn(rank, step) + kept, kept))
     return torch.stack(totals), kept
 
 
@@ -65,53 +59,18 @@ def test_nothing_is_lost_and_all_have_the_same_bits(size, bits):
     torch.testing.assert_close(found, given, rtol=0, atol=size * steps * 50 * 2**-23)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_errors_are_made_good_later(bits):
-    """The same vectors again and again: the mean of the results comes to their sum; each result alone does not."""
-    size, steps = 4, 40
-    made, _ = threads.run(size, summed, bits, steps, True)[0]
-    whole = sum(drawn(rank) for rank in range(size))
-    first, mean = ((found - whole).norm() / whole.norm() for found in (made[0], made.mean(0)))
-    assert mean < 3 * first / steps and first > (0.05 if bits == 4 else 0.003)
-
-
-def reduced(rank, size, divisor, fault=None):
-    processes = SimpleNamespace(further_group=lambda: "everyone")
-    made = QuantizedReduction(Setup(None, None, processes, torch.empty(LENGTH), (), None, "replicas", None), 4)
-    results = []
-    for step in range(3):
-        buffer = drawn(rank, step) * divisor
-        if fault == (step, rank):
-            buffer[5] = float("inf")
-        before = made.residual.clone()
-        made(buffer, step, torch.tensor(divisor))
-        results.append((buffer, before, made.residual.clone()))
-    return results
-
-
-def test_what_is_kept_does_not_depend_on_the_loss_scale():
-    """Powers of two: the same bits, but for the factor."""
-    for one, other in zip(threads.run(2, reduced, 1.0), threads.run(2, reduced, 1024.0)):
-        for (result, _, kept), (scaled, _, again) in zip(one, other):
-            assert_bitwise_equal(result * 1024, scaled)
-            assert_bitwise_equal(kept, again)
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing():
-    for results in threads.run(3, reduced, 1.0, (1, 2)):
-        (first, *_), (second, before, after), (third, *_) = results
-        assert first.isfinite().all() and second.isnan().any() and third.isfinite().all()
-        assert_bitwise_equal(before, after)
-
-
 @pytest.mark.parametrize("wire", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 300])
-def test_a_sparse_message_is_as_long_as_predicted_and_loses_what_it_says(count, wire):
-    part = Sparse(torch.arange(count) * 3, drawn(1, length=count))
-    form = Wire(wire)
+def test_a_sparse_message_is_as_long_as_predicted_and_loses_what_it_says(count, scale, wire):
+    """A float16 is off by 2^-11 of itself or 2^-24 of the largest, which goes as one near 2^15."""
+    part, form = Sparse(torch.arange(count) * 3, drawn(1, length=count) * scale), Wire(wire)
     message, lost = form.pack(part)
     found = form.unpack(message, count)
     assert message.nbytes == 4 * form.words(count) == costs.message_bytes(count, wire)
     assert torch.equal(found.indices, part.indices) and (lost is None) == form.exact
     whole = found.values + (0 if lost is None else lost.values)
     torch.testing.assert_close(whole, part.values, rtol=1e-6, atol=0)
+    if wire == "float16" and count:
+        largest = part.values.abs().max().item()
+        torch.testing.assert_close(found.values, part.values, rtol=2**-11, atol=largest * 2**-24)

@@ -37,16 +37,16 @@ class Threads:
 
     def send(self, message, group, group_dst, tag=0):
         self._box(self.this.rank, group_dst, tag).put(message.clone())
-
-    def recv(self, message, group, group_src, tag=0):
-        message.copy_(self._box(group_src, self.this.rank, tag).get(timeout=SECONDS))
-
-    def isend(self, *arguments, **keywords):
-        self.send(*arguments, **keywords)
         return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, *arguments, **keywords):
-        return SimpleNamespace(wait=lambda: self.recv(*arguments, **keywords))
+    isend = send
+
+    def irecv(self, message, group, group_src, tag=0):
+        box = self._box(group_src, self.this.rank, tag)
+        return SimpleNamespace(wait=lambda: message.copy_(box.get(timeout=SECONDS)))
+
+    def recv(self, *arguments, **keywords):
+        self.irecv(*arguments, **keywords).wait()
 
     def _collective(self, name, messages, group, end, async_op):
         """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their order)."""
@@ -67,10 +67,8 @@ class Threads:
         return self._collective("all_gather", [own] * self.size, group, fill, async_op)
 
     def all_to_all_single(self, output, own, output_sizes=None, sizes=None, group=None, async_op=False):
-        def fill(rows):
-            output.copy_(torch.cat(rows))
-
-        return self._collective("all_to_all", own.split(sizes or len(own) // self.size), group, fill, async_op)
+        messages = own.split(sizes or len(own) // self.size)
+        return self._collective("all_to_all", messages, group, lambda rows: output.copy_(torch.cat(rows)), async_op)
 
     def all_reduce(self, tensor, group, async_op=False):
         def add(rows):
