@@ -47,13 +47,13 @@ class Cut(NamedTuple):
     def describe(self, origin: str = "measured") -> str:
         """One line for the terminal. Args: origin: of the costs, "measured" or "counted"."""
         total = math.fsum(self.seconds) or 1.0
-        shares = _listed([f"{100 * seconds / total:.0f} %" for seconds in self.seconds])
-        stages = f"stages take {shares} of the time" if self.cuts else "one stage takes all of the time"
+        shares = " + ".join(f"{100 * seconds / total:.0f}" for seconds in self.seconds)
+        memory = " + ".join(f"{size / 1e6:,.0f}" for size in self.bytes)
         line = (
-            f"split [{', '.join(self.cuts)}] ({origin}): {stages}, {100 * self.imbalance:.1f} % from even; "
-            f"memory {_listed([_megabytes(size) for size in self.bytes])} MB"
+            f"split [{', '.join(self.cuts)}] ({origin}): stages take {shares} % of the time, "
+            f"{100 * self.imbalance:.1f} % from even; memory {memory} MB"
         )
-        return line if self.fits else f"{line}: no cut fits into {_megabytes(self.memory)} MB, this one needs least"
+        return line if self.fits else f"{line}: no cut fits into {self.memory / 1e6:,.0f} MB, this one needs least"
 
 
 def balance(
@@ -69,14 +69,13 @@ def balance(
     """The cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
 
     Exact, by dynamic programming over the blocks. Of equally fast cuts the one whose largest stage needs least memory
-    is taken; where no cut fits (`Cut.fits`), the one that needs least, and then the fastest of these. No stage is
-    without parameters. A stage's memory is bytes_per_parameter x parameters + in_flight x saved bytes. Of a recomputed
-    block only the input is in flight (but for the images); its saved bytes are there once.
+    is taken; where no cut fits, the one that needs least, and then the fastest of these. No stage is without
+    parameters. A stage's memory is bytes_per_parameter x parameters + in_flight x saved bytes. Of a recomputed block
+    only the input is in flight (but for the images); its saved bytes are there once.
 
     Args:
         costs: block's name -> cost, in running order. stages: of one replica, over all devices.
-        in_flight: per stage, the micro batches whose activations it holds at once: all of a step with GPipe's schedule,
-            `stages` - stage with 1F1B.
+        in_flight: per stage, the micro batches whose activations it holds at once.
         recompute: names of the blocks that are recomputed in the backward pass: their forward pass is paid twice.
         bytes_per_parameter: weight, gradient and slots of the optimizer. memory: bytes of one device.
         phases: whether all forward passes come before all backward passes, as in GPipe. A step then takes as long as
@@ -100,22 +99,19 @@ def balance(
     parameters = [cost.parameters for cost in values]
     # A stage as (its number, its first block, the block behind its last) -> seconds, bytes.
     every = {}
-    for start in range(len(values)):
-        for end in range(start + 1, len(values) + 1):
-            part = slice(start, end)
-            if any(parameters[part]):
-                state = round(bytes_per_parameter * sum(parameters[part])) + max(transient[part])
-                for stage in range(stages):
-                    size = in_flight[stage] * sum(kept[part]) + state
-                    every[stage, start, end] = (math.fsum(seconds[part]), size)
+    for start, end in itertools.combinations(range(len(values) + 1), 2):
+        part = slice(start, end)
+        if any(parameters[part]):
+            state = round(bytes_per_parameter * sum(parameters[part])) + max(transient[part])
+            for stage, flying in enumerate(in_flight):
+                every[stage, start, end] = (math.fsum(seconds[part]), flying * sum(kept[part]) + state)
     fitting = {part: cost for part, cost in every.items() if memory is None or cost[1] <= memory}
     edges = _best_edges(fitting, stages, len(values), order=(0, 1)) or _best_edges(every, stages, len(values), (1, 0))
     if phases:
         forward = [cost.forward for cost in values]
         backward = [whole - cost.forward for whole, cost in zip(seconds, values)]
-        allowed = fitting if all(part in fitting for part in zip(range(stages), edges, edges[1:])) else every
-        edges = _moved(edges, forward, backward, allowed)
-    slowness, sizes = zip(*(every[part] for part in zip(range(stages), edges, edges[1:])))
+        edges = _moved(edges, forward, backward, fitting if fitting.keys() >= set(_parts(edges)) else every)
+    slowness, sizes = zip(*(every[part] for part in _parts(edges)))
     return Cut([names[edge] for edge in edges[1:-1]], list(slowness), list(sizes), memory)
 
 
@@ -132,6 +128,11 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     if not all(stages):
         raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
     return stages
+
+
+def _parts(edges: Sequence[int]) -> List[Tuple[int, int, int]]:
+    """The stages between edges: number, first block, block behind the last."""
+    return list(zip(itertools.count(), edges, edges[1:]))
 
 
 def _best_edges(
@@ -170,16 +171,7 @@ def _moved(edges: List[int], forward: Sequence[float], backward: Sequence[float]
             for place in range(1, len(edges) - 1)
             for step in (-2, -1, 1, 2)
         ]
-        moves = [moved for moved in moves if all(part in allowed for part in zip(itertools.count(), moved, moved[1:]))]
-        best = min([edges, *moves], key=slowness)
+        best = min([edges, *(moved for moved in moves if all(part in allowed for part in _parts(moved)))], key=slowness)
         if slowness(best) >= slowness(edges):
             return edges
         edges = best
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f}" if size >= 1e7 else f"{size / 1e6:.1f}"
-
-
-def _listed(items: List[str]) -> str:
-    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))

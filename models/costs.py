@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import statistics
 import time
@@ -22,13 +23,13 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
 
     Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that a
     block's input and what it saved are not in the caches. Takes the minimum over repetitions; the first pass warms up.
-    Gradients are computed, not added up. The model keeps its gradients, running statistics, draws and training flags.
+    Gradients are computed, not added up. Measures a copy: the model keeps its running statistics and training flags.
     """
+    model = copy.deepcopy(model).train()
     blocks = {name: model.block(name) for name in model.names}
     times = dict.fromkeys(blocks, (math.inf, math.inf))
     sizes = {}
-    with _left_as_it_was(model), torch.enable_grad():
-        model.train()
+    with torch.enable_grad():
         x = images
         for name, block in blocks.items():
             with _saved_bytes(block) as saved:
@@ -44,17 +45,15 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
 
 def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
     """Median times of each block over what several processes have measured."""
-    return {
-        name: cost._replace(
-            forward=statistics.median(each[name].forward for each in measured),
-            backward=statistics.median(each[name].backward for each in measured),
-        )
-        for name, cost in measured[0].items()
-    }
+    found = {}
+    for name, cost in measured[0].items():
+        forward, backward = (statistics.median(each[name][phase] for each in measured) for phase in (0, 1))
+        found[name] = cost._replace(forward=forward, backward=backward)
+    return found
 
 
 def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tuple[float, float]]:
-    """Seconds of each block's forward and backward pass. `.grad` is not touched, and no hook on it runs."""
+    """Seconds of each block's forward and backward pass. No `.grad` is touched."""
     seconds = {name: [0.0, 0.0] for name in blocks}
     passes = []
     for _ in range(_IN_TURN):
@@ -80,20 +79,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 @contextlib.contextmanager

@@ -21,73 +21,66 @@ from recipe.errors import ConfigError
 from recipe.randomness import key
 
 
-def build(model: network.EfficientNet, seed: int) -> BlockList:
-    """Build an EfficientNet: see `Family.build`. Raises ConfigError: channels do not divide into a norm's groups.
+@FAMILIES.implements(network.EfficientNet)
+class EfficientNetFamily(Family):
+    """Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`.
 
-    Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`. Parameters and buffers have timm's names behind the
-    block's, so `timm_name` maps a state dict to timm's except for `num_batches_tracked` and proxy normalisation.
-    Depthwise with expansion 6 and batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5)
-    or `tf_efficientnet_bN` (padding same, norm_eps 1e-3). Initial weights follow timm's rules (but see
-    `_calm_classifier`).
+    Parameters and buffers have timm's names behind the block's, so `timm_name` maps a state dict to timm's except for
+    `num_batches_tracked` and proxy normalisation. Depthwise with expansion 6 and batch normalisation, this is timm's
+    `efficientnet_bN` (padding torch, norm_eps 1e-5) or `tf_efficientnet_bN` (padding same, norm_eps 1e-3).
 
     Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key("weights", seed) >> 1)
-        theirs = _timm_model(model)
-        _calm_classifier(theirs.classifier)
-    draws = Draws(seed)
-    inner = [(f"blocks.{i}.{j}", block) for i, stage in enumerate(theirs.blocks) for j, block in enumerate(stage)]
-    for name, block in inner:  # ours in the place of timm's stochastic depth, which draws from torch's generator
-        rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
-        if rate:
-            block.drop_path = DropPath(rate, name, draws)
-    first = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(theirs))]
-    head = _Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
-    result = BlockList([*first, *inner, ("head", head)])
-    result.draws = draws
-    return result
+
+    @staticmethod
+    def build(model: network.EfficientNet, seed: int) -> BlockList:
+        """See `Family.build`. Initial weights follow timm's rules, but the classifier's are smaller than timm's where
+        there are fewer than 1,000 classes. Raises ConfigError: channels do not divide into a norm's groups."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(key("weights", seed) >> 1)
+            theirs = _timm_model(model)
+        with torch.no_grad():
+            # timm, like the authors, draws them between -1 and 1 over the root of the classes. With ten classes the
+            # first loss is then 5 instead of 2.3, and SGD never recovers.
+            theirs.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
+        draws = Draws(seed)
+        inner = [(f"blocks.{i}.{j}", block) for i, stage in enumerate(theirs.blocks) for j, block in enumerate(stage)]
+        for name, block in inner:  # ours in the place of timm's stochastic depth, which draws from torch's generator
+            rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
+            if rate:
+                block.drop_path = DropPath(rate, name, draws)
+        first = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(theirs))]
+        head = _Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
+        result = BlockList([*first, *inner, ("head", head)])
+        result.draws = draws
+        return result
+
+    @staticmethod
+    def timm_name(name: str) -> str:
+        """See `Family.timm_name`: timm's EfficientNet has no `stem` and `head`."""
+        return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
+
+    @staticmethod
+    def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
+        """Width, depth, groups, expansion and norm of an EfficientNet of B0 to B7: see `Family.keys_of`."""
+        known = {timm_name(name): shape for name, shape in shapes.items()}
+        wide, grouped = known.get("blocks.1.0.conv_pw.weight"), known.get("blocks.1.0.conv_dw.weight")
+        if wide is None or grouped is None:
+            return {}
+        batch = any(name.endswith("running_mean") for name in known)
+        found = {"group_size": grouped[1], "expansion": wide[0] // wide[1], **({"norm": "batch"} if batch else {})}
+        blocks = {tuple(name.split(".")[1:3]) for name in known if name.startswith("blocks.")}
+        repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
+        stem, head = (known.get(f"{name}.weight", (0,))[0] for name in ("conv_stem", "conv_head"))
+        for scale in network.SCALES.values():
+            rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
+            depths = [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
+            if (depths, rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (repeats, stem, head):
+                return {"width": scale["width"], "depth": scale["depth"], **found}
+        return found
 
 
-def timm_name(name: str) -> str:
-    """See `Family.timm_name`: timm's EfficientNet has no `stem` and `head`."""
-    return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
-
-
-def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
-    """Width, depth, groups, expansion and norm of an EfficientNet of B0 to B7: see `Family.keys_of`."""
-    known = {timm_name(name): shape for name, shape in shapes.items()}
-    wide, grouped = known.get("blocks.1.0.conv_pw.weight"), known.get("blocks.1.0.conv_dw.weight")
-    if wide is None or grouped is None:
-        return {}
-    batch = any(name.endswith("running_mean") for name in known)
-    found = {"group_size": grouped[1], "expansion": wide[0] // wide[1], **({"norm": "batch"} if batch else {})}
-    blocks = {tuple(name.split(".")[1:3]) for name in known if name.startswith("blocks.")}
-    repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
-    stem, head = (known.get(f"{name}.weight", (0,))[0] for name in ("conv_stem", "conv_head"))
-    for scale in network.SCALES.values():
-        rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
-        depths = [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
-        if (depths, rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (repeats, stem, head):
-            return {"width": scale["width"], "depth": scale["depth"], **found}
-    return found
-
-
-@FAMILIES.implements(network.EfficientNet)
-class _EfficientNetFamily(Family):
-    build = staticmethod(build)
-    timm_name = staticmethod(timm_name)
-    keys_of = staticmethod(keys_of)
-
-
-def _calm_classifier(classifier: nn.Linear) -> None:
-    """Shrink the initial weights of a classifier of fewer than 1,000 classes to the size they have with 1,000.
-
-    timm, like the authors, draws them between -1 and 1 over the root of the classes. With ten classes the first loss is
-    then 5 instead of 2.3, and SGD never recovers.
-    """
-    with torch.no_grad():
-        classifier.weight.mul_(min(1.0, classifier.out_features / 1000) ** 0.5)
+build, timm_name = EfficientNetFamily.build, EfficientNetFamily.timm_name
 
 
 class _Stem(nn.Module):
@@ -127,24 +120,20 @@ def _timm_model(model: network.EfficientNet) -> EfficientNet:
         round_chs_fn=rounded,
         pad_type="same" if model.padding == "same" else "",
         act_layer=nn.SiLU,
-        norm_layer=_norm_layer(model),
+        norm_layer=lambda channels, **options: _norm(model, channels, **options),
         drop_path_rate=model.drop_path,
     )
 
 
-def _norm_layer(model: network.EfficientNet):
+def _norm(model: network.EfficientNet, channels: int, apply_act: bool = True, **_: object) -> nn.Module:
     groups = 1 if model.norm == "layer" else model.norm_groups
-
-    def create(channels: int, apply_act: bool = True, inplace: bool = True, **_: object) -> nn.Module:
-        if model.norm == "batch":
-            return BatchNormAct(channels, model.norm_eps, model.norm_momentum, apply_act)
-        if channels % groups:
-            raise ConfigError(
-                f"model.norm_groups {groups} does not divide a layer of {channels} channels; "
-                f"use model.norm_groups=4 or another width"
-            )
-        if model.proxy_norm and apply_act:
-            return ProxyNormAct(channels, groups, model.norm_eps, model.proxy_eps)
-        return GroupNormAct(channels, groups, model.norm_eps, apply_act, shift=not model.proxy_norm)
-
-    return create
+    if model.norm == "batch":
+        return BatchNormAct(channels, model.norm_eps, model.norm_momentum, apply_act)
+    if channels % groups:
+        raise ConfigError(
+            f"model.norm_groups {groups} does not divide a layer of {channels} channels; "
+            f"use model.norm_groups=4 or another width"
+        )
+    if model.proxy_norm and apply_act:
+        return ProxyNormAct(channels, groups, model.norm_eps, model.proxy_eps)
+    return GroupNormAct(channels, groups, model.norm_eps, apply_act, shift=not model.proxy_norm)

@@ -9,17 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Points at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1, to 1e-4 where
-# it is 3.
-_NODES = 32
+_NODES = 32  # at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1, to 1e-4 at 3
 
 
 class GroupNormAct(nn.GroupNorm):
     """Group normalisation over [N, C, H, W], scale and (with `shift`) bias per channel, then SiLU or nothing.
 
-    Statistics are float32 also for half-precision input. Not for channels-last input on the CPU: there torch takes the
-    variance as a difference of squares, which loses its digits where the mean is large.
-    Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
+    Statistics are float32 also for half-precision input. Not for channels-last input on the CPU, whose variance torch
+    takes as a difference of squares. Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, apply_act: bool = True, shift: bool = True):
@@ -87,9 +84,9 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
     moments too. The moments and their use are float32: in float16 sums over pixels in their gradients would overflow.
 
     Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code (graphcore/examples
-    v3.0.0, vision/cnns/tensorflow1/training/Models: proxy_norm.py), a layer without activation has no proxy and no
-    bias: `GroupNormAct(..., apply_act=False, shift=False)`. Our choices: moments by Gauss-Hermite quadrature instead of
-    200 quantiles, which are off by up to 1 %; and division by the standard deviation also in the network's head.
+    v3.0.0, proxy_norm.py), a layer without activation has no proxy and no bias. Our choices: moments by Gauss-Hermite
+    quadrature instead of 200 quantiles, which are off by up to 1 %; and division by the standard deviation also in the
+    network's head.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, proxy_eps: float):

@@ -64,42 +64,37 @@ SHAPES: Registry[Callable[[Model, int], Dict[str, BlockShape]]] = Registry("the 
 
 
 def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
-    """Block's name -> shape, in running order. Args: image_size: height and width of the images in pixels."""
+    """Block's name -> shape, in running order, for images of `image_size` pixels a side."""
     return SHAPES.of(model)(model, image_size)
 
 
 @SHAPES.implements(EfficientNet)
 def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
-    def rounded(channels: int) -> int:
-        return _divisible(channels * model.width)
-
     found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
-    channels, size = rounded(STEM_CHANNELS), image_size
-    layers = _Layers(model)
-    size = layers.convolution(3, channels, size, kernel=3, stride=2)
+    channels, layers = _divisible(STEM_CHANNELS * model.width), _Layers(model)
+    size = layers.convolution(3, channels, image_size, kernel=3, stride=2)
     layers.normalisation(channels, size)
     found["stem"] = layers.block(channels, size)
     for number, stage in enumerate(STAGES):
         for repeat in range(math.ceil(stage.repeats * model.depth)):
             layers = _Layers(model)
             stride = stage.stride if repeat == 0 else 1
-            given, wanted = channels, rounded(stage.channels)
+            given, channels = channels, _divisible(stage.channels * model.width)
             expansion = 1 if stage.separable else model.expansion
-            expanded = _divisible(channels * expansion)
+            expanded = _divisible(given * expansion)
             if not stage.separable:
-                layers.convolution(channels, expanded, size)
+                layers.convolution(given, expanded, size)
                 layers.normalisation(expanded, size)
             groups = groups_of(expanded, model.group_size)
             size = layers.convolution(expanded, expanded, size, stage.kernel, stride, groups)
             layers.normalisation(expanded, size)
             layers.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
-            channels = wanted
             layers.convolution(expanded, channels, size)
             layers.normalisation(channels, size, activated=False)
             drops = model.drop_path and given == channels and stride == 1 and len(found) > 2
             layers.saved += bool(drops)  # the factor of the image
             found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
-    layers, features = _Layers(model), rounded(HEAD_CHANNELS)
+    layers, features = _Layers(model), _divisible(HEAD_CHANNELS * model.width)
     layers.convolution(channels, features, size)
     layers.normalisation(features, size)
     layers.convolution(features, model.classes, 1)  # the classifier, behind a mean over the pixels
@@ -111,24 +106,17 @@ def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]
 
 def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
     """Multiply-adds (without normalisations and activations) and bytes, `itemsize` an activation, of each block."""
-    return {
-        name: BlockCost(
-            micro * shape.multiply_adds,
-            micro * shape.multiply_adds * _BACKWARD,
-            micro * shape.saved * itemsize + 4 * shape.saved_once,
-            micro * shape.output * itemsize,
-            shape.parameters,
-        )
-        for name, shape in blocks(model, image_size).items()
-    }
+    found = {}
+    for name, shape in blocks(model, image_size).items():
+        forward, saved = micro * shape.multiply_adds, micro * shape.saved * itemsize + 4 * shape.saved_once
+        output = micro * shape.output * itemsize
+        found[name] = BlockCost(forward, forward * _BACKWARD, saved, output, shape.parameters)
+    return found
 
 
 def groups_of(channels: int, group_size: int) -> int:
     """Groups of a spatial convolution: channels // group_size, at least one, lowered until it divides `channels`."""
-    groups = max(channels // group_size, 1)
-    while channels % groups:
-        groups -= 1
-    return groups
+    return next(groups for groups in range(max(channels // group_size, 1), 0, -1) if channels % groups == 0)
 
 
 def _divisible(value: float) -> int:
@@ -144,12 +132,10 @@ class _Layers:
         self._model = model
         self.multiply_adds = self.matrices = self.vectors = self.saved = self.once = self.layers = 0
 
-    def convolution(
-        self, channels: int, filters: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1
-    ) -> int:
-        """[channels, size, size] -> [filters, ...]; the side of the result. Keeps its input, padded where it is."""
+    def convolution(self, channels: int, out: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> int:
+        """[channels, size, size] -> [out, side, side]; the side. Keeps its input, padded where it is."""
         side = -(-size // stride)
-        weights = filters * channels // groups * kernel**2
+        weights = out * channels // groups * kernel**2
         self.multiply_adds += weights * side**2
         self.matrices += weights
         self.layers += 1

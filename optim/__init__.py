@@ -3,6 +3,4 @@
 There is one flat buffer per kind of state (`half_weights`, `layout`), with parameters as views: an update is a few
 large operations instead of thousands of small ones. `lars_update` steps from state to state; `optimizer_update` steps
 any other optimizer in scratch memory. `lars.LARS` is an optimizer like any other and the reference for `lars_update`.
-Where all is float32 on a CPU, weights are updated in place; elsewhere a step is made in scratch and stored under a
-mask.
 """

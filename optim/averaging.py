@@ -10,9 +10,8 @@ import torch
 class WeightAverage:
     """The average of weights w_1 ... w_n with weights decay^(n - k), divided by their sum.
 
-    So the first weights are the first average, and no share of the random initial weights stays in. In the offline
-    average of the G16 recipe (0.97 over the checkpoints of epochs) the first one has a share of 0.97^(n - 1) instead:
-    2e-5 after 350 epochs, but half of all after 23.
+    So the first weights are the first average. In the offline average of the G16 recipe (0.97 over the checkpoints of
+    epochs) the first one has a share of 0.97^(n - 1) instead: 2e-5 after 350 epochs, but half of all after 23.
 
     Source: Polyak and Juditsky (1992) for averaging; the division is Adam's bias correction (1412.6980, section 3).
     """
@@ -25,12 +24,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, sources: Sequence[torch.Tensor], counts: torch.Tensor | None = None) -> None:
-        """Takes in the current weights; nothing waits for the device.
+        """Takes in the current weights, laid out as at the start and finite; nothing waits for the device.
 
-        Args:
-            sources: as given at the start, finite.
-            counts: bool or int64 []: how many times the weights count; 0 leaves the average as it is (the update was
-                skipped); None is 1.
+        counts: bool or int64 []: how many times the weights count; 0 leaves the average as it is (the update was
+        skipped); None is 1.
         """
         times = torch.ones_like(self.count) if counts is None else counts.to(torch.int64)
         self.count = self.count + times

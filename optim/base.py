@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, Type
+from typing import Any, Callable, Dict, Mapping, Sequence, Type
 
-import torch
 from torch import nn
 
-from optim.optimizer_update import OptimizerUpdate
+from optim.optimizer_update import OptimizerUpdate, Target
 from recipe.kinds import Registry
 from recipe.optimization import Optimizer, Slot
 
@@ -17,15 +16,17 @@ OPTIMIZERS: Registry[Type[HasSlots]] = Registry("an optimizer")
 class HasSlots:
     """Mixed into the torch optimizer that implements a section's class, before it.
 
-    slots: by name, the tensors that the optimizer keeps in `state[parameter]`.
+    slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create` sets the section's.
+    numbers: keys of the section that are arguments of the optimizer.
     """
 
     slots: Mapping[str, Slot]
+    numbers: Sequence[str] = ()
 
     @classmethod
     def of(cls, section: Any, groups: list) -> HasSlots:
         """An optimizer with the section's numbers for parameter groups that have `options`."""
-        raise NotImplementedError
+        return cls(groups, lr=0.0, **{key: getattr(section, key) for key in cls.numbers})
 
     @staticmethod
     def options(section: Any, skipped: bool) -> dict:
@@ -33,24 +34,12 @@ class HasSlots:
         return {"weight_decay": 0.0 if skipped else section.weight_decay}
 
     def at_step(self, step: int) -> None:
-        """Set whatever else the optimizer counts before update `step`, from 0, from this number alone.
+        """Set whatever else the optimizer counts before update `step`, from 0: from this number alone, so that nothing
+        of it is saved and a resumed run has it exactly. Skipped steps count like all others."""
 
-        So nothing of it is saved and a resumed run has it exactly. Steps that were skipped count like all others.
-        """
-
-    def replica_rules(self, parameters: Dict[str, nn.Parameter], device: torch.device) -> Any:
-        """The Rules of ReplicaUpdate, for an optimizer whose section has `replica_update`."""
-        raise NotImplementedError
-
-    def create_update(
-        self,
-        parameters: Dict[str, nn.Parameter],
-        create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots],
-        gradients: list,
-        *shared: Any,
-    ) -> Any:
-        """How WeightState makes an update: arguments as of OptimizerUpdate."""
-        return OptimizerUpdate(parameters, create_optimizer, gradients, *shared)
+    def create_update(self, target: Target, create: Callable[[Dict[str, nn.Parameter]], HasSlots]) -> Any:
+        """How WeightState makes an update. Args: create: of WeightState, for parameters elsewhere."""
+        return OptimizerUpdate(target, create)
 
 
 def all_slots() -> Dict[str, Slot]:

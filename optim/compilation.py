@@ -18,7 +18,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from optim import lars_passes, rounding
+from optim import lars_update, rounding
 from optim.layout import Buffers, Run, in_parts
 from recipe.errors import first_line
 
@@ -29,15 +29,12 @@ _FLAGS = (
 )
 _UNCOMPILED = "engine.compile: the update runs uncompiled"
 _WORK = {None: 0, torch.float32: 1, torch.bfloat16: 2}  # dtypes of the module's own weights, as update.cpp has them
-_STEPS = {lars_passes.gradient_step: 0, lars_passes.momentum_step: 1}  # forms
-_SUMS = {lars_passes.gradient_sums: 0, lars_passes.momentum_sums: 1}
 
 
 def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
     """A runner of compiled passes over these buffers, or a plain one where there is none; and a line to print.
 
-    Args:
-        stochastic: whether float16 state is rounded stochastically; to nearest only plain torch rounds.
+    stochastic: whether float16 state is rounded stochastically; to nearest only plain torch rounds.
     """
     start = time.perf_counter()
     working = None if buffers.working is buffers.weights else buffers.working.dtype
@@ -46,8 +43,7 @@ def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
     try:
         library = _library()
     except (OSError, subprocess.CalledProcessError) as error:  # none, half installed, or a full disk
-        reason = getattr(error, "stderr", None) or error
-        return in_parts, f"{_UNCOMPILED}: {first_line(reason)}"
+        return in_parts, f"{_UNCOMPILED}: {first_line(getattr(error, 'stderr', None) or error)}"
     return _Compiled(library), f"the update was compiled in {time.perf_counter() - start:.0f} s"
 
 
@@ -69,43 +65,39 @@ class _Compiled:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
+        passes = (lars_update.sum_rows, lars_update.step_rows, rounding.round_rows)
+        self._passes = dict(zip(passes, (self._sums, self._step, self._round)))
 
     def __call__(self, function, rows: Sequence[Optional[torch.Tensor]], constants: Sequence) -> object:
-        if function in _SUMS:
-            return self._sums(_SUMS[function], *rows, *constants)
-        if function in _STEPS:
-            return self._step(_STEPS[function], *rows, *constants)
-        assert function is rounding.round_rows, f"{function} is not compiled"
-        return self._round(*rows, *constants)
+        return self._passes[function](*rows, *constants)
 
-    def _sums(self, form: int, gradient, weight, *others) -> Tuple[torch.Tensor, ...]:
-        momentum, decay, scale, mu = others if form else (None, None, *others, 0.0)
+    def _sums(self, gradient, weight, momentum, decay, scale, mu) -> Tuple[torch.Tensor, ...]:
+        form = int(momentum is not None)
         found = torch.empty(3 + form, len(gradient))
         self._library.lars_sums(
-            *_shared(weight), form, _address(gradient), _address(weight), _address(momentum), _address(decay),
+            *_shared(weight), form, *map(_address, (gradient, weight, momentum, decay)),
             ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
         )  # fmt: skip
         return tuple(found)
 
     def _step(
-        self, form: int, gradient, weight, momentum, working, rate, decay, bit_rows, scale, mu, draws, keep
+        self, gradient, weight, momentum, working, rate, decay, bit_rows, by_momentum, scale, mu, draws, keep
     ) -> torch.Tensor:
         assert keep is None, "on a CPU an update is skipped without a mask"
         found = torch.empty(len(gradient))
         work = _WORK[None if working is None else working.dtype]
         self._library.lars_step(
-            *_shared(weight), form, work, _address(gradient), _address(weight), _address(momentum), _address(working),
-            _address(rate), _address(decay), _address(bit_rows), ctypes.c_uint32(draws[1] if draws else 0),
-            ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
+            *_shared(weight), int(by_momentum), work,
+            *map(_address, (gradient, weight, momentum, working, rate, decay, bit_rows)),
+            ctypes.c_uint32(draws[1] if draws else 0), ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
         )  # fmt: skip
         return found
 
     def _round(self, source, out, bit_rows, lanes, draw: int, chosen, keep) -> None:
         shift = 19 if chosen is rounding.upper else 0
         count, threads, _ = _shared(source)
-        self._library.round_rows(
-            count, threads, _address(source), _address(out), _address(bit_rows), ctypes.c_uint32(draw), shift
-        )
+        addresses = map(_address, (source, out, bit_rows))
+        self._library.round_rows(count, threads, *addresses, ctypes.c_uint32(draw), shift)
 
 
 def _shared(state: torch.Tensor) -> tuple:

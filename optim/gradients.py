@@ -26,8 +26,7 @@ class Gradients:
     ):
         """
         Args:
-            parameters: by name, all of one dtype and device.
-            layout: of the parameters in the buffer.
+            parameters: by name, all of one dtype and device. layout: of them in the buffer.
             accumulation: micro batches of a step, for the tree order; None adds as they come.
             parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
         """
@@ -38,7 +37,7 @@ class Gradients:
         self._parts: List[_Part] = []
         if accumulation is not None:
             self._parts = [
-                _Part({name: parameters[name] for name in names}, layout.starts[names[0]], accumulation)
+                _Part({name: parameters[name] for name in names}, self.flat[layout.places[names[0]][0] :], accumulation)
                 for names in parts
             ]
 
@@ -57,11 +56,20 @@ class Gradients:
 
     def accumulate(self, part: int = 0) -> None:
         """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""
-        if self._parts:
-            self._add_leaf(self._parts[part])
-        else:
+        if not self._parts:
             for number in range(len(self._parameters)):
                 self.collect(number)
+            return
+        leaf = self._parts[part]
+        if not self._added_by_autograd:
+            for parameter, view in zip(leaf.parameters, leaf.views):
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        leaf.tree.add()
+        if leaf.tree.complete:
+            leaf.flat.copy_(leaf.tree.total)
+        else:
+            self._open(leaf)
 
     def collect(self, number: int) -> None:
         """Takes in the gradient of one parameter, by its number; not for the tree order."""
@@ -80,23 +88,13 @@ class Gradients:
             for parameter, view in zip(parameters, views):
                 parameter.grad = view
 
-    def _add_leaf(self, part: _Part) -> None:
-        if not self._added_by_autograd:
-            for parameter, view in zip(part.parameters, part.views):
-                view.copy_(parameter.grad)
-                parameter.grad = None
-        part.tree.add()
-        if part.tree.complete:
-            self.flat[part.start :][: part.layout.length].copy_(part.tree.total)
-        else:
-            self._open(part)
-
 
 class _Part:
-    """Some consecutive parameters, the first element of theirs in the flat buffer, and their tree."""
+    """Some consecutive parameters, the elements of the flat buffer from the first of them on, and their tree."""
 
-    def __init__(self, parameters: Dict[str, nn.Parameter], start: int, accumulation: int):
-        self.parameters, self.start, self.layout = list(parameters.values()), start, Layout(parameters)
+    def __init__(self, parameters: Dict[str, nn.Parameter], flat: torch.Tensor, accumulation: int):
+        self.parameters, self.layout = list(parameters.values()), Layout(parameters)
+        self.flat = flat[: self.layout.length]
         self.tree = TreeSum(self.layout.length, accumulation, self.layout.device)
         self.views: List[torch.Tensor] = []  # of the current leaf
 
@@ -110,8 +108,7 @@ class TreeSum:
     binary tree. The error grows with the depth of the tree, ceil(log2(accumulation)), not with accumulation.
 
     Replicas with consecutive micro batches compute subtrees of one process's tree where their number is a power of two
-    that divides the step's micro batches: added as a perfect binary tree (parallel/reduce.py, order "tree") they give
-    the bits of one process. Any other number of replicas gives a deterministic sum with other last bits.
+    that divides the step's micro batches: added as a perfect binary tree (parallel/reduce.py) they give its bits.
 
     Source: Higham, The accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
@@ -119,37 +116,32 @@ class TreeSum:
     def __init__(self, length: int, accumulation: int, device: torch.device):
         """
         Args:
-            length: elements of a gradient.
-            accumulation: micro batches of this replica in a step, at least 1.
+            length: elements of a gradient. accumulation: micro batches of this replica in a step, at least 1.
             device: of the buffers; at most floor(log2(accumulation)) + 1 of them are made, when first needed.
         """
-        assert accumulation > 0
         self._length, self._accumulation, self._device = length, accumulation, device
         self._group = accumulation >> _trailing_zeros(accumulation)
         self._sums: List[torch.Tensor] = []  # of the leaves so far, oldest first
         self._free: List[torch.Tensor] = []
-        self._leaf: Optional[torch.Tensor] = None
         self._added = 0
 
     def leaf(self) -> torch.Tensor:
-        """Zeros, float32 [length], for the gradient of the next micro batch; one of few tensors, again and again."""
-        assert self._leaf is None, "add() ends a leaf before the next one"
+        """Zeros, float32 [length], for the gradient of the next micro batch; `add` comes before the next leaf."""
         if self.complete:
             self._free.append(self._sums.pop())
             self._added = 0
         if self._free:
-            self._leaf = self._free.pop().zero_()
+            leaf = self._free.pop().zero_()
         else:
-            self._leaf = torch.zeros(self._length, dtype=torch.float32, device=self._device)
-        return self._leaf
+            leaf = torch.zeros(self._length, dtype=torch.float32, device=self._device)
+        self._sums.append(leaf)
+        return leaf
 
     def add(self) -> None:
-        """Adds the leaf, whose memory belongs to the sum from now on."""
-        assert self._leaf is not None, "leaf() comes first"
-        self._sums.append(self._leaf)
-        self._leaf = None
         self._added += 1
-        for _ in range(self._carries()):
+        groups, place = divmod(self._added, self._group)
+        completed = bin(self._group - 1).count("1") + _trailing_zeros(groups)  # additions, at the end of a group
+        for _ in range(_trailing_zeros(place) if place else completed):
             newer = self._sums.pop()
             self._sums[-1].add_(newer)
             self._free.append(newer)
@@ -164,13 +156,6 @@ class TreeSum:
         """The sum of the step, float32 [length]; valid after the last add(), until the next leaf()."""
         assert self.complete, f"{self._added} of {self._accumulation} micro batches were added"
         return self._sums[0]
-
-    def _carries(self) -> int:
-        """Additions that the leaf which came last completes."""
-        groups, place = divmod(self._added, self._group)
-        if place:
-            return _trailing_zeros(place)
-        return bin(self._group - 1).count("1") + _trailing_zeros(groups)
 
 
 def _trailing_zeros(number: int) -> int:

@@ -1,10 +1,8 @@
 """The persistent weights and optimizer state, float16 or float32, and the buffers a step needs around them.
 
-Three kinds of memory, each one flat buffer with a view per parameter:
-- the state (weights, and one buffer per slot of the optimizer): all that persists;
-- the working copy: the module's own parameters in the compute dtype, refreshed from the state after each update;
-  where the weights persist in that dtype, they are the same memory;
-- float32 gradients and, with other optimizers than LARS, float32 scratch in which they step.
+Three kinds of memory, each one flat buffer with a view per parameter: the state (weights, and one buffer per slot of
+the optimizer), which is all that persists; the working copy, which is the module's own parameters in the compute dtype,
+refreshed after each update, and the same memory where the weights persist in that dtype; and float32 gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +16,10 @@ from torch import nn
 from optim.base import HasSlots, all_slots
 from optim.compilation import compiled
 from optim.gradients import Gradients
+from optim.lars_update import Rules
 from optim.layout import Buffers, Layout
 from optim.norms import Norms, WholeModel
+from optim.optimizer_update import Target
 from optim.replica_update import ReplicaUpdate
 from optim.rounding import RoundingBits, round_stochastically
 
@@ -48,8 +48,7 @@ class WeightState:
             create_optimizer: makes the torch optimizer of named float32 parameters.
             dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
             rounding: "stochastic" or "nearest", for float16. seed: of the rounding.
-            clip_norm: largest norm of the gradient of the whole model.
-            model: names of the whole model's parameters, where `parameters` are a part of them.
+            clip_norm: largest norm of the gradient of the whole model. model: names of all its parameters.
             tree: accumulation and parts of `Gradients`, to add in tree order.
             sum_over_stages: of a float64 tensor, in place, where `parameters` are those of one stage of several.
             compile: compile the update on a CPU.
@@ -64,57 +63,50 @@ class WeightState:
             parameter.data = view
         self.gradients = Gradients(self._parameters, self._layout, *(tree or (None, ())))
         self.optimizer = create_optimizer(self._parameters)
-        self._buffers = Buffers(
-            self.gradients.flat,
-            working if dtype == compute else working.to(dtype),
-            working,
-            {
-                name: self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
-                for name, slot in self.optimizer.slots.items()
-            },
-        )
-        self._bits = bits = None
+        slots = {
+            name: self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
+            for name, slot in self.optimizer.slots.items()
+        }
+        weights = working if dtype == compute else working.to(dtype)
+        self._buffers = Buffers(self.gradients.flat, weights, working, slots)
+        self._bits = None
         if dtype == torch.float16 and rounding == "stochastic":
-            self._bits = bits = RoundingBits(self._layout.places(), self._layout.length, seed, self._layout.device)
-        self._whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
-        shared = (self._layout, self._buffers, bits, clip_norm, self._whole)
-        self._update = self.optimizer.create_update(self._parameters, create_optimizer, self.gradients.views, *shared)
+            self._bits = RoundingBits(self._layout.places, self._layout.length, seed, self._layout.device)
+        whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
+        self._target = Target(self._parameters, self._layout, self._buffers, self._bits, clip_norm, whole)
+        self._update = self.optimizer.create_update(self._target, create_optimizer)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
-            self._update.run, note = compiled(self._buffers, bits is not None)
+            self._update.run, note = compiled(self._buffers, self._bits is not None)
             self.notes = (note,)
-        self._buffers.refresh()
+        self.refresh()
 
     @torch.no_grad()
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
         """Prepare an update from the accumulated gradients divided by `divisor`, float32 []: loss scale times
-        accumulation. Return whether all gradients of this process are finite, bool [], without waiting for a device.
-        """
+        accumulation. Return whether all gradients of this process are finite, bool [], without waiting for a device."""
         return self._update.prepare(divisor)
 
     @torch.no_grad()
     def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
-        """Make the update that was prepared, once; on CUDA without waiting for the device.
+        """Make the update that was prepared, once; on CUDA without waiting for the device. Return norms if `measure`.
 
         Args:
             step: number of the update, from 0: selects the random bits, and is the optimizer's count of steps.
-            lr: learning rate.
             finite: bool [], whether all stages and replicas have finite gradients: if not, nothing changes.
-            measure: return the norms.
         """
         return self._update.apply(step, lr, finite, measure)
 
     def update(
         self, step: int, lr: float, divisor: torch.Tensor, measure: bool
     ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """Prepare and make an update that no other process has a part in; `finite` and the norms, as above."""
+        """Prepare and make an update that no other process has a part in; `finite` and the norms."""
         finite = self.prepare(divisor)
         return finite, self.apply(step, lr, finite, measure)
 
     def replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
         """A replica's part of what `optimizer`, of the same parameters, would do. Args: those of ReplicaUpdate."""
-        rules = optimizer.replica_rules(self._parameters, self._layout.device)
-        return ReplicaUpdate(rules, self._layout, self._buffers, self._whole, **arguments)
+        return ReplicaUpdate(Rules(optimizer, self._parameters, self._layout.device), self._target, **arguments)
 
     def not_finite(self) -> List[str]:
         """Names of the parameters whose gradient of the last step, after the exchange, is not finite. Waits."""
@@ -122,31 +114,29 @@ class WeightState:
 
     def state_dict(self) -> dict:
         """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
-        return {key: self.by_name(buffer) for key, buffer in self._persistent().items()}
+        return {key: self.by_name(buffer) for key, buffer in self.own_state().items()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes over what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.
+        """Load what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.
 
-        Raises:
-            ValueError: tensors missing, unknown, or of another shape; names the first. Slots missing, or kept by
-                another optimizer; names them all. Nothing is changed then.
+        Raises ValueError, and changes nothing: tensors missing, unknown, or of another shape; names the first. Slots
+        missing, or of another optimizer; names them all.
         """
-        buffers = self._persistent()
-        missing = [key for key in buffers if key not in state]
+        buffers, kind = self.own_state(), type(self.optimizer).__name__
+        faults = [f"{key} is missing" for key in buffers if key not in state]
         foreign = [key for key in all_slots() if key in state and key not in buffers]
-        if missing or foreign:
-            faults = [f"{key} is missing" for key in missing]
-            faults += [f"{key} belongs to another optimizer than {type(self.optimizer).__name__}" for key in foreign]
+        faults += [f"{key} belongs to another optimizer than {kind}" for key in foreign]
+        if faults:
             raise ValueError("; ".join(faults))
         for key in buffers:
             self._check(state[key])
         for key, buffer in buffers.items():
             self._fill(buffer, state[key])
-        self._buffers.refresh()
+        self.refresh()
 
     def places(self) -> List[Tuple[int, nn.Parameter]]:
         """First element of each parameter in a flat buffer, and the parameter, in this order."""
-        return list(zip(self._layout.starts.values(), self._parameters.values()))
+        return [(self._layout.places[name][0], parameter) for name, parameter in self._parameters.items()]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -166,7 +156,7 @@ class WeightState:
 
     def own_state(self) -> Dict[str, torch.Tensor]:
         """All that an update changes, by name: [length] each, laid out as `flat`; `refresh` when it is written to."""
-        return self._persistent()
+        return {"weights": self._buffers.weights, **self._buffers.slots}
 
     def refresh(self) -> None:
         """The module's parameters become the persistent weights."""
@@ -175,23 +165,20 @@ class WeightState:
     @torch.no_grad()
     def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
         """Replace elements of `flat` by float32 values; as float16, rounded by bits of this step."""
-        flat = self._buffers.weights
+        flat = self.flat
         if self._bits is None:
             flat[start:end].copy_(values)
         else:
             whole = flat.float()  # what float16 holds, rounding keeps
             whole[start:end] = values
-            round_stochastically(
-                whole, self._bits, step, "mean", out=flat, keep=torch.ones_like(flat[0], dtype=torch.bool)
-            )
-        self._buffers.refresh()
+            keep = torch.ones((), dtype=torch.bool, device=flat.device)
+            round_stochastically(whole, self._bits, step, "mean", out=flat, keep=keep)
+        self.refresh()
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:
         """Replaces the weights of those parameters, rounded to nearest; the others and the slots stay."""
-        for name, view in zip(self._parameters, self._layout.views(self._buffers.weights)):
-            if name in weights:
-                view.copy_(weights[name])
-        self._buffers.refresh()
+        self._fill(self.flat, weights)
+        self.refresh()
 
     def by_name(self, flat: torch.Tensor) -> Dict[str, torch.Tensor]:
         """The parts of a buffer laid out as `flat` is, copied to the CPU."""
@@ -199,8 +186,8 @@ class WeightState:
 
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """A whole model's tensors without those of parameters that other processes have."""
-        elsewhere = set(self._model) - set(self._parameters)
-        return {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
+        others = set(self._model) - set(self._parameters)
+        return {name: tensor for name, tensor in tensors.items() if name not in others}
 
     def load_flat(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
         """Fills a buffer with what `by_name` gave. Raises ValueError as `load_state_dict` does."""
@@ -209,7 +196,8 @@ class WeightState:
 
     def _fill(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
         for name, view in zip(self._parameters, self._layout.views(flat)):
-            view.copy_(tensors[name])
+            if name in tensors:
+                view.copy_(tensors[name])
 
     def _check(self, tensors: Dict[str, torch.Tensor]) -> None:
         for name in {**self._parameters, **tensors}:
@@ -220,6 +208,3 @@ class WeightState:
             expected, found = tuple(self._parameters[name].shape), tuple(tensors[name].shape)
             if expected != found:
                 raise ValueError(f"{name} is {list(found)}, the model's is {list(expected)}")
-
-    def _persistent(self) -> Dict[str, torch.Tensor]:
-        return {"weights": self._buffers.weights, **self._buffers.slots}

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from optim.base import OPTIMIZERS, HasSlots
-from optim.lars_update import LarsUpdate, Rules
-from optim.layout import Layout
+from optim.lars_update import LarsUpdate
+from optim.optimizer_update import Target
 from recipe.optimization import Lars
 
 
@@ -34,7 +34,7 @@ class LARS(HasSlots, Optimizer):
     rate follow the TensorFlow 1 implementation that the G16 recipe used. Second form: You et al., 1904.00962.
     """
 
-    slots = Lars.all_slots
+    slots, numbers = Lars.all_slots, ("momentum", "trust_coefficient", "trust", "eps")
 
     def __init__(
         self,
@@ -48,16 +48,8 @@ class LARS(HasSlots, Optimizer):
     ):
         """Args: params: tensors, or groups with their own `weight_decay`, `adapt` and `lr_scale`."""
         assert trust in ("gradient", "momentum"), trust
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "adapt": True,
-            "lr_scale": 1.0,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, {**defaults, "trust_coefficient": trust_coefficient, "adapt": True, "lr_scale": 1.0})
         self.trust = trust
         self.trust_ratios: dict = {}
 
@@ -96,21 +88,13 @@ class LARS(HasSlots, Optimizer):
             step = momentum.mul_(mu).add_(step)
         weight.sub_(step)
 
-    @classmethod
-    def of(cls, section: Lars, groups: list) -> LARS:
-        numbers = {key: getattr(section, key) for key in ("momentum", "trust_coefficient", "trust", "eps")}
-        return cls(groups, lr=0.0, **numbers)
-
     @staticmethod
     def options(section: Lars, skipped: bool) -> dict:
         others = {"adapt": False, "lr_scale": section.skip_lr_scale} if skipped else {}
         return {**HasSlots.options(section, skipped), **others}
 
-    def replica_rules(self, parameters: dict, device: torch.device) -> Rules:
-        return Rules(self, parameters, device)
-
-    def create_update(self, parameters: dict, _: object, gradients: list, layout: Layout, *shared: Any) -> LarsUpdate:
-        return update_class(layout.device)(self, parameters, layout, *shared)
+    def create_update(self, target: Target, create: object) -> LarsUpdate:
+        return update_class(target.layout.device)(self, target)
 
 
 def update_class(device: torch.device) -> type:

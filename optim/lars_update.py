@@ -1,54 +1,47 @@
-"""The update by LARS in two passes over gradients and state: no scratch memory, and no Python for each parameter."""
+"""The update by LARS in two passes over gradients and state: no scratch memory, and no Python for each parameter.
+
+Tensors of elements are [rows, ROW], what is the same for a row [rows, 1]; arithmetic is float32. A scale [] on the
+gradients undoes loss scale and accumulation. See LARS for the formulas.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
-from optim import lars_passes
-from optim.layout import Buffers, Layout, Run, in_parts, in_rows
-from optim.norms import Norms, WholeModel
-from optim.rounding import RoundingBits
+from optim.layout import Run, in_parts, in_rows
+from optim.norms import Norms
+from optim.optimizer_update import Target
+from optim.rounding import lower, random_bits, rounded, upper
 
 if TYPE_CHECKING:
     from optim.lars import LARS
 
 
 class LarsUpdate:
-    """Steps as LARS does, from the state to the state.
+    """Steps as `lars` does, from the state to the state; its own step is not called.
 
     The first pass adds up squares, from which the trust ratios follow; the second makes the step, rounds and stores
     it, and renews the module's parameters. With `trust="momentum"` and a clipped gradient there are three: the ratios
     need the momentum, and that the clipped gradient.
     """
 
-    def __init__(
-        self,
-        lars: LARS,
-        parameters: Dict[str, nn.Parameter],
-        layout: Layout,
-        buffers: Buffers,
-        bits: Optional[RoundingBits],
-        clip_norm: Optional[float],
-        model: WholeModel,
-    ):
-        """Args: lars: of `parameters`, the module's; its step is not called."""
+    def __init__(self, lars: LARS, target: Target):
         self.run: Run = in_parts
-        self.asks = layout.device.type == "cpu"  # whether to step: that costs nothing there, elsewhere a mask decides
-        self._rules = Rules(lars, parameters, layout.device)
-        self._layout, self._model, self._clip_norm = layout, model, clip_norm
-        self._adapted = [(place, name) for place, name in enumerate(layout.names) if self._rules.adapted[place]]
-        self._bits, self._buffers = bits, buffers
-        self._decay = layout.spread(self._rules.decay)
+        parameters, self._layout, self._buffers, self._bits, self._clip_norm, self._model = target
+        device = self._layout.device
+        self.asks = device.type == "cpu"  # whether to step: that costs nothing there, elsewhere a mask decides
+        self._rules = Rules(lars, parameters, device)
+        self._decay = self._layout.spread(self._rules.decay)
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
         """As WeightState.prepare: the first pass."""
         scale = divisor.reciprocal()
-        gradient, weight, wrong, *directions = self._sums(scale)
+        gradient, weight, finite, *directions = self._sums(scale)
         self._prepared = scale, gradient, weight, directions
-        return self._finite(wrong)
+        return finite
 
     def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
         """As WeightState.apply: the other passes."""
@@ -60,54 +53,41 @@ class LarsUpdate:
             if directions:
                 directions = self._sums(scale)[3:]
         ratio = self._ratios(weight, directions[0] if directions else gradient)
-        made = not self.asks or bool(finite)
-        squares = self._step(step, scale, lr, ratio, None if self.asks else finite) if made else None
+        if not self.asks or finite:
+            subtracted = self._step(step, scale, lr, ratio, None if self.asks else finite, measure)
+        else:
+            subtracted = torch.full_like(weight, float("nan"))
         if not measure:
             return None
-        subtracted = self._by_parameter(squares) if made else torch.full_like(weight, float("nan"))
         norm = self._model.norm
-        trust = self._model.ratios({name: ratio[place] for place, name in self._adapted})
-        return Norms(gradient_norm, norm(weight), norm(subtracted), trust)
+        return Norms(gradient_norm, norm(weight), norm(subtracted), self._model.ratios(self._rules.named(ratio)))
 
     def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
-        """By parameter, float64."""
+        """By parameter, float64, the sums of squares of the gradient, of the weights and, by_momentum, of the
+        direction; before the last, bool [], whether all gradients are finite."""
         gradient, weight, momentum, _ = self._rows()
-        if self._rules.trust == "gradient":
-            sums = self.run(lars_passes.gradient_sums, (gradient, weight), (scale,))
-        else:
-            rows = (gradient, weight, momentum, self._decay)
-            sums = self.run(lars_passes.momentum_sums, rows, (scale, self._rules.mu))
-        return [self._layout.sums(each) for each in sums]
-
-    def _finite(self, wrong: torch.Tensor) -> torch.Tensor:
-        """Bool []: whether no parameter's sum is NaN."""
-        return torch.isfinite(wrong.sum())
+        others = (momentum, self._decay) if self._rules.by_momentum else (None, None)
+        sums = self.run(sum_rows, (gradient, weight, *others), (scale, self._rules.mu))
+        gradient, weight, wrong, *directions = [self._layout.sums(each) for each in sums]
+        return [gradient, weight, torch.isfinite(wrong.sum()), *directions]
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         """As Rules.ratios."""
         return self._rules.ratios(weight, direction)
 
     def _step(
-        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor]
-    ) -> torch.Tensor:
-        """The second pass. Returns sums of squares of what was subtracted, for `_by_parameter`.
-
-        Args:
-            ratios: by parameter, float32.
-            keep: bool [], where False nothing changes; None: True.
-        """
-        function = lars_passes.gradient_step if self._rules.trust == "gradient" else lars_passes.momentum_step
+        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor], measure
+    ) -> Optional[torch.Tensor]:
+        """The second pass. Return sums of squares of what was subtracted, by parameter, float64, if `measure`. ratios:
+        by parameter, float32. keep: bool [], where False nothing changes; None: True."""
         bit_rows = draws = None
         if self._bits is not None:
             bit_rows = self._bits.rows
             draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
         rate = self._layout.spread((lr * self._rules.lr_scale * ratios).float())
         rows = (*self._rows(), rate, self._decay, bit_rows)
-        return self.run(function, rows, (scale, self._rules.mu, draws, keep))
-
-    def _by_parameter(self, sums: torch.Tensor) -> torch.Tensor:
-        """What `_step` gave, by parameter, float64."""
-        return self._layout.sums(sums)
+        squares = self.run(step_rows, rows, (self._rules.by_momentum, scale, self._rules.mu, draws, keep))
+        return self._layout.sums(squares) if measure else None
 
     def _rows(self) -> Tuple[Optional[torch.Tensor], ...]:
         """Gradient, weights, momentum, and the module's parameters where they are not the weights."""
@@ -118,41 +98,87 @@ class LarsUpdate:
 
 
 class Rules:
-    """The hyperparameters of a LARS by parameter, and the trust ratios that follow from them.
+    """The hyperparameters of a LARS by parameter, and the trust ratios that follow from them. SGD has none of these.
 
-    trust, mu: of the LARS. adapted: whether each parameter has a trust ratio, also as a tensor `adapt`. decay, float32,
-    coefficient, eps, lr_scale, float64: [parameters]; directions are multiplied by learning rate x lr_scale x ratio.
+    by_momentum, mu: of the optimizer. adapted: names of the parameters that have a trust ratio, and their places;
+    `adapt` is a mask of them. decay, float32, coefficient, eps, lr_scale, float64: [parameters]; directions are
+    multiplied by learning rate x lr_scale x ratio.
     """
 
-    def __init__(self, lars: LARS, parameters: Dict[str, torch.Tensor], device: torch.device):
-        self.trust, self.mu = lars.trust, lars.defaults["momentum"]
-        assert all(group["momentum"] == self.mu for group in lars.param_groups), "one momentum for all parameters"
-        group_of = {id(parameter): group for group in lars.param_groups for parameter in group["params"]}
+    def __init__(self, optimizer: Optimizer, parameters: Dict[str, torch.Tensor], device: torch.device):
+        self.by_momentum = getattr(optimizer, "trust", "gradient") == "momentum"
+        self.mu = optimizer.defaults["momentum"]
+        assert all(group["momentum"] == self.mu for group in optimizer.param_groups), "one momentum for all parameters"
+        group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group_of[id(parameter)] for parameter in parameters.values()]
 
-        def column(values: Iterable[float]) -> torch.Tensor:
-            return torch.tensor(list(values), dtype=torch.float64, device=device)
+        def column(key: str, default: float) -> torch.Tensor:
+            return torch.tensor([group.get(key, default) for group in groups], dtype=torch.float64, device=device)
 
-        self.adapted = [group["adapt"] for group in groups]
-        self.decay = column(group["weight_decay"] * group.get("decays", group["adapt"]) for group in groups).float()
-        self.adapt = torch.tensor(self.adapted, device=device)
-        self.coefficient = column(group["trust_coefficient"] for group in groups)
-        self.eps = column(group["eps"] for group in groups)
+        adapt = [group.get("adapt", False) for group in groups]
+        self.adapted = {name: place for place, name in enumerate(parameters) if adapt[place]}
+        self.adapt = torch.tensor(adapt, device=device)
+        self.decay = (column("weight_decay", 0.0) * column("adapt", True)).float()
+        self.coefficient, self.eps = column("trust_coefficient", 0.0), column("eps", 0.0)
         # The momentum of the second form is an average: plain momentum, which is a sum, is so many times as long.
-        plain = 1.0 if self.trust == "gradient" else 1 / (1 - self.mu)
-        self.lr_scale = column(group["lr_scale"] * (1.0 if group["adapt"] else plain) for group in groups)
+        plain = 1 / (1 - self.mu) if self.by_momentum else 1.0
+        scale = column("lr_scale", 1.0)
+        self.lr_scale = torch.where(self.adapt, scale, scale * plain)
 
     def ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-        """Trust ratios, float32 [parameters], 1 where there is none.
-
-        Args:
-            weight, direction: sums of squares of the weights, and of the gradient (trust gradient) or of momentum and
-                weight decay (trust momentum); float64.
-        """
+        """Trust ratios, float32 [parameters], 1 where there is none. weight, direction: sums of squares of the weights,
+        and of the gradient, or by_momentum of momentum and weight decay; float64 [parameters]."""
         weight, direction = weight.sqrt(), direction.sqrt()
-        if self.trust == "gradient":
-            ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
-        else:
+        if self.by_momentum:
             ratio, otherwise = self.coefficient * weight / (direction + self.eps), self.coefficient
+        else:
+            ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
         ratio = torch.where((weight > 0) & (direction > 0), ratio, otherwise)
         return torch.where(self.adapt, ratio, 1.0).float()
+
+    def named(self, ratios: torch.Tensor) -> Dict[str, torch.Tensor]:
+        """Those of the parameters that have one, by name, float32 []."""
+        return {name: ratios[place] for name, place in self.adapted.items()}
+
+
+def sum_rows(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Tensor, ...]:
+    """Sums over each row of g^2 and w^2, and 0 or, where a gradient is not finite, NaN; [rows] each. With the momentum
+    also of u^2, u = mu m + (1 - mu) g + decay w."""
+    g, w = gradient * scale, weight.float()
+    found = (g * g).sum(1), (w * w).sum(1), (g - g).sum(1)
+    if momentum is None:
+        return found
+    u = momentum.float() * mu + g * (1 - mu) + decay * w
+    return (*found, (u * u).sum(1))
+
+
+def step_rows(
+    gradient, weight, momentum, working, rate, decay, bit_rows, by_momentum: bool, scale, mu: float, draws, keep
+) -> torch.Tensor:
+    """m = mu m + rate (g + decay w);  w = w - m, or by_momentum m = mu m + (1 - mu) g;  w = w - rate (m + decay w);
+    written into weight, momentum and working.
+
+    Returns sums over each row of squares of what was subtracted, [rows].
+
+    Args:
+        working: the module's parameters, where they are not the weights themselves.
+        rate: learning rate times trust ratio.
+        bit_rows, draws: for stochastic rounding: rows of a RoundingBits, and its lanes and its draw; else to nearest.
+        keep: bool [], where False nothing changes; None: True.
+    """
+    g, w, m = gradient * scale, weight.float(), momentum.float() * mu
+    if by_momentum:
+        m = m + g * (1 - mu)
+        subtracted = (m + decay * w) * rate
+    else:
+        m = m + (g + decay * w) * rate
+        subtracted = m
+    words = None if draws is None else random_bits(bit_rows, *draws)
+    for value, targets, chosen in ((w - subtracted, (weight, working), upper), (m, (momentum,), lower)):
+        stored = targets[0].dtype
+        half = words is not None and stored == torch.float16
+        value = rounded(value, chosen(words)) if half else value.to(stored)
+        for target in targets:
+            if target is not None:
+                target.copy_(value if keep is None else torch.where(keep, value.to(target.dtype), target))
+    return (subtracted * subtracted).sum(1)

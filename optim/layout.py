@@ -19,7 +19,7 @@ class Layout:
 
     So a property of a parameter, such as its learning rate, is one number a row.
 
-    names: of the parameters, in order. starts: first element of each. length: elements of a buffer.
+    names: of the parameters, in order. places: name -> (first element, number of elements). length: of a buffer.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
@@ -27,13 +27,10 @@ class Layout:
         self.names = list(parameters)
         self.device = next(iter(parameters.values())).device
         self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
-        self._counts = [parameter.numel() for parameter in parameters.values()]
-        rows = [-(-count // ROW) for count in self._counts]
-        self.starts: Dict[str, int] = {}
-        self.length = 0
-        for name, count in zip(self.names, rows):
-            self.starts[name] = self.length
-            self.length += count * ROW
+        rows = [-(-parameter.numel() // ROW) for parameter in parameters.values()]
+        starts = [ROW * sum(rows[:place]) for place in range(len(rows))]
+        self.places = {name: (start, parameters[name].numel()) for name, start in zip(parameters, starts)}
+        self.length = ROW * sum(rows)
         self._rows = torch.tensor(rows, device=self.device)
         self._owners = torch.repeat_interleave(self._rows, output_size=sum(rows))
 
@@ -43,14 +40,8 @@ class Layout:
 
     def views(self, flat: torch.Tensor) -> List[torch.Tensor]:
         """The parameters' parts of a buffer, each in its shape."""
-        return [
-            flat[start : start + count].view(shape)
-            for start, count, shape in zip(self.starts.values(), self._counts, self._shapes)
-        ]
-
-    def places(self) -> Dict[str, tuple]:
-        """Name -> (first element, number of elements)."""
-        return {name: (start, count) for (name, start), count in zip(self.starts.items(), self._counts)}
+        places = zip(self.places.values(), self._shapes)
+        return [flat[start : start + count].view(shape) for (start, count), shape in places]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums over the rows of each parameter: of [rows], float64 [parameters]. Each depends on its own rows alone."""

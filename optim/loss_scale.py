@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _GROWTH_INTERVAL = 2000  # finite steps before a dynamic scale doubles, as torch.amp.GradScaler has it
+_STATE = ("scale", "_finite_steps", "skipped", "skipped_in_row")
 
 
 class LossScale:
@@ -16,9 +17,7 @@ class LossScale:
     def __init__(self, scale: float, dynamic: bool, device: torch.device):
         self._dynamic = dynamic
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._finite_steps = self.skipped = self.skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: torch.Tensor) -> None:
         """Counts a step. finite: bool [], on the device; nothing waits for it."""
@@ -33,10 +32,8 @@ class LossScale:
             self.scale = (self.scale * factor).clamp_(2.0**-14, 2.0**24)
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name).to("cpu", copy=True) for name in self._names}
+        return {name: getattr(self, name).to("cpu", copy=True) for name in _STATE}
 
     def load_state_dict(self, state: dict) -> None:
-        for name in self._names:
+        for name in _STATE:
             setattr(self, name, state[name].to(self.scale.device))
-
-    _names = ("scale", "_finite_steps", "skipped", "skipped_in_row")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -27,9 +27,9 @@ class WholeModel:
         device: torch.device,
     ):
         """Args: own: names of this process's parameters. model: of all. sum_over_stages: as in WeightState."""
-        self._own, self._model, self._sum_over_stages, self._device = list(own), list(model), sum_over_stages, device
-        places = {name: place for place, name in enumerate(self._model)}
-        self._places: List[int] = [places[name] for name in self._own]
+        self._own, self._model, self._sum_over_stages, self._device = own, model, sum_over_stages, device
+        places = {name: place for place, name in enumerate(model)}
+        self._places = [places[name] for name in own]
 
     def norm(self, squares: torch.Tensor) -> torch.Tensor:
         """Euclidean norm, float32 [], of sums of squares by own parameter, float64; stages do not change a bit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Callable, Dict, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from optim.base import HasSlots
 
 
+class Target(NamedTuple):
+    """What an update changes: parameters of a module, views of the working buffer, and the rest as of WeightState."""
+
+    parameters: Dict[str, nn.Parameter]
+    layout: Layout
+    buffers: Buffers
+    bits: Optional[RoundingBits]
+    clip_norm: Optional[float]
+    model: WholeModel
+
+
 class OptimizerUpdate:
     """Steps an optimizer in float32 scratch memory: slots, and weights, where the module's own are not float32.
 
@@ -22,37 +33,21 @@ class OptimizerUpdate:
     step. All others step in scratch, and store the result under a mask.
     """
 
-    def __init__(
-        self,
-        parameters: Dict[str, nn.Parameter],
-        create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots],
-        gradients: list,
-        layout: Layout,
-        buffers: Buffers,
-        bits: Optional[RoundingBits],
-        clip_norm: Optional[float],
-        model: WholeModel,
-    ):
-        """Args: parameters: of the module, views of the working buffer. gradients: their views, in this order."""
+    def __init__(self, target: Target, create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots]):
         self.run: Run = in_parts
-        self._layout, self._buffers, self._gradients, self._bits = layout, buffers, gradients, bits
-        self._clip_norm, self._model = clip_norm, model
-        self._in_place = (
-            layout.device.type == "cpu"
-            and buffers.weights is buffers.working
-            and buffers.weights.dtype == torch.float32
-        )
-        own_working = buffers.working is not buffers.weights and buffers.working.dtype == torch.float32
-        if self._in_place or own_working:
-            self._weights, self._masters = buffers.working, parameters
-        else:
+        masters, layout, buffers, self._bits, self._clip_norm, self._model = target
+        self._layout, self._buffers, self._gradients = layout, buffers, layout.views(buffers.gradients)
+        same, single = buffers.weights is buffers.working, buffers.working.dtype == torch.float32
+        self._in_place = same and single and layout.device.type == "cpu"
+        self._weights = buffers.working
+        if not (self._in_place or (single and not same)):
             self._weights = layout.zeros(torch.float32)
-            views = layout.views(self._weights)
-            self._masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
-        self.optimizer = create_optimizer(self._masters)
+            masters = {name: nn.Parameter(view) for name, view in zip(layout.names, layout.views(self._weights))}
+        self._masters = list(masters.values())
+        self.optimizer = create_optimizer(masters)
         self._slots = buffers.slots if self._in_place else {name: layout.zeros(torch.float32) for name in buffers.slots}
         for slot, buffer in self._slots.items():
-            for master, view in zip(self._masters.values(), layout.views(buffer)):
+            for master, view in zip(self._masters, layout.views(buffer)):
                 self.optimizer.state[master][slot] = view
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +66,8 @@ class OptimizerUpdate:
             flat.mul_((self._clip_norm / gradient).clamp(max=1.0))  # infinite for a norm of 0, and so 1
         if not self._in_place or finite:
             self._step(step, lr)
-        norms = self._norms(gradient, before) if measure else None
+        # Before the result is stored: the difference is what the optimizer subtracted.
+        norms = Norms(gradient, self._norm(before), self._norm(self._weights - before), {}) if measure else None
         if not self._in_place:
             self._store(self._buffers.weights, self._weights, step, "weight", finite)
             for slot, buffer in self._buffers.slots.items():
@@ -87,7 +83,7 @@ class OptimizerUpdate:
                 self._slots[slot].copy_(buffer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for master, view in zip(self._masters.values(), self._gradients):
+        for master, view in zip(self._masters, self._gradients):
             master.grad = view
         self.optimizer.at_step(step)
         self.optimizer.step()
@@ -97,10 +93,6 @@ class OptimizerUpdate:
             round_stochastically(source, self._bits, step, slot, out=state, keep=finite, run=self.run)
         else:
             state.copy_(torch.where(finite, source.to(state.dtype), state))
-
-    def _norms(self, gradient: torch.Tensor, before: torch.Tensor) -> Norms:
-        """After the step and before it is stored: the difference to `before` is what the optimizer subtracted."""
-        return Norms(gradient, self._norm(before), self._norm(self._weights - before), {})
 
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
         return self._model.norm(torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square())

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
 from optim.lars_update import Rules
-from optim.layout import Buffers, Layout, in_parts, in_rows
-from optim.norms import Norms, WholeModel
-from optim.sketch import Sketch
+from optim.layout import in_parts, in_rows
+from optim.norms import Norms
+from optim.optimizer_update import Target
+from recipe.randomness import bits32, key
+
+_SIGNS = 1 << 20  # random signs in the table, about; longer vectors use them again
+
+
+class Sketch:
+    """Adds the elements of vectors up in few buckets, with random signs: a few numbers with a vector's norm.
+
+    The sketch of a sum is the sum of the sketches, and its norm that of the sum, to about 1 / sqrt(2 buckets): an
+    element's bucket is its place modulo `buckets`, its sign a function of its place. Best is a prime number of
+    buckets: the elements of a row or of a channel, which are alike, then fall into different ones.
+
+    Source: Alon, Matias and Szegedy, 1996, The space complexity of approximating the frequency moments; buckets:
+    Charikar, Chen and Farach-Colton, 2002, Finding frequent items in data streams.
+    """
+
+    def __init__(self, vectors: Sequence[Sequence[Tuple[int, int]]], buckets: int, device: torch.device):
+        """Args: vectors: of each its pieces of a flat buffer, (first element, number of elements). buckets: numbers of
+        a vector's sketch, above 0."""
+        self._vectors, self.buckets = vectors, buckets
+        self._part = max(1, (1 << 17) // buckets) * buckets  # elements at a time: they stay in a core's cache
+        count = -(-_SIGNS // self._part) * self._part
+        numbers = torch.arange(count, device=device)
+        self._signs = (bits32(key("sketch"), numbers) & 1).float().mul_(2).sub_(1)
+
+    def __call__(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sketches of the vectors in a buffer, float32 [length]: float32 [vectors, buckets]."""
+        found = torch.zeros(len(self._vectors), self.buckets, device=flat.device)
+        for row, pieces in zip(found, self._vectors):
+            place = 0  # signs depend on the place in the vector: where the vector lies does not matter
+            for part in (part for start, count in pieces for part in flat[start : start + count].split(self._part)):
+                place = 0 if place + len(part) > len(self._signs) else place
+                signed = part * self._signs[place : place + len(part)]
+                whole = len(signed) // self.buckets * self.buckets
+                if whole:
+                    row += signed[:whole].view(-1, self.buckets).sum(0)
+                row[: len(signed) - whole] += signed[whole:]
+                place += -(-len(part) // self.buckets) * self.buckets
+        return found
 
 
 class ReplicaUpdate:
     """Adds a replica's part of an update to what the replica has not sent yet.
 
-    LARS is not linear in the gradient: whatever few values of one arrive, it stretches them to the full length of a
-    step. What it makes of a gradient is linear once the trust ratio rho of each parameter is known. With g the
-    replica's part of the mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P replicas, and e what is
-    not sent yet:
+    LARS is linear in the gradient once the trust ratio rho of each parameter is known. With g the replica's part of the
+    mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P replicas, and e what is not sent yet:
 
         trust gradient:  v = mu v + lr rho (g + wd w / P);  e = e + v
         trust momentum:  v = mu v + (1 - mu) g;             e = e + lr rho (v + wd w / P)
@@ -35,9 +72,7 @@ class ReplicaUpdate:
     def __init__(
         self,
         rules: Rules,
-        layout: Layout,
-        buffers: Buffers,
-        model: WholeModel,
+        target: Target,
         *,
         clip_norm: Optional[float],
         buckets: int,
@@ -46,20 +81,19 @@ class ReplicaUpdate:
     ):
         """
         Args:
-            rules: of the optimizer, by parameter. layout, buffers, model, clip_norm: as of WeightState.
+            rules: of the optimizer, by parameter. clip_norm: as of WeightState.
             buckets: of the sketch of each parameter that has a trust ratio; the others share one.
             add_up: sums a float32 tensor over the replicas, in place, to the same bits on all.
         """
-        self._rules, self._layout, self._weights, self._model = rules, layout, in_rows(buffers.weights), model
+        layout, self._rules, self._weights = target.layout, rules, in_rows(target.buffers.weights)
+        self._layout, self._model = layout, target.model
         self._clip_norm, self._add_up, self._alone = clip_norm, add_up, replicas == 1
-        places = list(layout.places().values())
-        self._sketched = [place for place, adapted in enumerate(rules.adapted) if adapted]
-        vectors = [[places[place]] for place in self._sketched]
-        others = [place for place, adapted in enumerate(rules.adapted) if not adapted]
-        if others:
-            self._sketched.append(others[0])
-            vectors.append([places[place] for place in others])
-        self._sketch = Sketch(vectors, buckets, layout.device)
+        places = list(layout.places.values())
+        groups = [[place] for place in rules.adapted.values()]
+        others = [place for place in range(len(places)) if place not in rules.adapted.values()]
+        groups += [others] if others else []
+        self._sketched = [group[0] for group in groups]  # where a group's squares are put
+        self._sketch = Sketch([[places[place] for place in group] for group in groups], buckets, layout.device)
         self._decay = layout.spread(rules.decay / replicas)
         self.velocity = layout.zeros(torch.float32)
         self.lr = 0.0
@@ -68,10 +102,9 @@ class ReplicaUpdate:
     def __call__(
         self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
     ) -> None:
-        """Add this replica's part of the update to the residual. Every replica calls.
+        """Add this replica's part of the update to the residual, float32 [length]. Every replica calls.
 
         Args:
-            residual: float32 [length].
             gradient: float32 [length], sums over this replica's micro batches times the loss scale; zeros if those of
                 any replica are not finite. It may be overwritten.
             divisor: float32 [], the loss scale times the micro batches of all replicas.
@@ -86,26 +119,24 @@ class ReplicaUpdate:
         rows, mu, moves = in_rows(gradient), torch.where(finite, rules.mu, 1.0), finite.float()
         weight = self._layout.sums(in_parts(_squares, (self._weights,), ()))
         squares = self._squares
-        if rules.trust == "momentum":
+        if rules.by_momentum:
             in_parts(_average, (rows, velocity, self._weights, self._decay), (scale * (1 - rules.mu), mu))
             squares = self._mean_squares(gradient)
         self._ratio = rules.ratios(weight, squares)
         rate = self._layout.spread((self.lr * rules.lr_scale * self._ratio).float()) * moves
-        if rules.trust == "momentum":
+        if rules.by_momentum:
             in_rows(residual).addcmul_(rows, rate)
         else:
             arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate)
             in_parts(_accumulate, arguments, (scale, mu, moves))
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """State of this replica for later updates."""
         return {"velocity": self.velocity}
 
     def norms(self, applied: Norms) -> Norms:
         """Those of the last update: `applied`, with the mean gradient's norm and the trust ratios. All stages call."""
-        names = self._layout.names
-        ratios = {names[place]: self._ratio[place] for place, adapted in enumerate(self._rules.adapted) if adapted}
-        return applied._replace(gradient=self._model.norm(self._squares), trust=self._model.ratios(ratios))
+        trust = self._model.ratios(self._rules.named(self._ratio))
+        return applied._replace(gradient=self._model.norm(self._squares), trust=trust)
 
     def _mean_squares(self, vector: torch.Tensor) -> torch.Tensor:
         """Sums of squares of the replicas' sum, float64 [parameters]; of those without a ratio the first has all."""

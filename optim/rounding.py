@@ -5,8 +5,7 @@ A parameter's elements are taken in rows of 64. Element i has one random word a 
     mix32(bits32(draw, i // 64) + (i % 64) 0x9E3779B1)
 
 with the functions of recipe/randomness.py and a draw made of (seed, step) and of the parameter's name: so the words
-agree on every device and backend, at any number of stages or replicas, and after resume. Within a row the last of the
-three mixing rounds counts up in steps of the golden ratio; the two others, one number a row, cost next to nothing.
+agree on every device and backend, at any number of stages or replicas, and after resume.
 
 A float32 value has 13 more bits of mantissa than a float16 one, so 13 random bits make the mean exact: those at the top
 of the word round the weight, those at the bottom the momentum. Adding them to the 13 bits and cutting these off carries
@@ -24,9 +23,8 @@ from recipe.randomness import key
 
 LARGEST = 65504.0  # largest finite float16
 VERSION = 2  # of the random bits and of what is made of them; in checkpoints. 1: 24 bits for each slot of an element
-_SMALLEST_NORMAL = (
-    2.0**-14
-)  # of float16; below it the spacing stays 2**-24, that of float32 numbers from 2**-14 is 2**-37
+# The smallest normal float16. The spacing is 2**-24 below it, too; that of float32 numbers just above it is 2**-37.
+_SMALLEST_NORMAL = 2.0**-14
 _GOLDEN = 0x9E3779B1
 _CUT = 0x1FFF  # the 13 bits of a float32 that float16 has not
 _SIGN, _MAGNITUDE, _NAN = -(2**31), 2**31 - 1, 0x7FC00000
@@ -41,6 +39,9 @@ def upper(words: torch.Tensor) -> torch.Tensor:
 def lower(words: torch.Tensor) -> torch.Tensor:
     """The 13 bits that round momentum, in [0, 2**13)."""
     return words & _CUT
+
+
+_SHARING = {"weight": upper, "momentum_buffer": lower}
 
 
 class RoundingBits:
@@ -64,15 +65,10 @@ class RoundingBits:
     def draw(self, step: int, slot: str) -> Tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
         """What `random_bits` adds to all rows, a signed 32-bit number, and which bits of the words round this slot.
 
-        Args:
-            step: number of the update, from 0.
-            slot: what is rounded. "weight" and "momentum_buffer" share words, any other slot has words of its own.
+        step: number of the update, from 0. "weight" and "momentum_buffer" share words, any other slot has its own.
         """
         words = () if slot in _SHARING else (slot,)
         return _signed(key("rounding", self._seed, step, *words) >> 32), _SHARING.get(slot, upper)
-
-
-_SHARING = {"weight": upper, "momentum_buffer": lower}
 
 
 def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: int) -> torch.Tensor:
@@ -85,10 +81,7 @@ def rounded(source: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
     Exact in expectation for normal results. Below 2**-14, where float16 has subnormal numbers, the value is first
     rounded to a multiple of 2**-37, as float32 does just above 2**-14: at most 2**-14 of the spacing off. Beyond 65504
-    the result saturates. What float16 can represent is kept, and so is NaN.
-
-    Args:
-        noise: int32, uniform in [0, 2**13).
+    the result saturates. What float16 can represent is kept, and so is NaN. noise: int32, uniform in [0, 2**13).
     """
     bits = source.view(torch.int32)
     magnitude = (bits & _MAGNITUDE).view(torch.float32)
@@ -111,13 +104,9 @@ def round_stochastically(
     keep: torch.Tensor,
     run: Run = in_parts,
 ) -> None:
-    """Writes what `rounded` makes of a whole buffer.
+    """Write into `out`, float16 [n], what `rounded` makes of a buffer, float32 [n], that `bits` was made for.
 
-    Args:
-        source: float32 [n], the buffer that `bits` was made for.
-        out: float16 [n], written.
-        keep: bool [], where False `out` keeps its values (a step that is skipped without asking the device).
-        run: of the pass.
+    keep: bool [], where False `out` keeps its values (a step that is skipped without asking the device).
     """
     on_cpu = source.device.type == "cpu"
     if on_cpu and not keep:
@@ -127,15 +116,7 @@ def round_stochastically(
     run(round_rows, rows, (bits.lanes, draw, chosen, None if on_cpu else keep))
 
 
-def round_rows(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    bit_rows: torch.Tensor,
-    lanes: torch.Tensor,
-    draw: int,
-    chosen: Callable[[torch.Tensor], torch.Tensor],
-    keep: Optional[torch.Tensor],
-) -> None:
+def round_rows(source, out, bit_rows, lanes, draw: int, chosen: Callable, keep: Optional[torch.Tensor]) -> None:
     """The pass of `round_stochastically` over rows."""
     new = rounded(source, chosen(random_bits(bit_rows, lanes, draw)))
     out.copy_(new if keep is None else torch.where(keep, new, out))

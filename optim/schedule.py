@@ -36,13 +36,7 @@ def polynomial(section: Polynomial, peak: float, lengths: Lengths) -> Rate:
 
     Source: You, Gitman and Ginsburg, 1708.03888, section 5; the G16 recipe warms up for 70 of 350 epochs, power 2.
     """
-    final, warmup = peak * section.final_ratio, lengths.warmup
-
-    def rate(step: int) -> float:
-        remaining = max(0.0, 1.0 - (step - warmup) / (lengths.total - warmup))
-        return final + (peak - final) * remaining**section.power
-
-    return rate
+    return _decay(section.final_ratio, peak, lengths, lambda done: (1.0 - done) ** section.power)
 
 
 @SCHEDULES.implements(Cosine)
@@ -51,21 +45,12 @@ def cosine(section: Cosine, peak: float, lengths: Lengths) -> Rate:
 
     Source: Loshchilov and Hutter, 1608.03983, equation 5, without restarts.
     """
-    final, warmup = peak * section.final_ratio, lengths.warmup
-
-    def rate(step: int) -> float:
-        done = min(1.0, (step - warmup) / (lengths.total - warmup))
-        return final + (peak - final) * (1.0 + math.cos(math.pi * done)) / 2
-
-    return rate
+    return _decay(section.final_ratio, peak, lengths, lambda done: (1.0 + math.cos(math.pi * done)) / 2)
 
 
 @SCHEDULES.implements(Exponential)
 def exponential(section: Exponential, peak: float, lengths: Lengths) -> Rate:
     """peak * decay_rate^floor(step / decay_steps): the drops are counted from the start of the run.
-
-    Where the warm-up is longer than `decay_epochs` some have happened when it ends, and the rate falls from just below
-    `peak` by that many at once.
 
     Source: Tan and Le, 1905.11946, section 5.2 (0.97 every 2.4 epochs), and the training code they published, which
     warms up for 5 epochs: the first rate after those is 0.97^2 of the peak.
@@ -79,3 +64,10 @@ def exponential(section: Exponential, peak: float, lengths: Lengths) -> Rate:
 def constant(section: Constant, peak: float, lengths: Lengths) -> Rate:
     """The peak until the end."""
     return lambda step: peak
+
+
+def _decay(final_ratio: float, peak: float, lengths: Lengths, left: Callable[[float], float]) -> Rate:
+    """From peak to peak * final_ratio. Args: left: share of the way that is left when a share of the decay is done."""
+    final, warmup = peak * final_ratio, lengths.warmup
+    steps = lengths.total - warmup
+    return lambda step: final + (peak - final) * left(min(1.0, (step - warmup) / steps))

@@ -24,7 +24,9 @@ for name in sys.argv[2:]:
 # They import with them the files of all rooms that runs need.
 NEEDED = "train evaluate training.run training.scoring training.exported tools.plan tools.exporting"
 # Their arguments are seen before torch is loaded.
-COMMANDS = "train evaluate tools.batch tools.curves tools.doctor tools.export tools.launch tools.plan tools.report tools.sweep"
+COMMANDS = (
+    "train evaluate tools.batch tools.curves tools.doctor tools.export tools.launch tools.plan tools.report tools.sweep"
+)
 
 
 @pytest.mark.parametrize(("absent", "names"), [(" ".join(OPTIONAL), NEEDED), ("torch", COMMANDS)])

@@ -1,11 +1,10 @@
 """Grouped convolution with small groups as Triton kernels, for contiguous and for channels-last activations.
 
-With groups of 16 channels, a kernel of k x k and stride 1, an output element takes 32 k^2 floating point operations and
-in half precision 4 bytes: 72 (k = 3) or 200 (k = 5) operations a byte. That is too many for a GPU's vector units (20 a
-byte on an H100, by its data sheet) and few for its tensor cores (300). So each group is a product for tensor cores,
-[pixels, 16] x [16, 16], at every point of the kernel, and pixels are read up to k^2 times, from the cache. Padding is
-masked, where timm's Conv2dSame copies its input. Sums are float32; those of the weights' gradient are stored in parts
-and added in a fixed order, without atomics, so results repeat bit for bit.
+With groups of 16 channels and a kernel of k x k, an output element takes 72 (k = 3) or 200 (k = 5) operations a byte:
+too many for a GPU's vector units (20 a byte on an H100, by its data sheet), few for its tensor cores (300). So each
+group is a product for tensor cores, [pixels, 16] x [16, 16], at every point of the kernel, and pixels are read up to
+k^2 times, from the cache. Padding is masked, where timm's Conv2dSame copies its input. Sums are float32; those of the
+weights' gradient are stored in parts and added in a fixed order, without atomics, so results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _GROUP_SIZES = (16, 32)  # tensor cores need 16 channels
 _PIXELS = {torch.contiguous_format: 64, torch.channels_last: 128}
 _SUMMED_PIXELS = 32  # of a tile that is added to the weights' gradient
 _PRODUCT_COLUMNS = 256  # of a product that is added to it: points of the kernel x channels of a group
-# Programs that sum the weights' gradient, about: several for each processor of a large GPU. The same for every device:
-# the order of the sums is a function of shapes.
+# Programs that sum the weights' gradient, about. The same for every device: sums depend on shapes alone.
 _PROGRAMS = 1024
 _LEAST_TILES = 4  # of a program: with fewer, partial sums would be more bytes than the pixels
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -121,20 +119,17 @@ class _Launches:
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = self._empty(x, self.out_size)
         tiles = triton.cdiv(self.out_pixels, _PIXELS[self.format])
-        constants = self._constants(_PIXELS[self.format])
-        _output[(tiles * self.groups,)](x, _by_point(weight), y, tiles, self.out_pixels, *self.sizes, **constants)
+        self._run(_output, tiles, x, _by_point(weight), y, tiles, self.out_pixels)
         return y
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """One program's pixels (in a contiguous image its rows) lie `stride` apart: the same points reach all."""
         dx = self._empty(dy, self.size)
-        column_step = self.stride if self.format is torch.channels_last else 1
-        pixels = self.images * self.out_size[0] * -(-self.size[1] // column_step)
+        step = self.stride if self.format is torch.channels_last else 1
+        pixels = self.images * self.out_size[0] * -(-self.size[1] // step)
         tiles = triton.cdiv(pixels, _PIXELS[self.format])
-        constants = self._constants(_PIXELS[self.format], COLUMN_STEP=column_step)
-        _input_gradient[(tiles * self.groups * self.stride * column_step,)](
-            dy, _by_point(weight), dx, tiles, pixels, *self.sizes, **constants
-        )
+        programs = tiles * self.stride * step
+        self._run(_input_gradient, programs, dy, _by_point(weight), dx, tiles, pixels, COLUMN_STEP=step)
         return dx
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
@@ -144,28 +139,20 @@ class _Launches:
         parts = max(1, min(triton.cdiv(_PROGRAMS, self.groups * chunks), tiles // _LEAST_TILES))
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        constants = self._constants(_SUMMED_PIXELS, POINTS=points)
-        _weight_gradient[(parts * self.groups * chunks,)](
-            x, dy, sums, triton.cdiv(tiles, parts), self.out_pixels, *self.sizes, **constants
-        )
+        each, constants = triton.cdiv(tiles, parts), {"POINTS": points, "PIXELS": _SUMMED_PIXELS}
+        self._run(_weight_gradient, parts * chunks, x, dy, sums, each, self.out_pixels, **constants)
         return sums.sum(0).permute(0, 3, 4, 1, 2).reshape(self.channels, self.group, *shape[2:4]).to(x.dtype)
 
     def _empty(self, like: torch.Tensor, size: List[int]) -> torch.Tensor:
         shape = (self.images, self.channels, *size)
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=self.format)
 
-    def _constants(self, pixels: int, **others: int) -> dict:
-        return {
-            **others,
-            "PIXELS": pixels,
-            "GROUP": self.group,
-            "KERNEL": self.kernel,
-            "STRIDE": self.stride,
-            "CHANNELS_LAST": self.format is torch.channels_last,
-            "num_warps": self.group // 4,
-            # Triton's pipelining of loads goes past the cache that neighbouring pixels are to be found in.
-            "num_stages": 1,
-        }
+    def _run(self, kernel, programs: int, *arguments, **constants: int) -> None:
+        """programs: for each group."""
+        layout = {"PIXELS": _PIXELS[self.format], "CHANNELS_LAST": self.format is torch.channels_last}
+        shape = {"GROUP": self.group, "KERNEL": self.kernel, "STRIDE": self.stride, "num_warps": self.group // 4}
+        # One stage: Triton's pipelining of loads goes past the cache that neighbouring pixels are to be found in.
+        kernel[(programs * self.groups,)](*arguments, *self.sizes, **{**layout, **shape, "num_stages": 1, **constants})
 
 
 def _by_point(weight: torch.Tensor) -> torch.Tensor:
@@ -175,9 +162,8 @@ def _by_point(weight: torch.Tensor) -> torch.Tensor:
 
 
 # In the kernels a tile is [pixels, channels] where channels lie together, and else [channels, pixels], so that threads
-# read neighbours in memory. Pixels are counted over all images.
-
-# Compiled once whatever the sizes are: of `channels` alone it is worth knowing that 16 divides them.
+# read neighbours in memory. Pixels are counted over all images. They are compiled once whatever the sizes are: of
+# `channels` alone it is worth knowing that 16 divides them.
 _SIZES = ["tiles", "pixels", "height", "width", "out_height", "out_width", "top", "left"]
 
 

@@ -1,20 +1,13 @@
 """Group normalisation with SiLU as Triton kernels, for contiguous and for channels-last activations.
 
-Tensors of x's size that move between memory and processor:
-
-|          | here                                | torch's group_norm, then its silu                  |
-| forward  | read x; read x, write y: 3          | read x; read x, write z; read z, write y: 5        |
-| backward | read x, dy; read x, dy, write dx: 5 | read z, dy, write dz; then the five with dz: 8     |
-| kept     | x                                   | x and z                                            |
-
-One program computes one tile, [channels, pixels] of one image in either layout. Its sums are stored for each channel
-and merged in a fixed order, without atomics, so results repeat bit for bit. All arithmetic is float32.
+Forward reads x twice and writes y, backward reads x and dy twice and writes dx; only x is kept. One program computes
+one tile, [channels, pixels] of one image in either layout. Its sums are stored for each channel and merged in a fixed
+order, without atomics, so results repeat bit for bit. All arithmetic is float32.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Tuple
 
 import torch
 import triton
@@ -63,34 +56,26 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
     """The group normalisation that ProxyNormAct calls by `super` is the fused one."""
 
 
-class _Tiles(NamedTuple):
-    """How [N, C, H, W] is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane."""
+class _Tiles:
+    """How x, [N, C, H, W], is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane.
 
-    images: int
-    channels: int
-    pixels: int
-    channels_last: bool
-    rows: int
-    columns: int
-    aligned: int  # a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once
+    aligned: a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once.
+    """
 
-    @classmethod
-    def of(cls, x: torch.Tensor) -> _Tiles:
-        images, channels, height, width = x.shape
-        pixels = height * width
-        channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        if channels_last:
-            rows = min(_power_of_two(channels), max(_ROW, _TILE // _power_of_two(pixels)))
-            columns = min(_power_of_two(pixels), _TILE // rows)
+    def __init__(self, x: torch.Tensor):
+        self.images, self.channels, height, width = x.shape
+        self.pixels = height * width
+        self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        channels, pixels = triton.next_power_of_2(self.channels), triton.next_power_of_2(self.pixels)
+        if self.channels_last:
+            self.rows = min(channels, max(_ROW, _TILE // pixels))
+            self.columns = min(pixels, _TILE // self.rows)
         else:
-            columns = min(_power_of_two(pixels), _TILE)
-            rows = min(_power_of_two(channels), _TILE // columns)
-        length = channels if channels_last else pixels
-        return cls(images, channels, pixels, channels_last, rows, columns, min(length & -length, 8))
-
-    @property
-    def chunks(self) -> int:
-        return triton.cdiv(self.pixels, self.columns)
+            self.columns = min(pixels, _TILE)
+            self.rows = min(channels, _TILE // self.columns)
+        self.chunks = triton.cdiv(self.pixels, self.columns)
+        length = self.channels if self.channels_last else self.pixels
+        self.aligned = min(length & -length, 8)
 
     def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
         """Memory for two numbers of each channel of each tile: [2, N, C, chunks], float32."""
@@ -109,10 +94,16 @@ class _GroupNormAct(torch.autograd.Function):
     def forward(ctx, x, weight, bias, groups: int, eps: float, apply_act: bool):
         assert x.dtype in _DTYPES, f"no kernels for {x.dtype}"
         x = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
-        tiles = _Tiles.of(x)
+        tiles = _Tiles(x)
         size = tiles.channels // groups
-        mean, scale = _statistics(x, tiles, groups, eps)
-        y = torch.empty_like(x)
+        partial, y = tiles.partial_sums(x), torch.empty_like(x)
+        tiles.run(_tile_statistics, x, partial[0], partial[1])
+        # Mean, and one over the standard deviation, of each image's groups.
+        mean, scale = torch.empty((2, tiles.images, groups), dtype=torch.float32, device=x.device)
+        block = min(triton.next_power_of_2(size * tiles.chunks), _MERGED)
+        _merge_statistics[(tiles.images * groups,)](
+            partial[0], partial[1], mean, scale, size, tiles.pixels, eps, tiles.columns, block, num_warps=_WARPS
+        )
         tiles.run(_normalise, x, y, weight, bias, mean, scale, size, SILU=apply_act)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.groups, ctx.apply_act = groups, apply_act
@@ -122,7 +113,7 @@ class _GroupNormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, mean, scale = ctx.saved_tensors
-        tiles = _Tiles.of(x)
+        tiles = _Tiles(x)
         size = tiles.channels // ctx.groups
         dy = dy.contiguous(memory_format=torch.channels_last if tiles.channels_last else torch.contiguous_format)
         given = (x, dy, weight, bias, mean, scale, size)
@@ -138,32 +129,13 @@ class _GroupNormAct(torch.autograd.Function):
         return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), None, None, None
 
 
-def _statistics(x: torch.Tensor, tiles: _Tiles, groups: int, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Mean, and one over the standard deviation, of each image's groups: [N, groups] each, float32."""
-    partial = tiles.partial_sums(x)
-    tiles.run(_tile_statistics, x, partial[0], partial[1])
-    mean, scale = torch.empty((2, tiles.images, groups), dtype=torch.float32, device=x.device)
-    size = tiles.channels // groups
-    block = min(_power_of_two(size * tiles.chunks), _MERGED)
-    _merge_statistics[(tiles.images * groups,)](
-        partial[0], partial[1], mean, scale, size, tiles.pixels, eps, tiles.columns, block, num_warps=_WARPS
-    )
-    return mean, scale
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is not below the number."""
-    return 1 << (number - 1).bit_length()
-
-
 @triton.jit
 def _tile(
     channels, pixels, CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The program's tile: image, channels [ROWS], first pixel, chunk; where it starts, and from there its offsets.
-
-    Offsets, and the mask of those that exist, are [ROWS, COLUMNS]. Only the start may need an int64.
-    """
+    """The program's tile: its image and first pixel; its channels, whether there are such, and their places in
+    [N, C, chunks], all [ROWS]; where it starts, and from there its offsets and the mask of those that exist, both
+    [ROWS, COLUMNS]. Only the start may need an int64."""
     chunks = tl.cdiv(pixels, COLUMNS)
     blocks = tl.cdiv(channels, ROWS)
     program = tl.program_id(0)
@@ -172,6 +144,9 @@ def _tile(
     image = (program // chunks // blocks).to(tl.int64)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     first_pixel = chunk * COLUMNS
+    channel = first_channel + rows
+    known = channel < channels
+    place = (image * channels + channel) * chunks + chunk
     # So the compiler knows of the factor.
     if CHANNELS_LAST:
         channels = channels // ALIGNED * ALIGNED
@@ -181,15 +156,8 @@ def _tile(
         pixels = pixels // ALIGNED * ALIGNED
         start = (image * channels + first_channel) * pixels + first_pixel
         inside = rows[:, None] * pixels + columns[None, :]
-    mask = (first_channel + rows < channels)[:, None] & (first_pixel + columns < pixels)[None, :]
-    return image, first_channel + rows, first_pixel, chunk, start, inside, mask
-
-
-@triton.jit
-def _store_by_channel(values, to, image, channel, channels, chunk, pixels, COLUMNS: tl.constexpr):
-    """Into [N, C, chunks]."""
-    chunks = tl.cdiv(pixels, COLUMNS)
-    tl.store(to + (image * channels + channel) * chunks + chunk, values, mask=channel < channels)
+    mask = known[:, None] & (first_pixel + columns < pixels)[None, :]
+    return image, first_pixel, channel, known, place, start, inside, mask
 
 
 @triton.jit
@@ -199,14 +167,14 @@ def _tile_statistics(
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of each channel of the tile: the mean, and the sum of squared differences from it."""
-    image, channel, first_pixel, chunk, start, inside, mask = _tile(
+    _, first_pixel, _, known, place, start, inside, mask = _tile(
         channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
     values = tl.load(x + start + inside, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 1) / tl.minimum(COLUMNS, pixels - first_pixel)
     centred = tl.where(mask, values - mean[:, None], 0.0)
-    _store_by_channel(mean, means, image, channel, channels, chunk, pixels, COLUMNS)
-    _store_by_channel(tl.sum(centred * centred, 1), squares, image, channel, channels, chunk, pixels, COLUMNS)
+    tl.store(means + place, mean, mask=known)
+    tl.store(squares + place, tl.sum(centred * centred, 1), mask=known)
 
 
 @triton.jit
@@ -238,88 +206,80 @@ def _merge_statistics(means, squares, mean, scale, size, pixels, eps, COLUMNS: t
 
 
 @triton.jit
-def _by_group(values, image, channel, channels, size):
-    """Each channel's number of [N, groups]: [ROWS]."""
-    return tl.load(values + image * (channels // size) + channel // size, mask=channel < channels, other=0.0)
-
-
-@triton.jit
-def _by_channel(values, channel, channels):
-    """Each channel's number of [C]: [ROWS], float32."""
-    return tl.load(values + channel, mask=channel < channels, other=0.0).to(tl.float32)
+def _normalised(
+    x, weight, bias, mean, scale, size, channels, pixels,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Start, offsets and mask of the tile. x less its group's mean, and what SiLU is given, both [ROWS, COLUMNS]. Of
+    each channel, [ROWS]: its group's place in [N, groups], whether it exists, and its place in [N, C, chunks]; the
+    scale of its group, and its weight."""
+    image, _, channel, known, place, start, inside, mask = _tile(
+        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    )
+    group = image * (channels // size) + channel // size
+    own_scale = tl.load(scale + group, mask=known, other=0.0)
+    own_weight = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+    values = tl.load(x + start + inside, mask=mask, other=0.0).to(tl.float32)
+    centred = values - tl.load(mean + group, mask=known, other=0.0)[:, None]
+    z = centred * (own_scale * own_weight)[:, None]
+    if bias is not None:
+        z += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
+    return start, inside, mask, centred, z, group, known, place, own_scale, own_weight
 
 
 @triton.jit
 def _normalise(
-    x, y, weight, bias, mean, scale, size,
-    channels, pixels, SILU: tl.constexpr,
+    x, y, weight, bias, mean, scale, size, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The layer's output, from the statistics of its groups."""
-    image, channel, _, _, start, inside, mask = _tile(channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS)
-    values = tl.load(x + start + inside, mask=mask, other=0.0).to(tl.float32)
-    centred = values - _by_group(mean, image, channel, channels, size)[:, None]
-    factor = _by_group(scale, image, channel, channels, size) * _by_channel(weight, channel, channels)
-    z = centred * factor[:, None]
-    if bias is not None:
-        z += _by_channel(bias, channel, channels)[:, None]
+    start, inside, mask, _, z, _, _, _, _, _ = _normalised(
+        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    )
     if SILU:
         z *= tl.sigmoid(z)
     tl.store(y + start + inside, z.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gradient(
-    x, dy, weight, bias, mean, own_scale, image, channel, channels, size, start, inside, mask, SILU: tl.constexpr
-):
-    """x less its group's mean, and the gradient of what SiLU is given: both [ROWS, COLUMNS], 0 outside the mask."""
-    values = tl.load(x + start + inside, mask=mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + start + inside, mask=mask, other=0.0).to(tl.float32)
-    centred = values - _by_group(mean, image, channel, channels, size)[:, None]
+def _gradient(dy, z, mask, SILU: tl.constexpr):
+    """The gradient of what SiLU is given, 0 outside the mask. dy: pointers to the tile."""
+    gradient = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
     if SILU:
-        z = centred * (own_scale * _by_channel(weight, channel, channels))[:, None]
-        if bias is not None:
-            z += _by_channel(bias, channel, channels)[:, None]
         share = tl.sigmoid(z)
         gradient *= share * (1 + z * (1 - share))
-    return centred, gradient
+    return gradient
 
 
 @triton.jit
 def _sum_gradients(
-    x, dy, weight, bias, mean, scale, size, shifts, scales,
-    channels, pixels, SILU: tl.constexpr,
+    x, dy, weight, bias, mean, scale, size, shifts, scales, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of each channel of the tile: what it adds to the gradient of the bias, and to that of the weight."""
-    image, channel, _, chunk, start, inside, mask = _tile(channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS)
-    own_scale = _by_group(scale, image, channel, channels, size)
-    centred, gradient = _gradient(
-        x, dy, weight, bias, mean, own_scale, image, channel, channels, size, start, inside, mask, SILU
+    start, inside, mask, centred, z, _, known, place, own_scale, _ = _normalised(
+        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
-    along = tl.sum(gradient * centred, 1) * own_scale
-    _store_by_channel(tl.sum(gradient, 1), shifts, image, channel, channels, chunk, pixels, COLUMNS)
-    _store_by_channel(along, scales, image, channel, channels, chunk, pixels, COLUMNS)
+    gradient = _gradient(dy + start + inside, z, mask, SILU)
+    tl.store(shifts + place, tl.sum(gradient, 1), mask=known)
+    tl.store(scales + place, tl.sum(gradient * centred, 1) * own_scale, mask=known)
 
 
 @triton.jit
 def _input_gradient(
-    x, dy, weight, bias, mean, scale, size, shifts, scales, dx,
-    channels, pixels, SILU: tl.constexpr,
+    x, dy, weight, bias, mean, scale, size, shifts, scales, dx, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a group's normalised values, less its mean and its share along them; in standard deviations.
 
     shifts, scales: [N, groups], sums over the group of that gradient, and of it times the normalised values.
     """
-    image, channel, _, _, start, inside, mask = _tile(channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS)
-    own_scale = _by_group(scale, image, channel, channels, size)
-    centred, gradient = _gradient(
-        x, dy, weight, bias, mean, own_scale, image, channel, channels, size, start, inside, mask, SILU
+    start, inside, mask, centred, z, group, known, _, own_scale, own_weight = _normalised(
+        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
+    gradient = _gradient(dy + start + inside, z, mask, SILU)
     elements = 1.0 * size * pixels
-    shift = _by_group(shifts, image, channel, channels, size) / elements * own_scale
-    along = _by_group(scales, image, channel, channels, size) / elements * own_scale * own_scale
-    factor = _by_channel(weight, channel, channels) * own_scale
-    gradient = gradient * factor[:, None] - shift[:, None] - centred * along[:, None]
+    shift = tl.load(shifts + group, mask=known, other=0.0) / elements * own_scale
+    along = tl.load(scales + group, mask=known, other=0.0) / elements * own_scale * own_scale
+    gradient = gradient * (own_weight * own_scale)[:, None] - shift[:, None] - centred * along[:, None]
     tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)

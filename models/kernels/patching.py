@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from types import ModuleType
-from typing import Dict, List, Sequence
+from typing import List, Sequence
 
 from torch import nn
 
@@ -23,18 +22,11 @@ def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
 
     Raises ImportError: Triton is missing, or cannot be loaded.
     """
-    loaded = [_load(name) for name in kernels]
-    found: Dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        kernel = next((kernel for kernel in loaded if kernel.replaces(module)), None)
-        if kernel is not None:
-            assert name, "a model that is itself such a layer has no place in which to put another"
-            found[name] = kernel.fuse(module)
-    for name, fused in found.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, fused)
-    return list(found)
-
-
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{name}")
+    replaced = []
+    for kernel in [importlib.import_module(f"{__package__}.{name}") for name in kernels]:
+        for name, module in list(model.named_modules()):
+            if kernel.replaces(module):
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, kernel.fuse(module))
+                replaced.append(name)
+    return replaced

@@ -1,6 +1,6 @@
 """LARS on CUDA, in Triton: one launch for each pass over the memory, and small ones between them for sums and ratios.
 
-The same formulas as optim/lars_passes.py, and the same random bits and rounding as optim/rounding.py to the bit. A
+The same formulas as optim/lars_update.py, and the same random bits and rounding as optim/rounding.py to the bit. A
 program takes a few rows of one parameter. What it adds up is merged by parameter in a fixed order, without atomics: a
 step repeats to the bit.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from optim.lars_update import LarsUpdate
-from optim.layout import ROW, Layout
+from optim.layout import ROW
 
 _ROWS = 32  # of a program: 2,048 elements
 _MERGED = 128  # programs whose sums are read at a time
@@ -22,81 +22,67 @@ _SUMS = 4  # of g^2, w^2, u^2, and of what is not finite
 
 
 class TritonLarsUpdate(LarsUpdate):
-    """LarsUpdate with its passes as Triton kernels."""
+    """LarsUpdate with its passes as Triton kernels.
 
-    def __init__(self, lars, parameters, layout, *arguments):
-        super().__init__(lars, parameters, layout, *arguments)
-        self._programs = Programs(layout)
+    _programs: int32 [count] each, of the programs: number of the parameter, first row, row behind the parameter's last.
+    _firsts: first program of each parameter, and `count`.
+    """
+
+    def __init__(self, lars, target):
+        super().__init__(lars, target)
+        layout = target.layout
+        edges = [start // ROW for start, _ in layout.places.values()] + [layout.length // ROW]
+        programs = [
+            (owner, row, end)
+            for owner, (first, end) in enumerate(zip(edges, edges[1:]))
+            for row in range(first, end, _ROWS)
+        ]
+        self._count = len(programs)
+        self._programs = tuple(torch.tensor(programs, dtype=torch.int32, device=layout.device).T.contiguous())
+        numbers = torch.arange(len(edges), dtype=torch.int32, device=layout.device)
+        self._firsts = torch.searchsorted(self._programs[0], numbers).int()
 
     def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
-        programs, buffers = self._programs, self._buffers
-        form = self._rules.trust == "momentum"
-        partial = torch.empty(_SUMS, programs.count, device=scale.device)
-        _add_squares[(programs.count,)](
+        buffers, form = self._buffers, self._rules.by_momentum
+        partial = torch.empty(_SUMS, self._count, device=scale.device)
+        _add_squares[(self._count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"]),
-            *(self._rules.decay, scale, programs.owners, programs.rows, programs.ends, partial, programs.count),
+            *(self._rules.decay, scale, *self._programs, partial, self._count),
             *(self._rules.mu, form, _ROWS, ROW),
         )
-        gradient, weight, direction, wrong = programs.merged(partial)
-        return [gradient, weight, wrong, direction] if form else [gradient, weight, wrong]
-
-    def _finite(self, wrong: torch.Tensor) -> torch.Tensor:
+        gradient, weight, direction, wrong = self._merged(partial)
         finite = torch.empty((), dtype=torch.bool, device=wrong.device)
         _none_wrong[(1,)](wrong, finite, len(wrong), triton.next_power_of_2(len(wrong)))
-        return finite
+        return [gradient, weight, finite, *([direction] if form else [])]
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         rules, ratios = self._rules, torch.empty(len(weight), device=weight.device)
         _trust_ratios[(triton.cdiv(len(weight), _MERGED),)](
             *(weight, direction, rules.adapt, rules.coefficient, rules.eps, rules.decay, ratios, len(weight)),
-            *(rules.trust == "momentum", _MERGED),
+            *(rules.by_momentum, _MERGED),
         )
         return ratios
 
     def _step(
-        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor]
-    ) -> torch.Tensor:
-        programs, buffers, bits = self._programs, self._buffers, self._bits
+        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor], measure
+    ) -> Optional[torch.Tensor]:
+        rules, buffers, bits = self._rules, self._buffers, self._bits
         if keep is None:
             keep = torch.ones((), dtype=torch.bool, device=scale.device)
-        draw = 0 if bits is None else bits.draw(step, "weight")[0]
-        partial = torch.empty(1, programs.count, device=scale.device)
-        _step[(programs.count,)](
+        rows, draw = (None, 0) if bits is None else (bits.rows, bits.draw(step, "weight")[0])
+        partial = torch.empty(1, self._count, device=scale.device)
+        _step[(self._count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
-            *(ratios, lr, self._rules.lr_scale, self._rules.decay, scale, keep),
-            *(None if bits is None else bits.rows, draw),
-            *(programs.owners, programs.rows, programs.ends, partial),
-            *(self._rules.mu, self._rules.trust == "momentum", bits is not None),
-            *(buffers.working is not buffers.weights, _ROWS, ROW),
+            *(ratios, lr, rules.lr_scale, rules.decay, scale, keep, rows, draw, *self._programs, partial),
+            *(rules.mu, rules.by_momentum, bits is not None, buffers.working is not buffers.weights, _ROWS, ROW),
         )
-        return partial
+        return self._merged(partial)[0] if measure else None
 
-    def _by_parameter(self, sums: torch.Tensor) -> torch.Tensor:
-        return self._programs.merged(sums)[0]
-
-
-class Programs:
-    """Rows of `count` programs, never of two parameters. int32 [count]: owners: parameter. rows: first row. ends: row
-    behind the parameter's last."""
-
-    def __init__(self, layout: Layout):
-        edges = [start // ROW for start in layout.starts.values()] + [layout.length // ROW]
-        rows = [range(first, end, _ROWS) for first, end in zip(edges, edges[1:])]
-        self.count = sum(map(len, rows))
-
-        def table(values: List[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=layout.device)
-
-        self.owners = table([owner for owner, each in enumerate(rows) for _ in each])
-        self.rows = table([row for each in rows for row in each])
-        self.ends = table([end for each, end in zip(rows, edges[1:]) for _ in each])
-        self._firsts = torch.searchsorted(self.owners, torch.arange(len(rows) + 1, device=layout.device)).int()
-
-    def merged(self, partial: torch.Tensor) -> torch.Tensor:
+    def _merged(self, partial: torch.Tensor) -> torch.Tensor:
         """Sums of what the programs added up, [sums, count], by parameter: float64 [sums, parameters]."""
         sums, parameters = len(partial), len(self._firsts) - 1
         out = torch.empty(sums, parameters, dtype=torch.float64, device=partial.device)
-        _merge[(sums * parameters,)](partial, self._firsts, out, self.count, parameters, _MERGED)
+        _merge[(sums * parameters,)](partial, self._firsts, out, self._count, parameters, _MERGED)
         return out
 
 

@@ -1,4 +1,4 @@
-// The passes of an update on a CPU, one loop over the memory each: those of optim/lars_passes.py and the stochastic
+// The passes of an update on a CPU, one loop over the memory each: those of optim/lars_update.py and the stochastic
 // rounding of optim/rounding.py. Loops over LANES elements, which compilers turn into vector instructions.
 //
 // The same bits as plain torch, but for the order of sums over a row: that is fixed here, so it does not depend on the

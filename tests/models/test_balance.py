@@ -8,7 +8,6 @@ import pytest
 
 from models.balance import BlockCost, Cut, balance, split_names
 
-STEM, BLOCK = BlockCost(1, 2, 10, 5, 7), BlockCost(3, 6, 100, 20, 50)
 NAMES = ["preprocess", "stem", "blocks.0.0", "blocks.1.0", "head"]
 
 
@@ -77,41 +76,8 @@ def test_less_memory_moves_the_cut_until_nothing_fits():
     assert even == Cut(["c"], [6, 6], [400, 200], 400) and even.fits and even.imbalance == 0
     assert narrow == Cut(["b"], [3, 9], [200, 300], 399) and narrow.fits and narrow.imbalance == 0.5
     assert hopeless == Cut(["b"], [3, 9], [200, 300], 299) and not hopeless.fits
-
-
-def test_recomputing_pays_the_forward_pass_twice_and_keeps_the_input():
-    costs = {"preprocess": BlockCost(0, 0, 0, 4, 0), "stem": STEM, "a": BLOCK, "b": BLOCK}
-    arguments = {"in_flight": [8], "bytes_per_parameter": 12}
-    state = 12 * (7 + 50 + 50)
-    assert balance(costs, 1, **arguments) == Cut([], [21], [8 * 210 + state])
-    assert balance(costs, 1, recompute={"a"}, **arguments) == Cut([], [24], [8 * (10 + 5 + 100) + 100 + state])
-    everything = Cut([], [28], [8 * (4 + 5 + 20) + 100 + state])  # preprocess keeps the images, which do not count
-    assert balance(costs, 1, recompute=set(costs), **arguments) == everything
-
-
-def test_no_stage_is_without_parameters():
-    costs = {"preprocess": BlockCost(100, 0, 0, 4, 0), "stem": STEM, "a": BLOCK}
-    assert balance(costs, 2, in_flight=[1, 1]).cuts == ["a"]
-    with pytest.raises(ValueError, match=r"^3 stages are more than the 2 blocks that have parameters$"):
-        balance(costs, 3, in_flight=[1, 1, 1])
-    with pytest.raises(AssertionError, match="1 counts in flight for 2 stages"):
-        balance(costs, 2, in_flight=[1])
-
-
-def test_a_cut_is_described_in_one_line():
-    cut = Cut(["blocks.2.1"], [0.0961, 0.1039], [120_400_000, 8_000_000])
-    line = cut.describe()
-    assert line == (
-        "split [blocks.2.1] (measured): stages take 48 % and 52 % of the time, 3.9 % from even; memory 120 and 8.0 MB"
-    )
-    assert cut._replace(memory=100_000_000).describe() == f"{line}: no cut fits into 100 MB, this one needs least"
-    assert Cut(["a", "b"], [1, 1, 2], [10**10] * 3).describe("counted") == (
-        "split [a, b] (counted): stages take 25 %, 25 % and 50 % of the time, 50.0 % from even; "
-        "memory 10,000, 10,000 and 10,000 MB"
-    )
-    assert Cut([], [1], [10**7]).describe() == (
-        "split [] (measured): one stage takes all of the time, 0.0 % from even; memory 10 MB"
-    )
+    assert "[b] (measured): stages take 25 + 75 % of the time, 50.0 % from even" in narrow.describe()
+    assert "no cut fits into" in hopeless.describe("counted")
 
 
 def test_phases_that_come_one_after_the_other_are_balanced_each():
@@ -143,9 +109,7 @@ def test_no_move_of_a_border_makes_phases_faster(seed):
 
 def test_names_are_split_before_each_cut():
     assert split_names(NAMES, []) == [NAMES]
-    assert split_names(NAMES, ["blocks.0.0"]) == [NAMES[:2], NAMES[2:]]
-    assert split_names(NAMES, ["stem", "head"]) == [NAMES[:1], NAMES[1:4], NAMES[4:]]
-    assert split_names(tuple(NAMES), tuple(NAMES[1:])) == [[name] for name in NAMES]
+    assert split_names(tuple(NAMES), ("stem", "head")) == [NAMES[:1], NAMES[1:4], NAMES[4:]]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +118,6 @@ def test_names_are_split_before_each_cut():
         (["blocks.9.0"], f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"),
         (["preprocess"], "the cut points preprocess leave a stage empty; order them as the blocks run"),
         (["head", "stem"], "the cut points head, stem leave a stage empty; order them as the blocks run"),
-        (["stem", "stem"], "the cut points stem, stem leave a stage empty; order them as the blocks run"),
     ],
 )
 def test_cuts_that_cannot_be_made_are_refused(cuts, fault):

@@ -72,23 +72,17 @@ def test_times_are_of_the_blocks_own_passes():
         def forward(self, x):
             return Sleep.apply(super().forward(x), self.seconds)
 
-    a, b = Sleeping(32, 32), Sleeping(32, 32)
-    a.seconds, b.seconds = (pause, 0.0), (0.0, pause)
-    costs = measure(BlockList([("preprocess", Float()), ("a", a), ("b", b)]), random_images(3, 32), repetitions=3)
+    model = BlockList([("preprocess", Float()), ("a", Sleeping(32, 32)), ("b", Sleeping(32, 32))])
+    model.a.seconds, model.b.seconds = (pause, 0.0), (0.0, pause)
+    costs = measure(model, random_images(3, 32), repetitions=3)
     assert costs["preprocess"].backward == 0
     assert costs["a"].forward > pause > costs["a"].backward > 0
     assert costs["b"].backward > pause > costs["b"].forward > 0
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_measuring_leaves_no_trace_also_when_a_block_fails(norm):
+def test_measuring_leaves_no_trace():
     """To the bit and to the object: an engine's gradients are views of a buffer that it keeps adding to."""
-
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("out of memory")
-
-    model = build(Model(dropout=0.5, drop_path=0.5, norm=norm, proxy_norm=norm == "group", **SMALL), seed=0)
+    model = build(Model(dropout=0.5, drop_path=0.5, norm="batch", **SMALL), seed=0)
     images = random_images(3, 32)
     model.draws.step, model.draws.micro_batch = 7, 5
     model.block("head").eval()  # one block unlike the others
@@ -99,9 +93,6 @@ def test_measuring_leaves_no_trace_also_when_a_block_fails(norm):
     generator = torch.random.get_rng_state()
     with torch.no_grad():
         measure(model, images, repetitions=2)
-    broken = BlockList([*((name, model.block(name)) for name in model.names), ("fails", Fails())])
-    with pytest.raises(RuntimeError, match="out of memory"):
-        measure(broken, images)
     assert (model.draws.step, model.draws.micro_batch) == (7, 5)
     assert [module.training for module in model.modules()] == training
     for parameter, (gradient, before) in zip(model.parameters(), gradients):
@@ -112,23 +103,19 @@ def test_measuring_leaves_no_trace_also_when_a_block_fails(norm):
 
 
 def test_of_what_several_processes_measure_the_median_counts():
-    measured = [
-        {"a": BlockCost(forward, 2.0, 3, 4, 5), "b": BlockCost(1.0, backward, 0, 0, 0)}
-        for forward, backward in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))
-    ]
-    assert median(measured) == {"a": BlockCost(2.0, 2.0, 3, 4, 5), "b": BlockCost(1.0, 4.0, 0, 0, 0)}
+    measured = [{"a": BlockCost(*times, 3, 4, 5)} for times in ((1.0, 9.0), (7.0, 1.0), (2.0, 4.0))]
+    assert median(measured) == {"a": BlockCost(2.0, 4.0, 3, 4, 5)}
 
 
 @pytest.mark.parametrize(
     ("sections", "image_size"),
     [
         ({**B4, "width": 0.3, "depth": 0.3, "padding": "torch", "norm": "layer", "classes": 7}, 63),
-        ({**B4, "width": 0.25, "depth": 0.7, "drop_path": 0.0, "dropout": 0.0}, 33),
-        ({"name": "efficientnet_b7", "width": 0.5, "depth": 0.2, "group_size": 32, "expansion": 3}, 28),
+        ({"name": "efficientnet_b7", "width": 0.5, "depth": 0.2, "group_size": 32, "expansion": 3, "drop_path": 0}, 28),
         ({**B4, "width": 0.25, "depth": 0.3, **ORIGINAL}, 40),
         ({**B4, "width": 0.25, "depth": 0.3, "proxy_norm": True}, 40),
     ],
-    ids=["layer, torch padding", "no draws", "b7", "depthwise batch", "proxy"],
+    ids=["layer, torch padding", "b7", "depthwise batch", "proxy"],
 )
 def test_counted_bytes_and_parameters_are_those_of_the_modules(sections, image_size):
     """To the last element."""
@@ -162,20 +149,3 @@ def test_multiply_adds_are_half_of_torchs_flops(sections):
             x = model.block(name)(x)
         assert cost.forward == 3 * flops.get_total_flops() / 2, name
         assert cost.backward == 2 * cost.forward
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "published"),
-    [
-        ("efficientnet_b0", 5_288_548, 0.39e9),
-        ("efficientnet_b3", 12_233_232, 1.8e9),
-        ("efficientnet_b4", 19_341_616, 4.2e9),
-    ],
-)
-def test_parameters_and_multiply_adds_are_the_published_ones(name, parameters, published):
-    """timm's models have as many parameters. 1905.11946, table 2, which calls multiply-adds FLOPS, gives two digits,
-    and the pools, norms and activations, which it counts and we do not, are a few percent: ten cover both."""
-    model = Model(name=name, **ORIGINAL)
-    found = shapes.blocks(model, model.image_size).values()
-    assert sum(shape.multiply_adds for shape in found) == pytest.approx(published, rel=0.1)
-    assert sum(shape.parameters for shape in found) == parameters

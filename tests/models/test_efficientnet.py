@@ -8,7 +8,7 @@ import timm
 import torch
 from timm import layers
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
-from timm.models.efficientnet import EfficientNet, _gen_efficientnet
+from timm.models.efficientnet import EfficientNet
 from torch import nn
 
 from models.balance import split_names
@@ -31,9 +31,6 @@ def convolutions(model):
         for block in [model.block(name)]
         if isinstance(getattr(block, "conv_dw", None), nn.Conv2d)
     }
-
-
-PREFIXES = ("tf_", "", "tf_", "", "", "tf_", "", "tf_")  # of timm's B0 to B7
 
 
 def count(model):
@@ -60,12 +57,8 @@ def timms_g16(padding, group_sizes=None):
     for block, size in zip((block for stage in blocks for block in stage), group_sizes):
         block["group_size"] = size
     norm_layer = functools.partial(layers.GroupNormAct, num_groups=4, eps=1e-3)
-    arguments = {
-        "num_features": rounded(1280),
-        "round_chs_fn": rounded,
-        "pad_type": "same" if padding == "same" else "",
-    }
-    return EfficientNet(blocks, num_classes=1000, act_layer=nn.SiLU, norm_layer=norm_layer, **arguments)
+    options = {"pad_type": "same" if padding == "same" else "", "act_layer": nn.SiLU, "norm_layer": norm_layer}
+    return EfficientNet(blocks, num_features=rounded(1280), round_chs_fn=rounded, **options)
 
 
 def test_b4_has_the_published_numbers_of_parameters():
@@ -76,10 +69,7 @@ def test_b4_has_the_published_numbers_of_parameters():
     repeats = (2, 4, 4, 6, 6, 8, 2)
     blocks = [f"blocks.{stage}.{block}" for stage, length in enumerate(repeats) for block in range(length)]
     assert model.names == ["preprocess", "stem", *blocks, "head"]
-    assert model.block("blocks.3.0").conv_dw.stride == (2, 2)
     assert count(model) == 19_328_168
-    before = sum(count(model.block(name)) for name in model.names[: model.names.index("blocks.3.0")])
-    assert (round(before / 1e6, 1), round((count(model) - before) / 1e6, 1)) == (0.6, 18.8)
     found = convolutions(model)
     assert len(found) == 32
     for name, convolution in found.items():
@@ -91,23 +81,23 @@ def test_b4_has_the_published_numbers_of_parameters():
 
 @pytest.mark.parametrize(
     ("scale", "prefix"),
-    [pytest.param(*each, marks=pytest.mark.slow if each[0] in (1, 2, 3, 5, 6) else ()) for each in enumerate(PREFIXES)],
+    [(0, "tf_"), pytest.param(3, "", marks=pytest.mark.slow), (4, ""), (7, "tf_")],
 )
 def test_models_of_every_scale_have_timms_parameters_and_buffers(scale, prefix):
     """Depthwise: width, depth and rounding of channels, and every name. With groups of 16, among the expanded channels
-    of B5 and B7 are multiples of 8 that are none of 16."""
+    of B7 are multiples of 8 that are none of 16."""
     name = f"efficientnet_b{scale}"
     with torch.device("meta"):
         reference = timm.create_model(prefix + name)
     model = on_meta(name=name, group_size=1, expansion=6, norm="batch", padding="same" if prefix else "torch")
     state = {timm_name(key): value.shape for key, value in model.state_dict().items()}
-    assert state == {key: value.shape for key, value in counted(reference.state_dict()).items()}
+    assert state == {key: value.shape for key, value in uncounted(reference.state_dict()).items()}
     for block in convolutions(on_meta(name=name)).values():
         assert block.in_channels % block.groups == 0
         assert block.groups <= max(block.in_channels // 16, 1)
 
 
-def counted(state):
+def uncounted(state):
     """timm's state without the count of batches, which nothing of ours needs."""
     return {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
 
@@ -118,11 +108,8 @@ def test_normalisation_groups_that_do_not_divide_are_the_users_to_mend():
     on_meta(norm_groups=8)
 
 
-def narrow_b4():
-    return _gen_efficientnet("tf_efficientnet_b4", 0.35, 1.8, pad_type="same", bn_eps=1e-3)
-
-
 BATCH = {"group_size": 1, "expansion": 6, "norm": "batch", "norm_momentum": 0.1}
+B0 = {**BATCH, "name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -130,14 +117,9 @@ BATCH = {"group_size": 1, "expansion": 6, "norm": "batch", "norm_momentum": 0.1}
     [
         (lambda: timms_g16("same"), {"width": 1.4, "depth": 0.4, "padding": "same"}, 57, 1e-10),
         (lambda: timms_g16("torch"), {"width": 1.4, "depth": 0.4, "padding": "torch"}, 57, 1e-10),
-        (
-            lambda: timm.create_model("efficientnet_b0"),
-            {**BATCH, "name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5},
-            *(64, 1e-8),
-        ),
-        (narrow_b4, {**BATCH, "name": "efficientnet_b4", "width": 0.35, "padding": "same"}, 57, 1e-8),
+        (lambda: timm.create_model("efficientnet_b0"), B0, 64, 1e-8),
     ],
-    ids=["g16, same", "g16, torch", "efficientnet_b0", "narrow tf_efficientnet_b4"],
+    ids=["g16, same", "g16, torch", "efficientnet_b0"],
 )
 def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tolerance):
     """timm's own model, weights and statistics random, loaded into ours by name, in evaluation and training; 57 pixels
@@ -152,7 +134,7 @@ def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tole
     for value in theirs.state_dict().values():
         if value.ndim == 1:  # ones and zeros at the start, which would hide a swap
             value.uniform_(0.5, 1.5, generator=generator)
-    state = counted(theirs.state_dict())
+    state = uncounted(theirs.state_dict())
     ours.load_state_dict({key: state.pop(timm_name(key)) for key in ours.state_dict()})
     assert not state
     images = torch.randint(0, 256, (2, 3, pixels, pixels), dtype=torch.uint8, generator=generator)
@@ -184,35 +166,14 @@ def test_weights_are_a_function_of_the_seed():
     built = build(model, seed=5)
     assert built.training and {parameter.dtype for parameter in built.parameters()} == {torch.float32}
     assert built(torch.zeros(2, 3, 33, 32, dtype=torch.uint8)).shape == (2, 7)
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    first, second = built.state_dict(), build(model, seed=5).state_dict()
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    for seed in (4, 5 + 2**32, 5 + 2**62):
+    before, first = torch.random.get_rng_state(), built.state_dict()
+    for seed in (5, 4, 5 + 2**62):
         other = build(model, seed=seed).state_dict()
-        assert not torch.equal(first["head.classifier.weight"], other["head.classifier.weight"])
+        assert all(torch.equal(first[key], other[key]) for key in first) == (seed == 5)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_weights_start_by_the_published_rules():
-    """Normal with variance 2 / fan-out for convolutions; ones and zeros for norms.
-
-    The standard deviation of n normal numbers is off by 5 / sqrt(2 n) of itself in two of a million layers.
-    """
-    model = build(Model(name="efficientnet_b0"), seed=0)
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    assert len(convolutions) > 60
-    for module in convolutions:
-        fan_out = module.kernel_size[0] ** 2 * module.out_channels / module.groups
-        weight = module.weight.detach().double() * math.sqrt(fan_out / 2)
-        assert abs(weight.std().item() - 1) < 5 / math.sqrt(2 * weight.numel())
-        assert abs(weight.mean().item()) < 5 / math.sqrt(weight.numel())
-        assert module.bias is None or not module.bias.any()
-    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
-    assert all((module.weight == 1).all() and (module.bias == 0).all() for module in norms)
-
-
-@pytest.mark.parametrize("classes", [2, 999, 1000, 5000])
+@pytest.mark.parametrize("classes", [2, 1000, 5000])
 def test_few_classes_start_as_calmly_as_a_thousand(classes):
     """The classifier is uniform to 1 / sqrt(1000), or to 1 / sqrt(classes) where there are more."""
     model = build(Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=classes), seed=0)
@@ -220,7 +181,6 @@ def test_few_classes_start_as_calmly_as_a_thousand(classes):
     assert 0.99 * bound < model.block("head").classifier.weight.abs().max() <= bound * (1 + 1e-6)
 
 
-VARIANTS = [{"norm": "group"}, {"norm": "layer"}, {"norm": "batch"}, {"norm": "layer", "proxy_norm": True}]
 GROUPED = {"group": {"num_groups": 8, "eps": 0.25}, "layer": {"num_groups": 1, "eps": 0.25}}
 
 
@@ -242,19 +202,11 @@ def test_normalisation_follows_the_recipe(norm, proxy):
         assert {key: getattr(module, key) for key in expected} == expected
         assert getattr(module, "proxy_eps", 0.5) == 0.5
         assert (module.bias is None) == (proxy and not active)
-
-
-@pytest.mark.parametrize("section", VARIANTS, ids=str)
-def test_norms_own_every_parameter_with_one_axis_but_the_biases_of_convolutions_and_classifier(section):
-    """What an optimizer may treat on its own: also the proxy's parameters."""
-    model = on_meta(name="efficientnet_b0", **section)
-    owned = set(norm_parameters(model))
+    # They own every parameter with one axis, also the proxy's, but the biases of convolutions and classifier.
     flat = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
-    assert {name for name in flat - owned if not name.endswith((".se.conv_reduce.bias", ".se.conv_expand.bias"))} == {
-        "head.classifier.bias"
-    }
-    assert owned <= flat
-    assert ("head.bn2.proxy_shift" in owned) == section.get("proxy_norm", False)
+    others = (".se.conv_reduce.bias", ".se.conv_expand.bias", "head.classifier.bias")
+    assert set(norm_parameters(model)) == {name for name in flat if not name.endswith(others)}
+    assert ("head.bn2.proxy_shift" in flat) == proxy
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

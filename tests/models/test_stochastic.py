@@ -27,39 +27,31 @@ def mask(rate=0.5, name="head", count=1000, **place):
 def test_masks_are_functions_of_seed_step_micro_batch_and_block():
     """By hand, one element at a time, from the hash and Python's integers. Recorded: runs must repeat.
 
-    Any two masks of 1000 agree in half, five standard errors off at most.
+    Any two masks of 1000 agree in half, and the share of 100,000 draws that are dropped is the rate; both five standard
+    errors off at most.
     """
     draw = key("model", 7, 8, 9, "blocks.0.0")
     expected = [0.0 if bits32(draw, number) < int(0.3 * 2**32) else 1 / 0.7 for number in range(50)]
     actual = mask(0.3, "blocks.0.0", 50, seed=7, step=8, micro_batch=9)
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-7, atol=0)
     assert "".join("01"[value > 0] for value in actual[:20]) == "10111110111110101111"
-    places = itertools.product((0, 1), (0, 1, 2), (0, 1, 2), ("head", "blocks.3.0"))
+    places = itertools.product((0, 1), (0, 2), (0, 1), ("head", "blocks.3.0"))
     masks = [mask(seed=seed, step=step, micro_batch=number, name=name) for seed, step, number, name in places]
     for first, second in itertools.combinations(masks, 2):
         assert abs((first == second).double().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(1000)
-
-
-def test_rates_are_right_and_survivors_make_up_for_the_lost():
-    """100,000 draws: a share is off by five binomial standard errors once in a million."""
-    for rate in (0.01, 0.2, 0.4, 0.5, 0.99):
-        values = mask(rate, count=100_000)
-        dropped = (values == 0).double().mean().item()
+    for rate in (0.01, 0.4, 0.99):
+        dropped = (mask(rate, count=100_000) == 0).double().mean().item()
         assert abs(dropped - rate) < 5 * math.sqrt(rate * (1 - rate) / 100_000)
-        survivors = values[values != 0]
-        torch.testing.assert_close(survivors, torch.full_like(survivors, 1 / (1 - rate)), rtol=1e-7, atol=0)
 
 
 def test_dropout_strikes_single_activations_and_drop_path_whole_images():
+    """In every dtype."""
     output = Dropout(0.4, "head", draws(), 1000)(ONES)
     assert torch.equal(output.flatten(), mask(0.4, count=ONES.numel()))
-    assert output.unique().numel() == 2
-    assert not torch.equal(output[0], output[1])
     x = torch.randn(64, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     kept = mask(0.4, "blocks.1.0", 64)
     assert 0 < (kept == 0).sum() < 64
-    output = DropPath(0.4, "blocks.1.0", draws())(x)
-    torch.testing.assert_close(output, x * kept.view(64, 1, 1, 1), rtol=0, atol=0)
+    assert torch.equal(DropPath(0.4, "blocks.1.0", draws())(x), x * kept.view(64, 1, 1, 1))
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert Dropout(0.2, "head", draws(), 5)(torch.ones(2, 5, dtype=dtype)).dtype == dtype
         assert DropPath(0.2, "head", draws())(torch.ones(2, 5, 1, 1, dtype=dtype)).dtype == dtype
@@ -86,7 +78,6 @@ def test_b4s_rates_rise_linearly_over_its_32_blocks():
     with torch.device("meta"):
         model = build(Model(name="efficientnet_b4"), seed=0)
     blocks = [name for name in model.names if name.startswith("blocks.")]
-    assert len(blocks) == 32
     for number, name in enumerate(blocks[1:], start=1):
         drop_path = model.block(name).drop_path
         assert drop_path.rate == pytest.approx(0.2 * number / 32, rel=1e-12)
@@ -101,10 +92,11 @@ def test_no_layer_is_left_that_draws_from_torchs_generator():
 
     At a rate of almost 1 every residual branch goes, and a block with a shortcut passes its input on.
     """
-    section = Model(name="efficientnet_b0", width=0.25, depth=0.6, classes=10, drop_path=0.5, dropout=0.5)
-    model = build(section, seed=0)
-    ours = {type(module) for module in model.modules() if "drop" in type(module).__name__.lower()}
-    assert ours == {Dropout, DropPath}
+    model = build(Model(name="efficientnet_b0", width=0.25, depth=0.6, classes=10, drop_path=0.5, dropout=0.5), seed=0)
+    assert {type(module) for module in model.modules() if "drop" in type(module).__name__.lower()} == {
+        Dropout,
+        DropPath,
+    }
     before = torch.random.get_rng_state()
     model(torch.zeros(4, 3, 32, 32, dtype=torch.uint8))
     assert torch.equal(torch.random.get_rng_state(), before)

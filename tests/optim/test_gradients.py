@@ -12,10 +12,14 @@ from optim.layout import Layout
 SHAPES = {"a.weight": (3, 5), "a.bias": (7,), "b.weight": (2, 2), "b.bias": (33,)}
 PARTS = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
 MICRO_BATCHES = 5
+CPU = torch.device("cpu")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def parameters_of(dtype):
-    return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+def gradients_of(dtype, *order):
+    """With its parameters."""
+    parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+    return Gradients(parameters, Layout(parameters), *(order or (None, ()))), parameters
 
 
 def gradient(name, number):
@@ -29,33 +33,30 @@ def backward(parameters, names, number):
     loss.backward()
 
 
-def summed(gradients, name):
-    return gradients.views[list(SHAPES).index(name)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_running_sum_adds_micro_batches_as_they_come(dtype, step):
-    parameters = parameters_of(dtype)
-    gradients = Gradients(parameters, Layout(parameters), None, ())
-    for _ in range(step + 1):  # the step before leaves nothing
+@every_dtype
+@pytest.mark.parametrize("collected", [(), (3,)], ids=["together", "one before the others"])
+def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected):
+    """The exchange asks for single gradients while the backward pass still runs; nothing is added twice."""
+    gradients, parameters = gradients_of(dtype)
+    for _ in range(2):  # the step before leaves nothing
         gradients.zero()
         for number in range(MICRO_BATCHES):
             backward(parameters, SHAPES, number)
+            for place in collected:
+                gradients.collect(place)
             gradients.accumulate()
-    for name in SHAPES:
+    for view, name in zip(gradients.views, SHAPES):
         expected = torch.zeros(SHAPES[name])
         for number in range(MICRO_BATCHES):
             expected += gradient(name, number).to(dtype).float()
-        assert torch.equal(summed(gradients, name), expected), name
+        assert torch.equal(view, expected), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_dtype
 @pytest.mark.parametrize("order", ["together", "one part behind"])
 def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
     """Under the interleaved schedule a part's backward passes come between those of another."""
-    parameters = parameters_of(dtype)
-    gradients = Gradients(parameters, Layout(parameters), MICRO_BATCHES, PARTS)
+    gradients, parameters = gradients_of(dtype, MICRO_BATCHES, PARTS)
     for _ in range(2):
         gradients.zero()
         passes = [(number, part) for number in range(MICRO_BATCHES) for part in (1, 0)]
@@ -64,39 +65,20 @@ def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
         for number, part in passes:
             backward(parameters, PARTS[part], number)
             gradients.accumulate(part)
-    for name in SHAPES:
-        tree = TreeSum(gradient(name, 0).numel(), MICRO_BATCHES, torch.device("cpu"))
-        for number in range(MICRO_BATCHES):
-            tree.leaf().copy_(gradient(name, number).to(dtype).flatten())
-            tree.add()
-        assert torch.equal(summed(gradients, name).flatten(), tree.total), name
-
-
-def test_one_gradient_may_be_taken_in_before_the_others():
-    """What the exchange asks for while the backward pass still runs; the rest comes after, and nothing twice."""
-    parameters = parameters_of(torch.bfloat16)
-    gradients = Gradients(parameters, Layout(parameters), None, ())
-    gradients.zero()
-    backward(parameters, SHAPES, 0)
-    gradients.collect(3)
-    assert torch.equal(summed(gradients, "b.bias"), gradient("b.bias", 0).bfloat16().float())
-    assert not summed(gradients, "a.weight").any()
-    gradients.accumulate()
-    for name in SHAPES:
-        assert torch.equal(summed(gradients, name), gradient(name, 0).bfloat16().float()), name
+    for view, name in zip(gradients.views, SHAPES):
+        leaves = torch.stack([gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)])
+        assert torch.equal(view.flatten(), tree_sum(leaves)), name
 
 
 # The tree of micro batches: exact enough, the same for every number of replicas, and small.
 
-CPU = torch.device("cpu")
 
-
-def tree_sum(leaves, tree=None):
-    tree = tree or TreeSum(leaves.shape[1], len(leaves), CPU)
+def tree_sum(leaves):
+    tree = TreeSum(leaves.shape[1], len(leaves), CPU)
     for leaf in leaves:
         tree.leaf().add_(leaf)
         tree.add()
-    return tree.total.clone()
+    return tree.total
 
 
 def random_leaves(count, length=257):
@@ -113,29 +95,21 @@ def perfect_tree(sums):
 
 
 @pytest.mark.parametrize("count", [*range(1, 25), 96])
-def test_any_power_of_two_of_replicas_gives_the_bits_of_one(count):
+def test_any_power_of_two_of_replicas_gives_the_bits_of_one_and_errors_are_those_of_pairwise_summation(count):
+    """Higham 1993: depth * eps/2 * sum of magnitudes, to first order; no binary tree is less deep."""
     leaves = random_leaves(count)
-    expected = tree_sum(leaves)
+    found = tree_sum(leaves)
     for replicas in (2, 4, 8):
         if count % replicas == 0:
-            assert torch.equal(perfect_tree([tree_sum(part) for part in leaves.chunk(replicas)]), expected), replicas
+            assert torch.equal(perfect_tree([tree_sum(part) for part in leaves.chunk(replicas)]), found), replicas
+    bound = math.ceil(math.log2(count)) * 2.0**-24 * leaves.double().abs().sum(0) * 1.001
+    assert ((found.double() - leaves.double().sum(0)).abs() <= bound).all()
 
 
 def test_the_tree_is_the_documented_one():
-    a = random_leaves(7)
-    seven = ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + a[6])
-    assert torch.equal(tree_sum(a), seven)
-    b = random_leaves(6)
+    a, b = random_leaves(7), random_leaves(6)
+    assert torch.equal(tree_sum(a), ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + a[6]))
     assert torch.equal(tree_sum(b), ((b[0] + b[1]) + b[2]) + ((b[3] + b[4]) + b[5]))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 23, 96])
-def test_error_is_that_of_pairwise_summation(count):
-    """Higham 1993: depth * eps/2 * sum of magnitudes, to first order; no binary tree is less deep."""
-    leaves = random_leaves(count)
-    depth = math.ceil(math.log2(count))
-    bound = depth * 2.0**-24 * leaves.double().abs().sum(0) * 1.001
-    assert ((tree_sum(leaves).double() - leaves.double().sum(0)).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 23, 24, 31, 96])

@@ -11,15 +11,16 @@ from optim import compilation, lars, layout
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
-from tests.optim.states import assert_same_bits, lars_step
+from tests.optim.states import BRAIN, HALF, SINGLE, lars_step
 from tests.tensors import assert_bitwise_equal
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 # One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
 SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
 EXEMPT = ("conv.bias", "norm.weight")
 MU, DECAY, COEFFICIENT, EPS, LR_SCALE = 0.9, 1e-3, 0.02, 1e-4, 2.0
-FORMS = ["gradient", "momentum"]
+KINDS = [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)]
+every_form = pytest.mark.parametrize("trust", ["gradient", "momentum"])
+every_kind = pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
 
 
 def parameters_of(dtype):
@@ -54,8 +55,8 @@ def fill(state, seed, factor=1.0):
     return gradients
 
 
-def updated(state, steps=3, **options):
-    """The state and norms after some updates, and the parameters."""
+def updated(state, steps=3):
+    """The state and norms after some updates."""
     for step in range(steps):
         fill(state, 1 + step, 8.0)
         finite, norms = state.update(step, 0.5, torch.tensor(8.0), True)
@@ -63,54 +64,62 @@ def updated(state, steps=3, **options):
     return state.state_dict(), norms
 
 
-def norm(values):
-    return math.sqrt((values**2).sum())
+def norm_of(tensors):
+    return math.sqrt(sum((each**2).sum() for each in tensors))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 20.0])
-@pytest.mark.parametrize("trust", FORMS)
+@every_form
 def test_updates_are_those_of_the_formulas(trust, clip_norm):
-    """Float32 state: five steps of about five roundings each, of numbers as large as the largest weight."""
+    """Float32 state: five steps of about five roundings each, of numbers as large as the largest weight. So is LARS's
+    own step, which does not clip, and leaves gradients as they are."""
     largest = 1.0
     state, parameters = state_of(trust, clip_norm=clip_norm)
+    others = parameters_of(SINGLE)
+    own = create_lars(trust)(others)
     weights = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
     momenta = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
-        before = dict(weights)
+        before, ratios = dict(weights), {}
         gradients = {name: each / 256 for name, each in fill(state, step, 256.0).items()}
-        length = norm(np.concatenate([each.ravel() for each in gradients.values()]))
+        length = norm_of(gradients.values())
         assert length > 20  # it is clipped
         lr, clip = 0.1 + 0.1 * step, 1.0 if clip_norm is None else 20 / length
         _, norms = state.update(step, lr, torch.tensor(256.0), True)
-        ratios = {}
+        given = {name: torch.tensor(each * clip).float() for name, each in gradients.items()}
+        for name, other in others.items():
+            other.grad = given[name].clone()
+        for group in own.param_groups:
+            group["lr"] = lr
+        own.step()
+        assert all(torch.equal(other.grad, given[name]) for name, other in others.items())
         for name in SHAPES:
             adapt, scale = (False, LR_SCALE) if name in EXEMPT else (True, 1.0)
             weights[name], momenta[name], ratios[name] = lars_step(
                 *(trust, weights[name], gradients[name] * clip, momenta[name], lr * scale),
                 *(DECAY * adapt, adapt, MU, COEFFICIENT, EPS),
             )
-        for name, parameter in parameters.items():
             largest = max(largest, np.abs(weights[name]).max())
+        for name, parameter in (*parameters.items(), *others.items()):
             np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=0, atol=25 * 2.0**-24 * largest)
         assert norms.gradient.item() == pytest.approx(length, rel=1e-6)
-        flat = np.concatenate([each.ravel() for each in before.values()])
-        difference = np.concatenate([(before[name] - weights[name]).ravel() for name in weights])
-        assert norms.weight.item() == pytest.approx(norm(flat), rel=1e-6)
-        assert norms.update.item() == pytest.approx(norm(difference), rel=1e-5)
+        assert norms.weight.item() == pytest.approx(norm_of(before.values()), rel=1e-6)
+        assert norms.update.item() == pytest.approx(norm_of(before[name] - weights[name] for name in SHAPES), rel=1e-5)
         assert norms.trust.keys() == {*SHAPES} - {*EXEMPT}
         for name, ratio in norms.trust.items():
             assert ratio.item() == pytest.approx(ratios[name], rel=1e-6)
+            assert own.trust_ratios[others[name]].item() == pytest.approx(ratios[name], rel=4e-6)
     for name, momentum in state.state_dict()["momentum_buffer"].items():
         np.testing.assert_allclose(momentum.numpy(), momenta[name], rtol=0, atol=25 * 2.0**-24 * largest)
 
 
-@pytest.mark.parametrize("trust", FORMS)
-@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)], ids=str)
+@every_form
+@every_kind
 def test_the_size_of_the_parts_changes_nothing(monkeypatch, trust, compute, dtype):
     expected, norms = updated(state_of(trust, compute, dtype)[0])
     monkeypatch.setattr(layout, "_CHUNK", 3 * layout.ROW)
     found, other_norms = updated(state_of(trust, compute, dtype)[0])
-    assert_same_bits(found, expected)
+    assert_bitwise_equal(found, expected)
     assert norms[:3] == other_norms[:3]
 
 
@@ -126,7 +135,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_under_a_mask(compute, dty
         state.gradients.views[2][3, 4] = wrong
         finite, _ = state.update(1, 0.5, torch.ones(()), False)
         assert not finite
-        assert_same_bits(state.state_dict(), before)
+        assert_bitwise_equal(state.state_dict(), before)
         assert all(torch.equal(parameters[name], weights[name]) for name in weights)
 
 
@@ -153,11 +162,65 @@ def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
     assert next(iter(parameters.values())).data_ptr() == state.flat.data_ptr()
 
 
+@every_form
+def test_a_gradient_that_is_short_enough_is_not_clipped(trust):
+    """Nor made longer: the bits of an update without a limit."""
+    assert_bitwise_equal(updated(state_of(trust, clip_norm=1e6)[0])[0], updated(state_of(trust)[0])[0])
+
+
+@every_form
+def test_the_norm_of_an_update_that_is_not_made_is_not_known(trust):
+    state, _ = state_of(trust)
+    fill(state, 1)
+    state.gradients.flat[3] = float("inf")
+    finite, norms = state.update(0, 0.5, torch.tensor(1.0), True)
+    assert not finite and norms.update.isnan() and norms.weight.isfinite()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize(("w", "g"), [(0.0, 0.0), (0.0, 2.0), (3.0, 0.0)], ids=["both", "weights", "gradient"])
+@pytest.mark.parametrize(("trust", "without_norm"), [("gradient", 1.0), ("momentum", 0.25)])
+def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(trust, without_norm, w, g, decay):
+    """Powers of two and small integers: exact. With weight decay the second form has a direction without a gradient."""
+    weight, bare = nn.Parameter(torch.full((4,), w)), nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), g)
+    optimizer = LARS([weight, bare], lr=0.5, momentum=0.5, weight_decay=decay, trust_coefficient=0.25, trust=trust)
+    optimizer.step()
+    ratio = 0.25 / decay if trust == "momentum" and w and decay else without_norm
+    direction = (g if trust == "gradient" else 0.5 * g) + decay * w
+    assert optimizer.trust_ratios[weight].item() == ratio
+    assert weight.tolist() == [w - 0.5 * ratio * direction] * 4
+    assert bare.tolist() == [1.0] * 4  # has no gradient
+
+
+@pytest.mark.parametrize(
+    ("count", "w", "g"),
+    [(1 << 20, 80.0, 2.0**-10), (1 << 20, 2.0**-10, 80.0), (3, 2.0**-24, 2.0**-24)],
+    ids=["weights overflow", "gradients overflow", "both underflow"],
+)
+@every_form
+def test_lars_by_itself_takes_norms_in_float32(trust, count, w, g):
+    """In float16 the norm of a million 80s is infinite, and that of three smallest numbers is 15 % off. The
+    norms are exact to a few 2**-24; the direction of the second form, (1 - 0.5) g, is exact in float16's steps
+    because momentum is float32."""
+    weight = nn.Parameter(torch.full((count,), w, dtype=HALF))
+    weight.grad = torch.full((count,), g, dtype=HALF)
+    optimizer = LARS([weight], lr=0.0, momentum=0.5, trust_coefficient=1.0, trust=trust)
+    optimizer.step()
+    direction = g if trust == "gradient" else 0.5 * g
+    assert optimizer.trust_ratios[weight].item() == pytest.approx(w / direction, rel=2**-20)
+    assert optimizer.trust_ratios[weight].dtype == optimizer.state[weight]["momentum_buffer"].dtype == SINGLE
+
+
 # Backends.
 
 
-def assert_close(found, expected, dtype):
-    """Rounding may differ in a float32 bit, and then, in float16, once in 2**13 elements by a spacing."""
+def assert_alike(state, parameters, expected, norms, dtype, tolerance=0.0):
+    """Rounding may differ in a float32 bit, and then, in float16, once in 2**13 elements by a spacing.
+
+    tolerance: of the module's parameters, relative to the weights of which they are copies.
+    """
+    found, other_norms = updated(state)
     for key in expected:
         for name, tensor in expected[key].items():
             difference = (found[key][name].double() - tensor.double()).abs()
@@ -166,40 +229,21 @@ def assert_close(found, expected, dtype):
             else:
                 assert (difference > 0).double().mean() <= 2.0**-8
                 assert difference.max() <= 2.0**-9 * max(2.0**-14, tensor.abs().max().item())
-
-
-@pytest.mark.parametrize("trust", FORMS)
-def test_a_gradient_that_is_short_enough_is_not_clipped(trust):
-    """Nor made longer: the bits of an update without a limit."""
-    assert_same_bits(updated(state_of(trust, clip_norm=1e6)[0])[0], updated(state_of(trust)[0])[0])
-
-
-@pytest.mark.parametrize("trust", FORMS)
-def test_an_update_that_is_not_finite_changes_nothing_and_its_norm_is_not_known(trust):
-    state, _ = state_of(trust)
-    before = {name: buffer.clone() for name, buffer in state.own_state().items()}
-    fill(state, 1)
-    state.gradients.flat[3] = float("inf")
-    finite, norms = state.update(0, 0.5, torch.tensor(1.0), True)
-    assert not finite and norms.update.isnan() and norms.weight.isfinite()
-    assert_bitwise_equal(state.own_state(), before)
-
-
-KINDS = [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)]
-
-
-@pytest.mark.parametrize("trust", FORMS)
-@pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
-def test_compiled_it_steps_alike(trust, compute, dtype):
-    expected, norms = updated(state_of(trust, compute, dtype)[0])
-    state, parameters = state_of(trust, compute, dtype, compile=True)
-    assert "was compiled" in state.notes[0]
-    found, other_norms = updated(state)
-    assert_close(found, expected, dtype)
     for name, parameter in parameters.items():
-        assert torch.equal(parameter, found["weights"][name].to(compute))
+        weights = found["weights"][name].to(parameter.dtype).float()
+        torch.testing.assert_close(parameter.float(), weights, rtol=tolerance, atol=0)
     for one, other in zip(norms[:3], other_norms[:3]):
         assert one.item() == pytest.approx(other.item(), rel=1e-6)
+    assert norms.trust.keys() == other_norms.trust.keys()
+
+
+@every_form
+@every_kind
+def test_compiled_it_steps_alike(trust, compute, dtype):
+    expected = updated(state_of(trust, compute, dtype)[0])
+    state, parameters = state_of(trust, compute, dtype, compile=True)
+    assert "was compiled" in state.notes[0]
+    assert_alike(state, parameters, *expected, dtype)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +251,7 @@ def test_compiled_it_steps_alike(trust, compute, dtype):
     [
         ({"CXX": "/no/such/compiler"}, {}),
         ({"CXX": "false"}, {}),
-        ({}, {"rounding": "nearest"}),
+        ({}, {"rounding": "nearest", "dtype": HALF}),
         ({}, {"compute": HALF}),
     ],
     ids=["none", "failing", "nearest", "float16 copies of float32 weights"],
@@ -216,24 +260,20 @@ def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(compilation, "_library", compilation._library.__wrapped__)  # nothing compiled before
-    options = {"dtype": HALF if "rounding" in options else SINGLE, **options}
     state, _ = state_of(compile=True, **options)
     assert state.notes[0].startswith("engine.compile: the update runs uncompiled: ")
-    assert_same_bits(updated(state)[0], updated(state_of(**options)[0])[0])
+    assert_bitwise_equal(updated(state)[0], updated(state_of(**options)[0])[0])
 
 
-def test_restricted_to_avx2_torch_is_followed(monkeypatch):
+@pytest.mark.parametrize(("capability", "flag"), [("avx2", "-march=x86-64-v3"), ("default", "-march=native")])
+def test_restricted_to_avx2_torch_is_followed(monkeypatch, capability, flag):
     """So a machine with AVX-512 can show what it would do without."""
     commands = []
     monkeypatch.setattr(compilation.subprocess, "run", lambda command, **options: commands.append(command))
-    for capability in ("avx2", "default"):
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-        with pytest.raises(OSError, match=r"update\.so"):
-            compilation._library.__wrapped__()
-    assert [("-march=x86-64-v3" in each, "-march=native" in each) for each in commands] == [
-        (True, False),
-        (False, True),
-    ]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    with pytest.raises(OSError, match=r"update\.so"):
+        compilation._library.__wrapped__()
+    assert [each for each in commands[0] if each.startswith("-march")] == [flag]
 
 
 @pytest.fixture
@@ -259,19 +299,12 @@ def triton_update(monkeypatch):
     ids=str,
 )
 def test_triton_steps_alike(request, trust, compute, dtype, rounding):
-    expected, norms = updated(state_of(trust, compute, dtype, rounding, clip_norm=3.0)[0])
+    """Triton's interpreter cuts off where it should round to bfloat16, which has 8 bits."""
+    expected = updated(state_of(trust, compute, dtype, rounding, clip_norm=3.0)[0])
     triton_update = request.getfixturevalue("triton_update")
     state, parameters = state_of(trust, compute, dtype, rounding, clip_norm=3.0)
     assert isinstance(state._update, triton_update)
-    found, other_norms = updated(state)
-    assert_close(found, expected, dtype)
-    # Triton's interpreter cuts off where it should round to bfloat16, which has 8 bits.
-    tolerance = 2.0**-7 if compute == BRAIN else 0.0
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.float(), found["weights"][name].float(), rtol=tolerance, atol=0)
-    for one, other in zip(norms[:3], other_norms[:3]):
-        assert one.item() == pytest.approx(other.item(), rel=1e-6)
-    assert norms.trust.keys() == other_norms.trust.keys()
+    assert_alike(state, parameters, *expected, dtype, 2.0**-7 if compute == BRAIN else 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, in the interpreter
@@ -284,15 +317,15 @@ def test_triton_leaves_out_what_is_not_finite(triton_update):
     state.gradients.views[3][5] = float("inf")
     finite, _ = state.update(1, 0.5, torch.ones(()), False)
     assert not finite
-    assert_same_bits(state.state_dict(), before)
+    assert_bitwise_equal(state.state_dict(), before)
 
 
-def test_triton_rounds_the_same_values_to_the_same_bits(triton_update):
+def test_triton_rounds_the_same_values_to_the_same_bits(triton_update, monkeypatch):
     """Without decay, momentum and ratios, and with gradients that are 0, nothing is computed before the rounding: the
     float32 gradients of the second step are what is rounded."""
     results = []
     for kind in (LarsUpdate, triton_update):
-        lars.update_class = lambda device, kind=kind: kind
+        monkeypatch.setattr(lars, "update_class", lambda device, kind=kind: kind)
         parameters = {"a": nn.Parameter(torch.zeros(5000, dtype=HALF))}
         state = WeightState(
             parameters.items(),
@@ -303,5 +336,5 @@ def test_triton_rounds_the_same_values_to_the_same_bits(triton_update):
         state.gradients.flat[:5000] = values
         state.update(7, 1.0, torch.ones(()), False)
         results.append(state.state_dict())
-    assert_same_bits(results[1], results[0])
+    assert_bitwise_equal(results[1], results[0])
     assert len(results[0]["weights"]["a"].unique()) > 2000

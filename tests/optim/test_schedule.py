@@ -37,20 +37,12 @@ def test_the_warm_up_rises_from_zero_by_equal_amounts(name):
     assert curve(name, warmup=0)(0) == 4.0
 
 
-@pytest.mark.parametrize("name", ["polynomial", "cosine"])
-def test_from_the_peak_at_the_end_of_the_warm_up_the_rate_falls_to_the_final_one(name):
-    rate = curve(name)
-    rates = [rate(step) for step in range(201)]
-    assert rates[40] == 4.0
-    assert all(before > after for before, after in zip(rates[40:], rates[41:]))
-    assert [rate(step) for step in (200, 201, 10**9)] == [0.25] * 3
-
-
-@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 0.5])
+@pytest.mark.parametrize("power", [1.0, 2.0, 0.5])
 def test_what_is_left_of_the_polynomial_is_a_power_of_what_is_left_of_the_decay(power):
     rate = curve("polynomial", power=power)
     for step in (40, 41, 80, 160, 199, 200):
         assert rate(step) == pytest.approx(0.25 + (4.0 - 0.25) * ((200 - step) / 160) ** power), step
+    assert rate(40) == 4.0 and rate(200) == rate(201) == rate(10**9) == 0.25
 
 
 def timms(scheduler, peak, **options):
@@ -61,13 +53,12 @@ def timms(scheduler, peak, **options):
 
 def test_the_cosine_and_the_stairs_are_timms():
     """Both in float64: a few roundings. Drops every 16 steps: with a fraction timm's may come a step late."""
-    ours = curve("cosine")
-    theirs = timms(CosineLRScheduler, 4.0, t_initial=160, lr_min=0.25, warmup_t=40, warmup_prefix=True)
-    for step in range(260):
-        assert ours(step) == pytest.approx(theirs(step), rel=2**-48, abs=0)
+    cosine = {"t_initial": 160, "lr_min": 0.25, "warmup_t": 40, "warmup_prefix": True}
+    pairs = [(curve("cosine"), timms(CosineLRScheduler, 4.0, **cosine))]
     for warmup in (0, 40):
-        ours = curve("exponential", warmup, decay_epochs=2.0)
-        theirs = timms(StepLRScheduler, 4.0, decay_t=16, decay_rate=0.97, warmup_t=warmup, warmup_prefix=False)
+        stairs = {"decay_t": 16, "decay_rate": 0.97, "warmup_t": warmup, "warmup_prefix": False}
+        pairs.append((curve("exponential", warmup, decay_epochs=2.0), timms(StepLRScheduler, 4.0, **stairs)))
+    for ours, theirs in pairs:
         for step in range(260):
             assert ours(step) == pytest.approx(theirs(step), rel=2**-48, abs=0)
 
@@ -75,10 +66,9 @@ def test_the_cosine_and_the_stairs_are_timms():
 def test_a_drop_comes_at_its_step_whatever_floating_point_makes_of_the_interval():
     """Tenths of an epoch against exact fractions: 6 % of the quotients that are whole lie below."""
     for tenths in (*range(1, 12), 22, 24, 39):
-        section = Schedule(name="exponential", peak=1.0, decay_rate=0.5, decay_epochs=tenths / 10)
         for per_epoch in (*range(1, 60), 75, 100, 208, 300):
             exact = Fraction(tenths, 10) * per_epoch
-            rate = schedule.curve(section, 1.0, Lengths(steps_per_epoch=per_epoch, dropped=0, total=200, warmup=0))
+            rate = curve("exponential", 0, per_epoch, 1.0, decay_rate=0.5, decay_epochs=tenths / 10)
             for drops in (1, 3, 17):
                 due = math.ceil(exact * drops)
                 assert rate(due) == 0.5 ** (due // exact), (tenths, per_epoch)
@@ -105,49 +95,31 @@ def test_the_published_recipe(tiny):
         assert rate(epoch * 208) == pytest.approx(final + (peak - final) * share, rel=1e-12), epoch
 
 
-def test_a_peak_of_its_own_does_not_depend_on_the_batch(tiny):
-    recipe = tiny("schedule.peak=2.5", "schedule.final_ratio=0.5", "schedule.power=1", "run.steps=12")
-    rate = schedule.create(recipe, batch.lengths(recipe, 1437))
-    assert [rate(step) for step in (0, 1, 2, 7, 12)] == pytest.approx([0, 1.25, 2.5, 1.875, 1.25])
-
-
-BY_THE_LINEAR_RULE = ("schedule.peak=0.016", "schedule.batch_rule=linear", "schedule.reference_batch=256")
-BY_THE_ROOT = ("schedule.peak=1.0", "schedule.batch_rule=sqrt", "schedule.reference_batch=256")
-
-
 @pytest.mark.parametrize(
-    ("overrides", "epochs", "expected"),
+    ("name", "overrides", "epochs", "expected"),
     [
         # 0.97 every 2.4 epochs, 3,002.4 steps: after the warm-up two have passed, at the end of 350 epochs 145.
         (
-            ("exponential", *BY_THE_LINEAR_RULE),
+            "exponential",
+            ("schedule.peak=0.016", "schedule.batch_rule=linear", "schedule.reference_batch=256"),
             350,
-            {
-                **{0: 0, 3127: 0.031994884, 6254: 0.063989768, 6255: 0.0602176, 9007: 0.0602176, 9008: 0.058411072},
-                **{12009: 0.058411072, 12010: 0.05665874, 350 * 1251 - 1: 0.064 * 0.97**145},
-            },
+            {0: 0, 3127: 0.031994884, 6254: 0.063989768, 6255: 0.0602176, 9007: 0.0602176, 9008: 0.058411072},
         ),
         # Half-way from 5 to 105 epochs the mean of 2 and a tenth of it; the square root of 4 times the batch is 2.
         (
-            ("cosine", *BY_THE_ROOT, "schedule.final_ratio=0.1"),
+            "cosine",
+            ("schedule.peak=1", "schedule.batch_rule=sqrt", "schedule.reference_batch=256", "schedule.final_ratio=0.1"),
             105,
-            {epoch * 1251: rate for epoch, rate in {0: 0, 1: 0.4, 5: 2.0, 55: 1.1, 105: 0.2}.items()},
+            {0: 0, 1251: 0.4, 5 * 1251: 2.0, 55 * 1251: 1.1, 105 * 1251: 0.2},
         ),
-        (
-            ("constant", "schedule.peak_per_image=0.001"),
-            9,
-            {epoch * 1251: rate for epoch, rate in {0: 0, 1: 0.2048, 5: 1.024, 6: 1.024, 9: 1.024}.items()},
-        ),
+        ("constant", ("schedule.peak_per_image=0.001",), 9, {0: 0, 1251: 0.2048, 5 * 1251: 1.024, 9 * 1251: 1.024}),
     ],
     ids=["exponential, as published for EfficientNet", "cosine", "constant"],
 )
-def test_the_schedules_of_a_recipe(tiny, overrides, epochs, expected):
+def test_the_schedules_of_a_recipe(tiny, name, overrides, epochs, expected):
     """5 epochs of warm-up, 1,251 steps an epoch."""
-    name, *others = overrides
-    recipe = tiny(
-        "batch.global=1024", "batch.micro=64", "schedule.warmup_epochs=5",
-        f"schedule.name={name}", f"run.epochs={epochs}", *others,
-    )  # fmt: skip
+    common = ("batch.global=1024", "batch.micro=64", "schedule.warmup_epochs=5")
+    recipe = tiny(*common, f"schedule.name={name}", f"run.epochs={epochs}", *overrides)
     rate = schedule.create(recipe, batch.lengths(recipe, 1281167))
     for step, wanted in expected.items():
         assert rate(step) == pytest.approx(wanted, rel=1e-7), step

@@ -1,9 +1,7 @@
 """State in float16 against float32, bit for bit or in the mean, with every optimizer; what is saved and loaded."""
 
-import itertools
 import sys
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from optim.lars import LARS as LarsOptimizer
 from recipe.config import Model
 from tests.optim import states
 from tests.optim.states import FORMATS, HALF, LARS, SECTIONS, SHAPES, SINGLE, random_values, take_step, weight_state
+from tests.tensors import assert_bitwise_equal
 
 every_optimizer = pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 every_format = pytest.mark.parametrize(("dtype", "rounding", "compute"), FORMATS, ids=str)
@@ -42,26 +41,19 @@ def flattened(tensors):
 
 
 @every_optimizer
-def test_slots_persist_as_half_but_for_those_that_need_float32(section):
-    """A second moment is a square: that of 2e-4 is 4e-8, and float16 has nothing between 0 and 6e-8."""
-    for dtype in (HALF, SINGLE):
-        state = weight_state(states.module_parameters(), section, dtype)
-        found = state.state_dict()
-        assert found.keys() == {"weights", *states.slots_of(section)}
-        for key, tensors in found.items():
-            assert {tensor.dtype for tensor in tensors.values()} == {SINGLE if key in states.IN_FLOAT32 else dtype}
-
-
-@every_optimizer
 def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
-    """Bitwise, for one update from the same state; what stays float32 is not rounded. Norms are those from before the
-    rounding, against float64: the update's, a difference of float32 weights, errs by 2**-24 of a weight."""
+    """Bitwise, for one update from the same state; slots that need float32 (the square of 2e-4 is 4e-8, and float16
+    has nothing between 0 and 6e-8) are not rounded. Norms are those from before the rounding, against float64: the
+    update's, a difference of float32 weights, errs by 2**-24 of a weight."""
     results, norms = [], []
     for dtype in (HALF, SINGLE):
         parameters = states.module_parameters()
         state = weight_state(parameters, section, dtype, "nearest")
         norms.append(take_step(state, parameters, 5, divisor=4.0)[1])
         results.append(state.state_dict())
+        assert results[-1].keys() == {"weights", *states.slots_of(section)}
+        for key, tensors in results[-1].items():
+            assert {tensor.dtype for tensor in tensors.values()} == {SINGLE if key in states.IN_FLOAT32 else dtype}
     for key, tensors in results[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, results[1][key][name].to(tensor.dtype)), (key, name)
@@ -88,7 +80,7 @@ def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dt
     state = weight_state(parameters, section, dtype, rounding)
     files = []
     for step in range(steps):
-        files.append(states.saved(state))
+        files.append(state.state_dict())
         go_on(state, parameters, step)
     for first, file in enumerate(files):
         resumed_parameters = {name: nn.Parameter(torch.zeros_like(w)) for name, w in parameters.items()}
@@ -96,7 +88,7 @@ def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dt
         resumed.load_state_dict(file)
         for step in range(first, steps):
             go_on(resumed, resumed_parameters, step)
-        states.assert_same_bits(resumed.state_dict(), state.state_dict())
+        assert_bitwise_equal(resumed.state_dict(), state.state_dict())
         assert torch.equal(flattened(resumed_parameters), flattened(parameters))
 
 
@@ -112,23 +104,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(section, dtype, rounding,
         gradients["head.bias"][-1] = bad
         finite, _ = take_step(state, parameters, 4, gradients=gradients)
         assert finite.item() is False
-        states.assert_same_bits(state.state_dict(), before)
+        assert_bitwise_equal(state.state_dict(), before)
         assert torch.equal(flattened(parameters), working)
     take_step(state, parameters, 5)
     for step in (3, 5):
         take_step(other, undisturbed, step)
-    states.assert_same_bits(state.state_dict(), other.state_dict())
+    assert_bitwise_equal(state.state_dict(), other.state_dict())
 
 
 def test_an_overflow_of_the_sum_counts_as_not_finite():
     """Each float32 gradient is finite, twice it is not."""
     parameters = states.module_parameters()
-    state = weight_state(parameters)
     huge = {name: torch.full(shape, 3e38) for name, shape in SHAPES.items()}
-    before = state.state_dict()
-    finite, _ = take_step(state, parameters, 0, gradients=huge, micro_batches=2)
+    finite, _ = take_step(weight_state(parameters), parameters, 0, gradients=huge, micro_batches=2)
     assert finite.item() is False
-    states.assert_same_bits(state.state_dict(), before)
 
 
 @every_compute
@@ -150,33 +139,6 @@ def test_nothing_waits_for_the_device(section, compute, monkeypatch):
             finite, _ = state.update(0, 1.0, torch.ones((), device="cuda"), measure=True)
             with pytest.raises(Exception, match="_local_scalar_dense"):
                 bool(finite)
-
-
-def test_the_mean_of_the_stochastic_update_is_the_float32_update():
-    """From the same float16 state, with the bits of 200 steps. Hoeffding: a mean of 200 roundings is off by 0.21 of the
-    spacing with a probability of 2 exp(-2 * 200 * 0.21**2) = 4e-8; the average error of all elements, of which each has
-    a standard deviation of at most 0.5 / sqrt(200), by 5 standard deviations with 6e-7."""
-    steps, gradients = 200, random_values(7)
-    momenta = {name: 0.01 * value for name, value in random_values(8).items()}
-    start = {"weights": random_values(9), "momentum_buffer": momenta}
-    start = {key: {name: value.half() for name, value in tensors.items()} for key, tensors in start.items()}
-
-    def updated(state, parameters, step):
-        state.load_state_dict(start)
-        take_step(state, parameters, step, gradients=gradients, lr=0.1)
-        return {key: flattened(tensors).double().numpy() for key, tensors in state.state_dict().items()}
-
-    parameters = states.module_parameters()
-    exact = updated(weight_state(parameters, LARS, SINGLE), parameters, 0)
-    parameters = states.module_parameters()
-    state = weight_state(parameters)
-    many = [updated(state, parameters, step) for step in range(steps)]
-    for key, expected in exact.items():
-        errors = np.mean([result[key] for result in many], axis=0) - expected
-        errors /= np.maximum(np.spacing(np.abs(expected).astype(np.float16)).astype(np.float64), 2.0**-24)
-        assert np.abs(errors).max() < 0.21
-        assert abs(errors.mean()) < 5 * 0.5 / np.sqrt(steps * errors.size)
-        assert np.std([result[key] for result in many], axis=0).max() > 0
 
 
 def test_updates_too_small_for_nearest_rounding_add_up():
@@ -201,19 +163,7 @@ def test_weights_and_momentum_have_bits_of_their_own():
     assert (weights == -momenta).double().mean().item() == pytest.approx(0.5, abs=5 * 0.5 / 64)
 
 
-def test_seed_and_step_choose_the_random_bits():
-    results = []
-    for seed, step in ((5, 5), (6, 5), (5, 6)):
-        parameters = states.module_parameters()
-        state = weight_state(parameters, seed=seed)
-        take_step(state, parameters, step, gradients=random_values(1), lr=0.1)
-        results.append(state.state_dict()["weights"]["conv.weight"])
-    assert not any(torch.equal(*pair) for pair in itertools.combinations(results, 2))
-
-
-@pytest.mark.parametrize(
-    "names", [["head.weight"], ["head.bias", "head.weight", "conv.weight"], [*SHAPES][::-1]], ids=str
-)
+@pytest.mark.parametrize("names", [["head.weight"], [*SHAPES][::-1]], ids=str)
 def test_the_presence_and_order_of_others_changes_nothing(names):
     """So a model cut into stages takes the steps of a whole one: bitwise, the random bits included."""
     results = []
@@ -222,8 +172,8 @@ def test_the_presence_and_order_of_others_changes_nothing(names):
         state = weight_state(parameters)
         for step in range(3):
             take_step(state, parameters, step, gradients=random_values(1 + step), lr=0.1)
-        results.append({key: {"": tensors["head.weight"]} for key, tensors in state.state_dict().items()})
-    states.assert_same_bits(*results)
+        results.append({key: tensors["head.weight"] for key, tensors in state.state_dict().items()})
+    assert_bitwise_equal(*results)
 
 
 @every_compute
@@ -254,77 +204,60 @@ def test_the_working_copy_is_the_state_in_the_compute_dtype(dtype, rounding, com
         return weights
 
     first = refreshed()
-    states.assert_same_bits({"": first}, {"": started})
-    values = [{**random_values(seed), "third": torch.full((3,), float(seed))} for seed in range(8)]
-    for step in range(1, 4):
-        before = flattened(parameters)
-        take_step(state, parameters, step, gradients=values[step], lr=0.1)
-        assert not torch.equal(flattened(parameters), before)
-        refreshed()
-    take_step(state, parameters, 3, gradients={name: value * torch.inf for name, value in values[1].items()})
+    values = [{**random_values(seed), "third": torch.full((3,), float(seed))} for seed in range(3)]
+    take_step(state, parameters, 3, gradients=values[0], lr=0.1)
+    assert not torch.equal(flattened(refreshed()), flattened(first))
+    take_step(state, parameters, 4, gradients={name: value * torch.inf for name, value in values[0].items()})
     refreshed()
-    state.load_state_dict({"weights": values[5], "momentum_buffer": values[6]})
+    state.load_state_dict({"weights": values[1], "momentum_buffer": values[2]})
     refreshed()
-    states.assert_same_bits({"": first}, {"": started})
+    assert_bitwise_equal(first, started)
 
 
 def test_a_state_of_another_dtype_is_rounded_to_nearest():
     """What belongs to others in it is let be."""
     given = {"weights": random_values(3), "momentum_buffer": random_values(4), "loss_scale": {"scale": torch.ones(())}}
-    state = weight_state(states.module_parameters())
-    state.load_state_dict(given)
-    halves = states.saved(state)
-    single = weight_state(states.module_parameters(), LARS, SINGLE)
-    single.load_state_dict(halves)
+    half, single = (weight_state(states.module_parameters(), LARS, dtype) for dtype in (HALF, SINGLE))
+    half.load_state_dict(given)
+    single.load_state_dict(half.state_dict())
     for key in ("weights", "momentum_buffer"):
-        assert torch.equal(flattened(halves[key]), flattened(given[key]).half())
-        assert torch.equal(flattened(single.state_dict()[key]), flattened(halves[key]).float())
+        assert torch.equal(flattened(half.state_dict()[key]), flattened(given[key]).half())
+        assert torch.equal(flattened(single.state_dict()[key]), flattened(given[key]).half().float())
 
 
-@pytest.mark.parametrize("key", ["weights", "momentum_buffer"])
+def without(tensors, name):
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
+    ("changed", "message"),
     [
-        ("head.weight", torch.zeros(6, 10), r"head.weight is \[6, 10\], the model's is \[10, 6\]"),
-        ("head.bias", torch.zeros(1), r"head.bias is \[1\], the model's is \[10\]"),
-        ("head.bias", None, "head.bias is missing"),
-        ("tail.bias", torch.zeros(10), "tail.bias is unknown"),
-        (None, None, "is missing"),
+        (
+            {"weights": {**random_values(3), "head.weight": torch.zeros(6, 10)}},
+            r"head.weight is \[6, 10\], the model's",
+        ),
+        ({"momentum_buffer": {**random_values(3), "head.bias": torch.zeros(1)}}, r"head.bias is \[1\], the model's is"),
+        ({"weights": without(random_values(3), "head.bias")}, "head.bias is missing"),
+        ({"momentum_buffer": {**random_values(3), "tail.bias": torch.zeros(10)}}, "tail.bias is unknown"),
+        ({"weights": None}, "weights is missing"),
+        (
+            {"momentum_buffer": None, "square_avg": random_values(7)},
+            "momentum_buffer is missing; square_avg belongs to",
+        ),
+        ({"exp_avg": random_values(7), "exp_avg_sq": random_values(7)}, "exp_avg_sq belongs to another optimizer than"),
     ],
-    ids=["turned", "shorter", "missing", "unknown", "none at all"],
+    ids=["turned", "shorter", "missing", "unknown", "no weights", "RMSprop's", "LAMB's"],
 )
-def test_a_state_that_does_not_fit_is_refused_whole(key, name, tensor, message):
-    """Named by its first fault, and nothing of it is taken over."""
+def test_a_state_that_does_not_fit_is_refused_whole(changed, message):
+    """Named by its faults, and nothing of it is taken over."""
     parameters = states.module_parameters()
     state = weight_state(parameters)
     before = state.state_dict()
-    damaged = {"weights": random_values(3), "momentum_buffer": random_values(4)}
-    if tensor is None:
-        damaged.pop(key) if name is None else damaged[key].pop(name)
-    else:
-        damaged[key][name] = tensor
-    with pytest.raises(ValueError, match=message if name else f"{key} {message}"):
-        state.load_state_dict(damaged)
-    states.assert_same_bits(state.state_dict(), before)
+    damaged = {"weights": random_values(3), "momentum_buffer": random_values(4), **changed}
+    with pytest.raises(ValueError, match=message):
+        state.load_state_dict({key: tensors for key, tensors in damaged.items() if tensors is not None})
+    assert_bitwise_equal(state.state_dict(), before)
     assert torch.equal(flattened(parameters), flattened(states.module_parameters()))
-
-
-KINDS = ["lars", "sgd without momentum", "rmsprop", "rmsprop without momentum", "lamb"]
-
-
-@pytest.mark.parametrize(("given", "kept"), list(zip(KINDS, [*KINDS[1:], KINDS[0]])))
-def test_the_state_of_an_optimizer_with_other_slots_is_refused_by_name(given, kept):
-    """And nothing of it is taken over."""
-    state = weight_state(states.module_parameters(), SECTIONS[kept])
-    before = state.state_dict()
-    own, foreign = (states.slots_of(SECTIONS[name]) for name in (kept, given))
-    with pytest.raises(ValueError, match=r"is missing|belongs to") as error:
-        state.load_state_dict({key: random_values(7) for key in ("weights", *foreign)})
-    for slot in own - foreign:
-        assert f"{slot} is missing" in str(error.value)
-    for slot in foreign - own:
-        assert f"{slot} belongs to another optimizer than {type(state.optimizer).__name__}" in str(error.value)
-    states.assert_same_bits(state.state_dict(), before)
 
 
 def test_rows_that_are_not_full_take_little_memory():

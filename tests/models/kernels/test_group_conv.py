@@ -123,47 +123,38 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
 
 @pytest.mark.parametrize(("channels", "group", "form"), [(48, 16, "channels_last"), (64, 32, "contiguous")])
 def test_groups_do_not_mix(channels, group, form):
-    """Three groups: their number is no power of two."""
-    check(convolution(3, 2, "same", channels, group), images((1, channels, 6, 5), form))
+    """Three groups: their number is no power of two. Weights in another layout than they have at first."""
+    conv = convolution(3, 2, "same", channels, group)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    check(conv, images((1, channels, 6, 5), form))
 
 
-@pytest.mark.parametrize(
-    ("stride", "programs", "form"),
-    [(1, 8, "channels_last"), pytest.param(2, 4, "contiguous", marks=pytest.mark.slow)],
-)
-def test_tiles_and_partial_sums_add_up(stride, form, programs, monkeypatch):
+def test_tiles_and_partial_sums_add_up(monkeypatch):
     """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
 
-    With stride 1, the weights' gradient has 5 tiles a group: 2, 2, 1 and none in four parts.
+    The weights' gradient has 5 tiles a group: 2, 2, 1 and none in four parts. x is in neither format.
     """
     monkeypatch.setattr(group_conv, "_PIXELS", dict.fromkeys(FORMATS.values(), 16))
     monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
-    monkeypatch.setattr(group_conv, "_PROGRAMS", programs)
-    check(convolution(3, stride), images((2, 32, 7, 5), form))
-
-
-def test_other_memory_layouts_are_taken():
-    """x in neither format, weights channels last."""
-    conv = convolution()
-    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
-    check(conv, images((1, 64, 4, 5))[:, ::2])
+    monkeypatch.setattr(group_conv, "_PROGRAMS", 8)
+    check(convolution(), images((2, 64, 7, 5))[:, ::2])
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight"])
 def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     """Images want none: the kernel for it does not run; a frozen weight keeps no input."""
     conv, x = convolution(), images((1, 32, 4, 4))
-    other = {"input": "weight", "weight": "input"}[wanted]
     expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:]))
     conv.weight.requires_grad_(wanted == "weight")
     x.requires_grad_(wanted == "input")
+    other = {"input": "weight", "weight": "input"}[wanted]
     monkeypatch.setattr(group_conv._Launches, f"{other}_gradient", None)
     FusedGroupConv2d.of(conv)(x).sum().backward()
     assert torch.equal({"input": x, "weight": conv.weight}[wanted].grad, expected[wanted])
 
 
-def test_a_second_derivative_other_dtypes_and_channels_are_refused():
+def test_a_second_derivative_is_refused():
     """And nothing is kept where no gradient is wanted."""
     fused, x = FusedGroupConv2d.of(convolution()), images((1, 32, 4, 4)).requires_grad_()
     with torch.no_grad():
@@ -171,10 +162,6 @@ def test_a_second_derivative_other_dtypes_and_channels_are_refused():
     (gradient,) = torch.autograd.grad(fused(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-    with pytest.raises(AssertionError, match=r"input torch\.float32, weights torch\.float16"):
-        FusedGroupConv2d.of(convolution(dtype=torch.float16))(x)
-    with pytest.raises(AssertionError, match="48 channels, not 32"):
-        fused(images((1, 48, 4, 4)))
 
 
 def test_what_the_kernels_take_and_what_not():

@@ -16,7 +16,6 @@ from models.kernels.group_norm import FusedGroupNormAct, replaces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
-KINDS = [(True, True), (True, False), (False, True), (False, False)]
 EPS = 1e-3
 
 # Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for each group.
@@ -78,10 +77,9 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize(
     ("tiles", "shape", "apply_act", "shift"),
     [
-        *(("divided", SHAPES[0], *kind) for kind in (KINDS[0], KINDS[3])),
-        *(("whole", shape, *KINDS[0]) for shape in SHAPES),
-        *(pytest.param("divided", SHAPES[0], *kind, marks=pytest.mark.slow) for kind in KINDS[1:3]),
-        *(pytest.param("divided", shape, *KINDS[0], marks=pytest.mark.slow) for shape in SHAPES[1:]),
+        *(("divided", SHAPES[0], *kind) for kind in ((True, True), (False, False))),
+        *(("whole", shape, True, True) for shape in SHAPES),
+        *(pytest.param("divided", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1:]),
     ],
     indirect=["tiles"],
 )
@@ -96,30 +94,32 @@ def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout", "apply_act", "shift"),
-    [(torch.float16, FORMATS[1], *KINDS[0]), (torch.bfloat16, FORMATS[0], *KINDS[3])],
+    ("dtype", "layout", "active"),
+    [(torch.float16, torch.channels_last, True), (torch.bfloat16, torch.contiguous_format, False)],
     ids=str,
 )
-def test_half_precision_is_rounded_once(layout, apply_act, shift, dtype, tiles):
+def test_half_precision_is_rounded_once(layout, active, dtype, tiles):
     """All arithmetic is float32, so each result is off by half an eps, or by a hair more where float32 tips it over.
 
     The interpreter does not round to bfloat16 but cuts off: there it is a whole eps.
     """
     cut = dtype == torch.bfloat16 and DEVICE == "cpu"
-    norm = layer(SHAPES[3][1], apply_act, shift, dtype)
+    norm = layer(SHAPES[3][1], active, active, dtype)
     x, dy = (drawn(SHAPES[3], dtype, layout, seed) for seed in (1, 2))
     actual = results(FusedGroupNormAct.of(norm), x, dy)
     assert all(tensor.dtype == dtype for tensor in actual)
     assert_close(actual, exact(norm, x, dy), (1.01 if cut else 0.51) * torch.finfo(dtype).eps)
 
 
-def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles, layout=torch.channels_last):
+def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles):
     """Against torch's own float32 on contiguous input, which merges means and squares too.
 
     A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
     """
     norm = layer(8)
-    x, dy = drawn((1, 8, 6, 11), layout=layout, mean=1000.0), drawn((1, 8, 6, 11), layout=layout, seed=2)
+    x, dy = (
+        drawn((1, 8, 6, 11), layout=torch.channels_last, seed=seed, mean=mean) for seed, mean in ((1, 1e3), (2, 0))
+    )
     expected = exact(norm, x, dy)
     torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
     for actual, other, correct in zip(results(FusedGroupNormAct.of(norm), x, dy), torchs, expected):
@@ -160,16 +160,12 @@ def test_only_the_input_is_kept_for_the_backward_pass():
     assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in known) == 2 * 2 * 4
 
 
-def test_a_second_derivative_another_dtype_and_other_channels_are_refused():
+def test_a_second_derivative_is_refused():
     norm = FusedGroupNormAct.of(layer(8))
     x = drawn((1, 8, 2, 2)).requires_grad_()
     (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-    with pytest.raises(AssertionError, match="float64"):
-        FusedGroupNormAct.of(layer(8).double())(drawn((1, 8, 2, 2), torch.float64))
-    with pytest.raises(AssertionError, match="16 channels, not 8"):
-        norm(torch.zeros(1, 16, 2, 2))
 
 
 def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
@@ -192,8 +188,6 @@ def test_layers_without_kernels_are_not_replaced():
     assert replaces(GroupNormAct(8, 4, EPS)) and replaces(ProxyNormAct(8, 4, EPS, 0.03))
     others = [BatchNormAct(8, EPS, 0.1), nn.GroupNorm(4, 8), FusedGroupNormAct.of(GroupNormAct(8, 4, EPS))]
     assert not any(replaces(other) for other in others)
-    with pytest.raises(AssertionError, match="BatchNormAct"):
-        FusedGroupNormAct.of(others[0])
 
 
 @pytest.mark.gpu
