@@ -12,7 +12,7 @@ from data.batches import MicroBatch
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import CheckpointError, first_line
-from training.program import Archive, function_of
+from training import program
 from training.weights import TRAINED, names_in_json
 
 ONNX, PROGRAM = ".onnx", ".pt2"
@@ -38,11 +38,11 @@ class ExportedModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path, program: Program):
-        self.path, self._program = path, program
-        self.recipe: Optional[str] = program.metadata["recipe"]
-        self.which = program.metadata["weights"]
-        self.classes: Optional[List[str]] = names_in_json(program.metadata.get("classes", "null"), path)
+    def __init__(self, path: Path, found: Program):
+        self.path, self._program = path, found
+        self.recipe: Optional[str] = found.metadata["recipe"]
+        self.which = found.metadata["weights"]
+        self.classes: Optional[List[str]] = names_in_json(found.metadata.get("classes", "null"), path)
         self._model = loading.loads(self.recipe, str(path)).model
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
@@ -61,12 +61,10 @@ class ExportedModel:
         for key in _INSIDE:
             has, wanted = getattr(self._model, key), getattr(recipe.model, key)
             if has != wanted:
-                raise CheckpointError(
-                    f"{self.path}: was exported with model.{key} {has}, not {wanted}; export it again with that"
-                )
+                fault = f"was exported with model.{key} {has}, not {wanted}"
+                raise CheckpointError(f"{self.path}: {fault}; export it again with that")
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def is_exported(path: str) -> bool:
@@ -82,20 +80,17 @@ def read(path: str, which: Optional[str] = None) -> ExportedModel:
     """
     place = Path(path)
     try:
-        content = place.read_bytes()
+        found = opened(place.suffix, place.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; name a file that tools.export wrote") from None
-    try:
-        program = opened(place.suffix, content)
     except ImportError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # nearly everything is raised about files that are not ours
         raise CheckpointError(f"{path}: no program that tools.export wrote: {first_line(error)}") from None
-    model = ExportedModel(place, program)
+    model = ExportedModel(place, found)
     if which not in (None, TRAINED, model.which):
-        raise CheckpointError(
-            f"{path}: has no {which}: it was exported with --weights {model.which}; ask for {TRAINED}"
-        )
+        fault = f"has no {which}: it was exported with --weights {model.which}"
+        raise CheckpointError(f"{path}: {fault}; ask for {TRAINED}")
     return model
 
 
@@ -104,15 +99,11 @@ def opened(suffix: str, content: bytes) -> Program:
 
     Raises ImportError where the package that runs it is missing, and exceptions of any kind where it is no program.
     """
-    if suffix == ONNX:
-        metadata, logits = _opened_onnx(content)
-    else:
-        archive = Archive(content)
-        metadata, logits = archive.texts(), torch.no_grad()(function_of(archive))
+    found = Program(*(_opened_onnx if suffix == ONNX else program.opened)(content))
     for name in ("recipe", "weights"):
-        if name not in metadata:
+        if name not in found.metadata:
             raise ValueError(f"its metadata has no {name}")
-    return Program(metadata, logits)
+    return found
 
 
 def _opened_onnx(content: bytes) -> Program:
@@ -126,12 +117,11 @@ def _opened_onnx(content: bytes) -> Program:
     proto = onnx.load_from_string(content)
     if _names_files(proto):
         raise ValueError("some of its numbers are in other files")
-    metadata = {each.key: each.value for each in proto.metadata_props}
-    del proto
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4  # what it logs it also raises
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    metadata = {each.key: each.value for each in proto.metadata_props}
     return Program(metadata, lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import fcntl
@@ -157,19 +158,22 @@ def describe_environment() -> dict:
     import torch
     import torchvision
 
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    revision = None  # outside a checkout
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        revision = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    found = {"poptorch": sys.modules["poptorch"]} if "poptorch" in sys.modules else {}
+    libraries = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy, **found}
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "revision": _revision(),
+        "revision": revision,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": numpy.__version__,
+        **{name: library.__version__ for name, library in libraries.items()},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        **{name: module.__version__ for name, module in sys.modules.items() if name == "poptorch"},
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -183,13 +187,3 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
                 there, here = ("null" if each is None else each for each in (before[section].get(key), value))
                 return f"{section}.{key} is {there} there, {here} here"
     return ""
-
-
-def _revision() -> Optional[str]:
-    """Git revision of the program, with `-dirty` where files were changed; None outside a checkout."""
-    root = str(Path(__file__).resolve().parent.parent)
-    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
