@@ -130,52 +130,45 @@ def check(log: Log) -> None:
     for key, package in ((logger.key, logger.package) for logger in _wanted(log) if logger.package):
         found = importlib.util.find_spec(key)
         if found is None or found.origin is None:  # without an origin it is a folder of this name
-            raise ConfigError(
-                f"log.{key}: the package {key} is not installed; pip install {package}, or log.{key}=false"
-            )
+            fault = f"the package {key} is not installed"
+            raise ConfigError(f"log.{key}: {fault}; pip install {package}, or log.{key}=false")
 
 
-def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
-    """Return the state of each service by key; call it before metrics.jsonl is cut back to the checkpoint.
+def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
+    """Return the state of each service by key; none for those that have another recipe, or where it cannot be read.
 
-    The events behind the checkpoint, which services have, will come a second time.
+    A recipe may be changed before anything is trained.
     """
-    wanted = {logger.key for logger in _wanted(log) if logger.package}
+    states = {}
     try:
-        states = {name: ServiceState(**entry) for name, entry in read_json(folder / FILE).items()} if wanted else {}
-        steps = metrics.last_steps(folder / metrics.NAME) if states else {}
-        for name in wanted & states.keys():
-            have = states[name].steps
-            later = {kind: max(have.get(kind, 0), steps.get(kind, 0)) for kind in {**have, **steps}}
-            states[name] = states[name]._replace(steps=later)
+        steps = metrics.last_steps(folder / metrics.NAME)
+        for name, entry in read_json(folder / FILE).items():
+            state = ServiceState(**entry)
+            have = {kind: max(state.steps.get(kind, 0), steps.get(kind, 0)) for kind in {**state.steps, **steps}}
+            begun = Recipe.model_validate_json(json.dumps(state.recipe)) if state.recipe else recipe
+            if not first_difference(begun, recipe):
+                states[name] = state._replace(steps=have)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return states
 
 
-def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Callable[[str], None]) -> List[Logger]:
-    """Start the loggers that the recipe selects. Args: states: of `service_states`; say: prints a line.
+def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]:
+    """Start the loggers that the recipe selects, before metrics.jsonl is cut back to the checkpoint of `step`.
+
+    The events behind the checkpoint, which services have, will come a second time. Args: say: prints a line.
 
     Raises OSError where the run folder cannot be written.
     """
     folder, sections = Path(arithmetic.output_folder(recipe)), recipe.model_dump(mode="json", by_alias=True)
-    known = {name: each for name, each in states.items() if _same_run(each, recipe)}
+    known = service_states(recipe, folder)
     found: List[Logger] = []
     for kind in _wanted(recipe.log):
         earlier = known.get(kind.key)
         session = Session(recipe.run.name, sections, folder, step, earlier, say)
         found.append(Service(kind, session) if kind.package else kind(session))
         if found[-1].run:
-            run = found[-1].run
-            known[kind.key] = earlier._replace(run=run) if earlier else ServiceState(run, {}, sections)
+            known[kind.key] = (earlier or ServiceState("", {}, sections))._replace(run=found[-1].run)
     if known:
         write_text(folder / FILE, json.dumps({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
     return found
-
-
-def _same_run(state: ServiceState, recipe: Recipe) -> bool:
-    """Whether a service has this recipe, which may be changed before anything is trained."""
-    try:
-        return not (state.recipe and first_difference(Recipe.model_validate_json(json.dumps(state.recipe)), recipe))
-    except ValueError:
-        return False

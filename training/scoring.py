@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Iterable, List, NamedTuple, Sequence, Union
 
 import torch
-from torch.nn import functional as F
 
 from data.batches import MicroBatch
 from engines import factory
-from engines.base import Engine, summable
+from engines.base import Engine, scored
 from recipe.batch import divide
 from recipe.config import Recipe
 from recipe.errors import DataError
@@ -51,24 +50,19 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
 def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Report:
     """Classify every image of `batches` once. Raises DataError where none of them can be read."""
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
-    images = among_five = 0
-    loss = 0.0
-    unreadable: List[str] = []
+    counts, unreadable = [], []
     for batch in batches:
         unreadable.extend(batch.unreadable)
-        if not batch.valid:
-            continue
-        logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
-        best = logits.topk(min(5, classes), dim=1).indices
-        confusion += torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
-        among_five += (best == labels[:, None]).sum().item()
-        loss += summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum().item()
-        images += batch.valid
-    if not images:
+        if batch.valid:
+            logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
+            counts.append(scored(logits, labels))
+            best = logits.topk(min(5, classes), dim=1).indices[:, 0]
+            confusion += torch.bincount(labels * classes + best, minlength=classes * classes)
+    if not counts:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")
-    confusion = confusion.view(classes, classes)
-    top1 = confusion.diagonal().sum().item() / images
-    return Report(images, top1, among_five / images, loss / images, len(unreadable), confusion)
+    images, loss, top1, top5 = (float(sum(each)) for each in zip(*counts))
+    means = top1 / images, top5 / images, loss / images
+    return Report(int(images), *means, len(unreadable), confusion.view(classes, classes))
 
 
 def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
