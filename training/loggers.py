@@ -141,7 +141,7 @@ def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
     """
     states = {}
     try:
-        steps = metrics.last_steps(folder / metrics.NAME)
+        steps = {kind: event["step"] for kind, event in metrics.last_events(folder / metrics.NAME).items()}
         for name, entry in read_json(folder / FILE).items():
             state = ServiceState(**entry)
             have = {kind: max(state.steps.get(kind, 0), steps.get(kind, 0)) for kind in {**state.steps, **steps}}

@@ -26,8 +26,8 @@ from recipe.course import Course, Update
 from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
-from training.evaluation import evaluate
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
+from training.scoring import evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
 

@@ -27,7 +27,7 @@ from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, D
 from training import choices, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
-from training.metrics import NAME, Metrics, last_steps
+from training.metrics import NAME, Metrics, last_events
 from training.monitor import Monitor, duration
 from training.run_folder import RunFolder, first_difference, note_session
 
@@ -233,10 +233,10 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple
     """
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
-        lost = last_steps(checkpoints.folder.parent / NAME).get("checkpoint")
-        if lost is not None and checkpoints.folder.is_dir():
+        lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")
+        if lost and checkpoints.folder.is_dir():
             raise CheckpointError(
-                f"{checkpoints.folder}: the checkpoint of step {lost}, which metrics.jsonl tells of, is gone; "
+                f"{checkpoints.folder}: the checkpoint of step {lost['step']}, which metrics.jsonl tells of, is gone; "
                 "restore all files of its number, or delete that folder to start from the beginning"
             )
         return None, 0

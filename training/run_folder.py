@@ -65,9 +65,8 @@ class RunFolder:
 
     def finished(self) -> Optional[dict]:
         """Return the `end` event of a complete run, else None."""
-        event = metrics.last(self.metrics) or {}
-        whole = None not in (event.get("top1"), event.get("seconds"))
-        return event if event.get("event") == "end" and whole else None
+        event = metrics.last_events(self.metrics).get("end", {})
+        return event if None not in (event.get("top1"), event.get("seconds")) else None
 
     def first_threads(self) -> Optional[int]:
         """Return the number of threads of the main process when the run began, None where that was not noted."""

@@ -1,16 +1,16 @@
-"""Scores of a classifier image by image: which class was taken for which, as a table and as a picture."""
+"""Scores of a classifier: exact whatever the batch size, and by class, as a table and as a picture."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Sequence, Union
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 
 from data.batches import MicroBatch
-from engines import factory
-from engines.base import Engine, scored
+from engines import base, factory
+from engines.base import Counts, Engine
 from recipe.batch import divide
 from recipe.config import Recipe
 from recipe.errors import DataError
@@ -20,11 +20,18 @@ from training.exported import ExportedModel
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
 
 
-class Report(NamedTuple):
-    """Over `images` readable images. confusion: int64 [classes, classes], rows are labels, columns predictions.
+class Scores(NamedTuple):
+    """Shares in [0, 1] and the mean cross entropy (nats) over `images` readable images."""
 
-    top1, top5: shares in [0, 1]; loss: mean cross entropy in nats; unreadable: images that were left out.
-    """
+    top1: float
+    top5: float
+    loss: float
+    images: int
+    unreadable: int
+
+
+class Report(NamedTuple):
+    """`Scores`, and confusion: int64 [classes, classes], rows are labels, columns predictions."""
 
     images: int
     top1: float
@@ -32,6 +39,29 @@ class Report(NamedTuple):
     loss: float
     unreadable: int
     confusion: torch.Tensor
+
+
+def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
+    """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
+
+    Args: batches: of this replica; where images do not enter, as many times None.
+    """
+    counts: List[Counts] = []
+    unreadable: List[str] = []
+    for batch in batches:
+        if batch is not None:
+            unreadable.extend(batch.unreadable)
+        counts.append(engine.evaluate_step(batch))
+    total, messages = base.total(counts, unreadable, engine.processes, engine.device)
+    if not total.images:  # all ranks find it, one prints it
+        fault = f"no validation image can be read; the first: {messages[0]}"
+        raise DataError(fault if engine.topology.is_main else "")
+    return _scores(total, len(messages))
+
+
+def _scores(total: Counts, unreadable: int) -> Scores:
+    images = int(total.images)
+    return Scores(*(float(each) / images for each in (total.top1, total.top5, total.loss)), images, unreadable)
 
 
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
@@ -55,14 +85,13 @@ def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], c
         unreadable.extend(batch.unreadable)
         if batch.valid:
             logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
-            counts.append(scored(logits, labels))
+            counts.append(base.scored(logits, labels))
             best = logits.topk(min(5, classes), dim=1).indices[:, 0]
             confusion += torch.bincount(labels * classes + best, minlength=classes * classes)
     if not counts:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")
-    images, loss, top1, top5 = (float(sum(each)) for each in zip(*counts))
-    means = top1 / images, top5 / images, loss / images
-    return Report(int(images), *means, len(unreadable), confusion.view(classes, classes))
+    scores = _scores(Counts(*map(sum, zip(*counts))), len(unreadable))
+    return Report(confusion=confusion.view(classes, classes), **scores._asdict())
 
 
 def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
