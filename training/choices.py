@@ -39,15 +39,15 @@ def resolve(recipe: Recipe, batch: Batch, processes: Agreement, say: Say) -> Rec
     if links:
         from engines import choice  # seldom needed
 
-        recipe = choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
+        recipe = choice.resolve(recipe, batch, processes, say, begun and begun.exchange)
     if device:
         from engines import tuning  # where there are IPUs, torch is too old for it
 
-        section = begun.engine if begun else None
+        section = begun and begun.engine
         if begun:
             place, folder = _device(recipe, processes), Path(output_folder(recipe))
             found = processes.from_main(lambda: find(folder, "engine", place))
-            section = section.model_copy(update=found) if found else section
+            section = section.model_copy(update=found or {})
         recipe = tuning.resolve(recipe, batch, processes, say, section)
     return recipe
 
