@@ -70,8 +70,7 @@ class CheckpointFolder:
             replica_states: state of each replica in order. Each is written before the next is generated, so that only
                 one need be in memory.
 
-        Raises:
-            OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
+        Raises OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
         self.folder.mkdir(exist_ok=True)  # without its parents: the run folder may have been unmounted
         replicas: List[File] = []
@@ -96,8 +95,7 @@ class CheckpointFolder:
             warn: called for each newer one that is passed over: damaged, or without a manifest.
             with_replicas: whether the files of its replicas must be whole, too; weights can be had without them.
 
-        Raises:
-            CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
+        Raises CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
         """
         damaged, cut_off = [], []
         for step in reversed(self._steps()):
@@ -125,9 +123,7 @@ class CheckpointFolder:
 
     def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
         """Return the content of the whole checkpoint with the highest top-1 (of equals the newest), None if none has.
-
-        Args: warn: called for each better one that is damaged.
-        """
+        Args: warn: called for each better one that is damaged."""
         for manifest in _best_first(self.manifests()):
             try:
                 return load(self.path(manifest.step), manifest)
@@ -149,10 +145,7 @@ class CheckpointFolder:
 
     def replica_state(self, step: int, replica: int) -> dict:
         """Return that replica's state as it was saved, on the CPU; `load_newest` has compared its checksum.
-
-        Raises:
-            CheckpointError: the file cannot be read, or was not written by this program.
-        """
+        Raises CheckpointError: the file cannot be read, or was not written by this program."""
         return _checked(self.replica_path(step, replica), _REPLICA_FORMAT)["state"]
 
     def _steps(self) -> List[int]:
@@ -199,10 +192,7 @@ def _best_first(manifests: List[Manifest]) -> List[Manifest]:
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     """Return the content of a checkpoint file, on the CPU; never runs code from it.
-
-    Raises:
-        CheckpointError: unreadable, truncated, altered, or not written by this program.
-    """
+    Raises CheckpointError: unreadable, truncated, altered, or not written by this program."""
     if manifest is not None:
         _compare(path, File(manifest.bytes, manifest.sha256))
     return _checked(path, "format")
@@ -217,10 +207,7 @@ def _checked(path: Path, key: str) -> dict:
 
 def unpickled(path: Path) -> object:
     """Return what torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    Raises CheckpointError: the file cannot be read."""
     with _reading(path), open(path, "rb") as stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of pickle protocols that are not ours
         try:

@@ -22,9 +22,7 @@ _INSIDE = ("image_size", "classes", "mean", "std")  # keys of the section `model
 
 class Program(NamedTuple):
     """An exported file. metadata: texts by name, see docs/export.md.
-
-    logits: runs the program, uint8 [N, 3, H, W] -> float32 [N, classes].
-    """
+    logits: runs the program, uint8 [N, 3, H, W] -> float32 [N, classes]."""
 
     metadata: Dict[str, str]
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -32,9 +30,7 @@ class Program(NamedTuple):
 
 class ExportedModel:
     """An exported program that predicts as an engine does.
-
-    recipe: YAML text of its run. which: trained weights or an average. classes: names, None where there are none.
-    """
+    recipe: YAML text of its run. which: trained weights or an average. classes: names, None where there are none."""
 
     device = torch.device("cpu")
 
@@ -74,10 +70,8 @@ def is_exported(path: str) -> bool:
 
 def read(path: str, which: Optional[str] = None) -> ExportedModel:
     """Return the program in a file. Args: which: the average that it must have; None or `trained`: any weights.
-
     Raises CheckpointError where there is none that tools.export wrote, its weights are others, or the package that runs
-    it is missing.
-    """
+    it is missing."""
     place = Path(path)
     try:
         found = opened(place.suffix, place.read_bytes())
@@ -96,9 +90,7 @@ def read(path: str, which: Optional[str] = None) -> ExportedModel:
 
 def opened(suffix: str, content: bytes) -> Program:
     """Return the program in a file's content, ready to run.
-
-    Raises ImportError where the package that runs it is missing, and exceptions of any kind where it is no program.
-    """
+    Raises ImportError where the package that runs it is missing, and exceptions of any kind where it is no program."""
     found = Program(*(_opened_onnx if suffix == ONNX else program.opened)(content))
     for name in ("recipe", "weights"):
         if name not in found.metadata:

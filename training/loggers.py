@@ -37,9 +37,7 @@ FILE = "loggers.json"  # in the run folder: state of each service by its key
 
 class ServiceState(NamedTuple):
     """A service's name for the run, the last step it has by kind of event, and the recipe it first received.
-
-    recipe: None in files of older versions.
-    """
+    recipe: None in files of older versions."""
 
     run: str
     steps: Dict[str, int]
@@ -136,9 +134,7 @@ def check(log: Log) -> None:
 
 def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
     """Return the state of each service by key; none for those that have another recipe, or where it cannot be read.
-
-    A recipe may be changed before anything is trained.
-    """
+    A recipe may be changed before anything is trained."""
     states = {}
     try:
         steps = {kind: event["step"] for kind, event in metrics.last_events(folder / metrics.NAME).items()}

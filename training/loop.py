@@ -76,10 +76,8 @@ class Progression:
 @dataclass
 class Trainer:
     """One run from a step to its end.
-
     checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
-    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`.
-    """
+    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`."""
 
     recipe: Recipe
     lengths: Lengths

@@ -47,9 +47,7 @@ class _Call(NamedTuple):
 
 def opened(content: bytes) -> Tuple[Dict[str, str], Callable[[torch.Tensor], torch.Tensor]]:
     """Return the texts of a .pt2 file by name, and its program as a function of one tensor.
-
-    Raises nearly everything for files that torch.export.save does not write.
-    """
+    Raises nearly everything for files that torch.export.save does not write."""
     archive = zipfile.ZipFile(io.BytesIO(content))
     if not stored_plainly(archive, len(content)):
         raise ValueError("its members are compressed, which torch's never are")

@@ -228,9 +228,7 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, diges
 
 def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple[Optional[dict], int]:
     """Return the content of the newest whole checkpoint and its number of replica files.
-
-    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted.
-    """
+    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted."""
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
         lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")

@@ -43,10 +43,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe):
         """Open or make the folder and lock it for this process, unless run.lock is false.
-
-        Raises:
-            ConfigError: it holds something else, is in use, cannot be locked, or must not be resumed.
-        """
+        Raises ConfigError: it holds something else, is in use, cannot be locked, or must not be resumed."""
         self.path = Path(output_folder(recipe))
         self.metrics = self.path / metrics.NAME
         check_owner(recipe)
@@ -99,9 +96,7 @@ class RunFolder:
 
 def check_owner(recipe: Recipe) -> None:
     """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
-
-    Loads no torch. `exchange.method: auto` is the method that the run began with.
-    """
+    Loads no torch. `exchange.method: auto` is the method that the run began with."""
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
         return

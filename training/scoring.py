@@ -43,9 +43,7 @@ class Report(NamedTuple):
 
 def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
     """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
-
-    Args: batches: of this replica; where images do not enter, as many times None.
-    """
+    Args: batches: of this replica; where images do not enter, as many times None."""
     counts: List[Counts] = []
     unreadable: List[str] = []
     for batch in batches:
@@ -66,9 +64,7 @@ def _scores(total: Counts, unreadable: int) -> Scores:
 
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     """Return an engine of one replica with stored weights, unrounded.
-
-    Raises ConfigError where its device is not there, CheckpointError for weights of another model.
-    """
+    Raises ConfigError where its device is not there, CheckpointError for weights of another model."""
     if recipe.run.device != "ipu":  # there weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})

@@ -46,9 +46,7 @@ class TensorBoardLogger(Logger):
 @LOGGERS.implements(WeightsAndBiases)
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
-
-    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones.
-    """
+    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones."""
 
     key = package = "wandb"
     settings = {"WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "60", "WANDB_INIT_TIMEOUT": "60"}

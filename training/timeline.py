@@ -33,9 +33,7 @@ def ideal(micro_batches: int, stages: int, virtual: int = 1) -> float:
 
 def efficiency(spans: Sequence[Span]) -> float:
     """Share of one step's time, from its first forward to its last backward pass, that replica 0's ranks computed.
-
-    Exchange, update and the time after the last backward pass do not count, so that `ideal` is the bound.
-    """
+    Exchange, update and the time after the last backward pass do not count, so that `ideal` is the bound."""
     computing = [span for span in spans if span.replica == 0 and span.kind in _COMPUTING]
     busy = math.fsum(span.end - span.start for span in computing)
     length = max(span.end for span in computing) - min(span.start for span in computing)
@@ -96,9 +94,7 @@ def _rows(spans: Sequence[Span]) -> Dict[Tuple[int, int], str]:
 
 def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     """One step: a row per rank, a box per micro batch with its number where there is room for it.
-
-    Of a step of very many micro batches only the beginning is shown.
-    """
+    Of a step of very many micro batches only the beginning is shown."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
