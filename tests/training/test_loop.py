@@ -34,13 +34,8 @@ def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_ch
 @pytest.mark.parametrize(
     ("overrides", "logged", "evaluated", "saved"),
     [
-        (
-            ("evaluation.every_epochs=0.5", "checkpoint.every_epochs=0.34"),
-            [4, 8, 12],
-            [3, 6, 9, 12],
-            [*range(2, 13, 2)],
-        ),
-        (("evaluation.every_epochs=9", "checkpoint.every_epochs=0.001"), [4, 8, 12], [12], [*range(1, 13)]),
+        (("evaluation.every_epochs=0.5", "checkpoint.every_epochs=0.34"), [4, 8, 12], [3, 6, 9, 12], range(2, 13, 2)),
+        (("evaluation.every_epochs=9", "checkpoint.every_epochs=0.001"), [4, 8, 12], [12], range(1, 13)),
         (("run.steps=7", "log.every_steps=5"), [5, 7], [6, 7], [6, 7]),
     ],
 )
@@ -51,7 +46,7 @@ def test_the_last_step_is_always_logged_evaluated_and_saved(start, overrides, lo
     assert start.steps("train") == logged
     assert [step + 1 for step in engine.measured] == logged
     assert start.steps("eval") == engine.evaluated_after == evaluated
-    assert start.steps("checkpoint") == saved
+    assert start.steps("checkpoint") == list(saved)
     assert engine.epoch_ends == [step for step in (6, 12) if step <= logged[-1]]  # an epoch's rest is no epoch
 
 
@@ -75,14 +70,11 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
     engine = ScriptedEngine(averaging=True)
     count = engine.evaluate_step
     engine.evaluate_step = lambda batch: count(batch)._replace(top1=count(batch).top1 - 10 * (len(engine.steps) == 12))
-    events = start(engine, "evaluation.every_epochs=0.5", "run.steps=12")
-    scores = [(event["top1"], event.get("epoch_average")) for event in events if event["event"] == "eval"]
-    assert [top1 for top1, _ in scores] == [0.3, 0.6, 0.9, 0.2]
-    assert [average and average["top1"] for _, average in scores] == [None, 0.7, 1.0, 0.4]
-    end = events[-1]
+    *_, end = start(engine, "evaluation.every_epochs=0.5", "run.steps=12")
+    scores = [(event["top1"], event.get("epoch_average", {}).get("top1")) for event in start.events("eval")]
+    assert scores == [(0.3, None), (0.6, 0.7), (0.9, 1.0), (0.2, 0.4)]
     assert end["epoch_average"] == {"top1": 0.4, "top5": 0.9, "loss": 0.5} and "step_average" not in end
-    assert (end["top1"], end["best_top1"], end["top5"]) == (0.2, 0.9, 0.9)
-    assert end["images"] == 12 * 24
+    assert (end["top1"], end["best_top1"], end["top5"], end["images"]) == (0.2, 0.9, 0.9, 12 * 24)
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
     assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
 
@@ -90,8 +82,8 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
 def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
     """Images of epoch 1 cost three times those of epoch 0; the log line at step 8 covers two steps of each."""
     monkeypatch.setattr(ScriptedEngine, "peak_flops", lambda engine: 1e6)
-    events = start(ScriptedEngine(), flops_per_image=lambda epoch: (1.0, 3.0)[epoch])
-    shares = [event["mfu"] * 1e6 / event["images_per_second"] for event in events if event["event"] == "train"]
+    start(ScriptedEngine(), flops_per_image=lambda epoch: (1.0, 3.0)[epoch])
+    shares = [event["mfu"] * 1e6 / event["images_per_second"] for event in start.events("train")]
     assert shares == pytest.approx([1.0, 2.0, 3.0], rel=1e-12)
 
 
@@ -100,10 +92,8 @@ def test_left_out_images_are_named_and_counted_and_the_loss_is_that_of_the_other
     lines, whole = [], start(ScriptedEngine())[0]
     (half, *_) = start(ScriptedEngine(images=12, unreadable=("a.jpg: empty", "b.jpg: empty")), say=lines.append)
     assert [event["unreadable_images"] for event in start.events("train")] == [8, 16, 24]
-    assert [line for line in lines if line.startswith("left out: ")] == [
-        "left out: a.jpg: empty",
-        "left out: b.jpg: empty",
-    ] * 12
+    named = [line for line in lines if line.startswith("left out: ")]
+    assert named == ["left out: a.jpg: empty", "left out: b.jpg: empty"] * 12
     assert (half["loss"], half["top1"]) == (2 * whole["loss"], 2 * whole["top1"])
 
 
@@ -120,10 +110,7 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_are_survived(start):
     assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("names", "where"),
-    [([], "left out; the"), (["a"], r"\(a\)"), (["a", "b", "c"], r"\(that of c and of 2 parameters before it\)")],
-)
+@pytest.mark.parametrize(("names", "where"), [([], "out;"), (["a"], r"\(a\)"), ([*"abc"], r"\(that of c and of 2 ")])
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where):
     """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
     engine = ScriptedEngine(finite=lambda step: step < 3)
@@ -246,24 +233,20 @@ def test_log_lines_have_the_share_of_waiting_and_a_run_is_input_bound_above_a_te
     """Each step takes a second; of the first case half of the first four is waiting, then none, then all."""
     engine, lines = ScriptedEngine(waited=waited), []
     monkeypatch.setattr("training.monitor.time.monotonic", lambda: 1000 + len(engine.steps))
-    start(engine, "data.workers=3", say=lines.append)
+    *_, end = start(engine, "data.workers=3", say=lines.append)
     assert [event["data_wait"] for event in start.events("train")] == pytest.approx(shares)
     shown = [line.partition(" wait ")[2].split()[0] for line in lines if line.startswith("step ")]
     assert shown == [f"{share:.0%}" for share in shares]
-    (end,) = start.events("end")
     assert end["data_wait"] == pytest.approx(sum(shares) / 3)
     assert (end["input_bound"], end["workers_needed"]) == (workers is not None, workers)
     assert ("data.workers=6 would keep up" in lines[-1]) == end["input_bound"]
 
 
-class _Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):
     """Notes each operation by which the host asks for a value: item(), bool(), int(), a mask as an index."""
 
     ASKING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    seen = []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         name = function._schema.name.partition("::")[2]
@@ -283,10 +266,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
         "schedule.peak=0.1",
     )
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
-    source = open_source(recipe.data, 10, "train")
     engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
     engine.weights._update.asks = False
-    waits, by_step = _Waits(), {}
+    waits, by_step, step = Waits(), {}, Trainer._step
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)
 
@@ -295,7 +277,6 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
             return real(*arguments, **keywords)
 
         monkeypatch.setattr(torch.Tensor, method, noted)
-    step = Trainer._step
 
     def counted(trainer, micro_batches, update):
         waits.seen.clear()
@@ -305,7 +286,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
-    loaded = list(engine.training_batches(source, range(12)))  # the loader is the host's own
+    loaded = list(engine.training_batches(open_source(recipe.data, 10, "train"), range(12)))  # the host's own
     with waits:
         start(engine, *overrides, batches=loaded, evaluation=evaluation, steps_per_epoch=12)
     assert [number for number, seen in by_step.items() if seen] == [4, 8, 12]
