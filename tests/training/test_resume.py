@@ -4,7 +4,6 @@ The recipe draws in every way a run can draw, keeps both averages, and its secon
 steps in 2 epochs of 5, a log line every 4, an evaluation every 5, a checkpoint every 3.
 """
 
-import functools
 import itertools
 import json
 import os
@@ -92,12 +91,9 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    "stops", [(1, 4, 5, 8), pytest.param(range(1, STEPS), marks=pytest.mark.slow)], ids=["four", "each"]
-)
-def test_a_run_can_be_stopped_after_any_step(session, undisturbed, folder, stops):
+def test_a_run_can_be_stopped_after_any_step(session, undisturbed, folder):
     before = 0
-    for step in stops:
+    for step in (1, 4, 5, 8):
         said = session(*OVERRIDES, stop_at=step)
         assert (f"resuming at step {before} of {STEPS}" in said) == (before > 0)
         before = step
@@ -201,7 +197,7 @@ class Killed(BaseException):
     """Ends a session in this process; what the session does to its folder from then on is undone."""
 
 
-def kill_in_this_process(folder, moment, number):
+def kill(folder, moment, number):
     """What SIGKILL leaves: the files as they are at that moment, without what Python has not handed to the system."""
     left = folder.with_name("left")
 
@@ -216,17 +212,7 @@ def kill_in_this_process(folder, moment, number):
     left.rename(folder)
 
 
-def kill_a_process(folder, moment, number):
-    (ended,) = ranks.train(1, *OVERRIDES, f"run.output={folder}", sabotage=functools.partial(_die, moment, number))
-    assert ended.code == -signal.SIGKILL, (moment, ended)
-
-
-def _die(moment, number, rank):
-    before_call(pytest.MonkeyPatch(), moment, number, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
-
-
-@pytest.mark.parametrize("kill", [kill_in_this_process, pytest.param(kill_a_process, marks=pytest.mark.slow)])
-def test_a_run_can_be_killed_at_any_moment(undisturbed, folder, kill):
+def test_a_run_can_be_killed_at_any_moment(undisturbed, folder):
     """Ten times in one run, at moments that are chosen to hurt."""
     for moment in KILLS:
         kill(folder, *moment)
