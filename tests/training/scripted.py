@@ -19,7 +19,6 @@ class ScriptedEngine(Engine):
 
     before: called with the number of each step. finite: which steps are not skipped. averaging: the average over
     epochs scores one hit more for each epoch that ended. waited: seconds that images were waited for, by steps done.
-    replicas: number of residuals, which halve at every step before n times the replica's number, from 1, is added.
     """
 
     device = torch.device("cpu")
@@ -38,13 +37,11 @@ class ScriptedEngine(Engine):
         unreadable=(),
         averaging=False,
         waited=lambda steps: 0.0,
-        replicas=0,
     ):
         self._before, self._finite, self._loss, self._waited = before, finite, loss, waited
         self._images, self._unreadable, self._averaging, self._extra_hits = images, unreadable, averaging, 0
         self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
         self._skipped = self._in_row = 0
-        self.residuals = [torch.zeros(5) for _ in range(replicas)]
 
     def data_wait(self):
         return self._waited(len(self.steps))
@@ -55,8 +52,6 @@ class ScriptedEngine(Engine):
         self.steps.append(step)
         self.rates.append(lr)
         self.measured += [step] * measure
-        for number, residual in enumerate(self.residuals, start=1):
-            residual.mul_(0.5).add_(number * step)
         finite = self._finite(step)
         self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
         norms = Norms(*(torch.tensor(10.0 * step + n) for n in range(3)), trust={"stem": torch.tensor(step / 3)})
@@ -90,14 +85,6 @@ class ScriptedEngine(Engine):
 
     def load_state_dict(self, state):
         self.steps = list(range(state["steps"]["done"]))
-
-    def replica_states(self):
-        return ({"residual": residual} for residual in self.residuals)
-
-    def load_replica_states(self, count, read):
-        if not self.residuals:
-            super().load_replica_states(count, read)
-        self.residuals = [read(number)["residual"] for number in range(count)]
 
     def peak_flops(self):
         return 1e9

@@ -17,15 +17,18 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 from engines.base import NoiseScale
 from engines.torch_engine import TorchEngine
 from optim import schedule
 from parallel.parent_death import bound_to_parent
 from recipe import loading
 from recipe.batch import lengths
+from recipe.errors import CheckpointError
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.tensors import flat
+from tests.training.conftest import states
 from training import loop, monitor
 from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS, Metrics
@@ -224,6 +227,21 @@ def test_a_run_can_be_killed_at_any_moment(undisturbed, folder):
 def lines_of(folder):
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_run_without_the_files_of_its_replicas_is_scored_and_not_resumed(session, folder, monkeypatch, capsys):
+    """They are made up beside an engine that has no such states; evaluate.py needs only its weights."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "replica_states", lambda engine: states(1, 3))
+        session(*OVERRIDES, stop_at=2)
+    with pytest.raises(CheckpointError, match="of other replicas: 3 replicas have kept"):
+        session(*OVERRIDES)
+    for path in (folder / "checkpoints").glob("*.replica-*"):
+        path.unlink()
+    assert evaluate.main(["--checkpoint", str(folder)]) == 0
+    assert "top1" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="no older checkpoint is whole either"):
+        session(*OVERRIDES)
 
 
 def test_kill_nine_of_the_command_leaves_no_trace(undisturbed, folder):

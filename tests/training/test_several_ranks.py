@@ -15,13 +15,11 @@ import train
 from data.base import permutation
 from data.folder import FolderSource
 from engines.torch_engine import TorchEngine
-from recipe.errors import CheckpointError
 from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.pictures import write_pictures
 from tests.tensors import assert_bitwise_equal
 from tests.training.test_resume import Outcome
-from training import weights
 from training.metrics import read_events
 
 pytestmark = pytest.mark.multiprocess
@@ -192,26 +190,6 @@ def test_gradients_that_stay_infinite_on_one_rank_end_the_run_with_step_layer_an
     scales = [event["loss_scale"] for event in read_events(lost)["train"]]
     assert scales[FIRST - 1 :] == [128, 64, 32, 16, 8]
     assert_bitwise_equal(*(Outcome(folder).engine["weights"] for folder in (lost, good)))
-
-
-def with_a_misfit(rank):
-    def refuse(*_, **keywords):
-        raise (CheckpointError if keywords else ValueError)("stem.weight is not ours")
-
-    if rank == 1:
-        TorchEngine.load_state_dict = weights.fitted = refuse
-
-
-def test_a_rank_that_finds_a_misfit_leaves_none_waiting(tmp_path):
-    """As a run is resumed, and as another starts from its weights."""
-    place = (*SMALL, f"run.output={tmp_path / 'run'}")
-    train_until(2, 0, 1, *place)
-    starts = (*SMALL, f"run.output={tmp_path / 'other'}", f"model.init_from={tmp_path / 'run'}")
-    for overrides, fault in ((place, "of another model: stem.weight is not ours"), (starts, "stem.weight is not ours")):
-        ended = ranks.train(2, *overrides, sabotage=with_a_misfit)
-        assert [rank.code for rank in ended] == [WRONG_INPUT] * 2, ended
-        (line,) = [line for rank in ended for line in rank.errors]
-        assert fault in line
 
 
 def test_scores_between_two_means_of_local_steps_are_those_of_what_is_saved(tmp_path):
