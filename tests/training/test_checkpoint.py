@@ -91,13 +91,6 @@ def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save
     assert files(checkpoints.folder) == before
 
 
-def test_a_first_checkpoint_that_was_cut_off_counts_for_nothing(save, newest):
-    checkpoints = save(2)
-    manifest(checkpoints, 2).unlink()
-    step, (line,) = newest()
-    assert step is None and "has no manifest" in line
-
-
 def test_every_wrong_bit_of_a_manifest_is_reported():
     """Also those in the checksum and in its name, and the manifest of another step."""
     expected = Manifest(1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64)))

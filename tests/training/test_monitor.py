@@ -1,9 +1,6 @@
 """Where events go, what happens where they cannot be written, and the times that a run reports."""
 
-import errno
 import json
-
-import pytest
 
 from training import monitor
 from training.loggers import Session
@@ -34,23 +31,6 @@ def test_an_event_goes_to_metrics_tensorboard_and_terminal_and_a_resumed_run_is_
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
     assert scalars == {"train/loss": [(1, 0.5), (2, 2.5)], "trust/stem": [(1, 0.25)]}
-
-
-def test_whatever_fails_as_it_closes_all_else_is_closed(tmp_path):
-    """Each logger gets the exit code of the run."""
-    codes = []
-
-    class Failing:
-        def close(self, exit_code):
-            codes.append(exit_code)
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
-    with pytest.raises(OSError, match="No space left"):
-        Monitor(metrics, [Failing(), Failing()], print).close(75)
-    assert codes == [75, 75]
-    with pytest.raises(ValueError, match="closed"):
-        metrics.position()
 
 
 def test_the_rate_leaves_out_what_was_not_training_and_seconds_add_up_over_sessions(monkeypatch):

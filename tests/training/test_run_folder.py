@@ -11,9 +11,8 @@ import pytest
 
 from recipe import loading
 from recipe.errors import CheckpointError, ConfigError
-from tests.conftest import QUICKSTART
 from training import run_folder
-from training.run_folder import RunFolder, check_owner
+from training.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def opened(tiny, tmp_path):
 
 @pytest.fixture
 def begun(opened):
-    """The closed folder of a run that has left its first log line; from then on it belongs to its recipe."""
+    """The folder of a run that has left its first log line; from then on it belongs to its recipe."""
     folder = opened()
     folder.metrics.write_text('{"event": "train"}\n')
     folder.close()
@@ -150,12 +149,10 @@ def test_a_run_is_finished_once_its_last_event_is_a_whole_end(opened, last, fini
     assert folder.finished() is None
 
 
-def test_what_auto_resolved_to_is_no_other_recipe(tmp_path):
+def test_what_auto_resolved_to_is_no_other_recipe(opened):
     """A run of several replicas that took topk, begun with `exchange.method: auto`."""
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    overrides = ("exchange.method=topk", f"run.output={folder}")
-    (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART, overrides)))
-    check_owner(loading.load(QUICKSTART, ("exchange.method=auto", f"run.output={folder}")))
+    folder = opened("exchange.method=topk")
+    (folder.path / "checkpoints").mkdir()
+    opened("exchange.method=auto").close()
     with pytest.raises(CheckpointError, match=r"exchange\.method is topk there, dense here"):
-        check_owner(loading.load(QUICKSTART, ("exchange.method=dense", f"run.output={folder}")))
+        opened("exchange.method=dense")

@@ -8,11 +8,10 @@ import safetensors.torch
 import timm
 import torch
 
-from recipe import loading
 from recipe.config import Model
-from recipe.errors import CheckpointError, ConfigError
+from recipe.errors import CheckpointError
 from training.checkpoint import CheckpointFolder
-from training.weights import StoredWeights, class_names, fitted, read, recipe_of, run_folder_of
+from training.weights import StoredWeights, class_names, fitted, read, run_folder_of
 
 BUFFER = "blocks.0.0.bn1.running_mean"
 MODEL = {"stem.conv_stem.weight": (2, 3), BUFFER: (2,), "head.classifier.weight": (10, 2)}
@@ -107,19 +106,6 @@ def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_wer
     for path, average in ((full, "epoch_average"), (plain, "step_average")):
         with pytest.raises(CheckpointError, match=f"has no {average}"):
             read(path, average)
-
-
-def test_the_recipe_is_the_named_one_or_the_files_own(run, tiny, tmp_path):
-    other = tmp_path / "other.yaml"
-    other.write_text(loading.dump(tiny("run.steps=5")))
-    stored = read(str(run))._replace(recipe=loading.dump(tiny("run.steps=3")))
-    assert recipe_of(stored, None, []) == tiny("run.steps=3")
-    assert recipe_of(stored, str(other), ["run.seed=3"]) == tiny("run.steps=5", "run.seed=3")
-    assert recipe_of(stored, None, ["run.seed=3"]) == tiny("run.steps=3", "run.seed=3")
-    with pytest.raises(ConfigError, match="command line: modl"):
-        recipe_of(stored, None, ["modl.classes=3"])
-    with pytest.raises(ConfigError, match=r"pt: does not say which recipe it was trained by; name it by --config FILE"):
-        recipe_of(stored._replace(recipe=None), None, [])
 
 
 def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_path):
