@@ -48,7 +48,7 @@ def _opened(options):
     """Return the file's model, its recipe, and the engine or program that predicts."""
     from training import exported, scoring, weights  # late: a wrong command line is refused before torch is loaded
 
-    if exported.is_exported(options.checkpoint) and not options.best:
+    if Path(options.checkpoint).suffix in (exported.ONNX, exported.PROGRAM) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
         recipe = weights.recipe_of(model, options.config, options.overrides)
         model.check(recipe)

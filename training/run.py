@@ -29,7 +29,7 @@ from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.metrics import NAME, Metrics, last_events
 from training.monitor import Monitor, duration
-from training.run_folder import RunFolder, first_difference, note_session
+from training.run_folder import RunFolder, first_difference
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 _Say = Callable[[str], None]
@@ -136,11 +136,22 @@ def _train(
     progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
     if folder is not None:
-        folder.check()
-        note_session(path, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
+        folder.note(step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
-        _report_changes(recipe, engine, images, folder, progression, say)
+        if progression.images_digest not in ("", images.digest):
+            say("going on with other images than before (data.changed_images=accept)")
+        precision, on_ipu = recipe.precision, recipe.run.device == "ipu"  # which has a generator of its own
+        rounds = (precision.weights, precision.rounding) == ("float16", "stochastic") and not on_ipu
+        if progression.rounding != rounding.VERSION and rounds:
+            versions = f"version {rounding.VERSION}, not {progression.rounding}"
+            say(f"weights are rounded by other random bits from here on: {versions}")
+        before, now = folder and folder.first_threads(), torch.get_num_threads()
+        if engine.device.type == "cpu" and before not in (None, now):
+            say(
+                f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last "
+                f"bits; run.threads={before} computes as before"
+            )
     elif recipe.model.init_from:
         _start_from(engine, recipe, say)
     progression.images_digest, progression.rounding = images.digest, rounding.VERSION
@@ -172,25 +183,6 @@ def _train(
         evaluation.close()
         error = sys.exc_info()[1]
         monitor.close(DONE if error is None else STOPPED if isinstance(error, Stopped) else FAILED)
-
-
-def _report_changes(
-    recipe: Recipe, engine: Engine, images: _Images, folder: Optional[RunFolder], progression: Progression, say: _Say
-) -> None:
-    """Print what a resumed run computes otherwise than before."""
-    if progression.images_digest not in ("", images.digest):
-        say("going on with other images than before (data.changed_images=accept)")
-    precision = recipe.precision
-    rounds = (precision.weights, precision.rounding) == ("float16", "stochastic") and recipe.run.device != "ipu"
-    if progression.rounding != rounding.VERSION and rounds:  # IPUs have a generator of their own
-        versions = f"version {rounding.VERSION}, not {progression.rounding}"
-        say(f"weights are rounded by other random bits from here on: {versions}")
-    before, now = folder and folder.first_threads(), torch.get_num_threads()
-    if engine.device.type == "cpu" and before not in (None, now):
-        say(
-            f"{count(now, 'thread')} here, {before} when the run began: sums may round differently in their last "
-            f"bits; run.threads={before} computes as before"
-        )
 
 
 def flops_per_image(recipe: Recipe, image_size: int) -> float:

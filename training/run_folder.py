@@ -70,9 +70,12 @@ class RunFolder:
         threads = next((start.get("threads") for start in starts(self.path)), None)
         return threads if isinstance(threads, int) else None
 
-    def check(self) -> None:
-        """Raises OSError once the folder's path no longer leads to the folder that was opened."""
+    def note(self, **facts: int) -> None:
+        """Add `facts`, which are known only once training can begin, to the newest start in `environment.json`.
+        Raises OSError once the folder's path no longer leads to the folder that was opened."""
         check_same(self.path, self._opened)
+        *before, last = starts(self.path) or [{}]
+        _write_starts(self.path, [*before, {**last, **facts}])
 
     def close(self) -> None:
         if not self._lock.closed:
@@ -113,12 +116,6 @@ def check_owner(recipe: Recipe) -> None:
             f"{path} belongs to another recipe: {difference}; give the key its old value to resume, or {remedy} (add "
             f"model.init_from={path} to start from its weights, as for a longer training)"
         )
-
-
-def note_session(folder: Path, **facts: int) -> None:
-    """Add `facts`, which are known only once training can begin, to the newest start in `environment.json`."""
-    *before, last = starts(folder) or [{}]
-    _write_starts(folder, [*before, {**last, **facts}])
 
 
 def starts(folder: Path) -> List[dict]:
