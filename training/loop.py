@@ -93,8 +93,9 @@ class Trainer:
     def __post_init__(self) -> None:
         recipe, progression = self.recipe, self.progression
         self._rate = schedule.create(recipe, self.lengths)
-        self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
-        self._save_every = self._interval(recipe.checkpoint.every_epochs)
+        sizes = self.lengths.steps_per_epoch, recipe.batch.global_
+        intervals = (in_steps(each.every_epochs, None, None, *sizes) for each in (recipe.evaluation, recipe.checkpoint))
+        self._evaluate_every, self._save_every = (max(1, steps) for steps in intervals)
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
         # On the device, so that nothing waits.
@@ -108,10 +109,8 @@ class Trainer:
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Train to the end. Args: micro_batches: of this replica, from the current step on.
 
-        Raises:
-            Stopped: after SIGTERM or SIGINT, once the step is done and saved.
-            TrainingError: too many steps in a row without finite gradients, lost weights, or a loss above the limit.
-            DataError: no image since the last log line could be read.
+        Raises Stopped after a signal, once the step is done and saved; TrainingError: the weights or the loss are beyond
+        reason; DataError: no image since the last log line could be read.
         """
         with StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
@@ -322,9 +321,6 @@ class Trainer:
 
     def _epochs(self, step: int) -> float:
         return step / self.lengths.steps_per_epoch
-
-    def _interval(self, epochs: float) -> int:
-        return max(1, in_steps(epochs, None, None, self.lengths.steps_per_epoch, self.recipe.batch.global_))
 
     def _note_signal(self, number: int, frame: object) -> None:
         if self._signal is None:

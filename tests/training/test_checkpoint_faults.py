@@ -1,4 +1,4 @@
-"""What disks and strangers do to checkpoints: failures while saving, hostile files, and any other file."""
+"""Failures while checkpoints are saved, and hostile files; benchmarks/fuzz tries damaged ones."""
 
 import builtins
 import errno
@@ -104,20 +104,3 @@ def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", bytes(16 << 20))
     assert checkpoint.unpickled(path) is None
-
-
-def test_any_other_file_is_refused_in_one_line(tmp_path):
-    """torch answers random bytes and foreign files with nearly every exception there is, and with warnings."""
-    path = tmp_path / "file.pt"
-    generator = torch.Generator().manual_seed(0)
-    whole, old = (pack({"format": 1, "x": torch.arange(9)}) for pack in (as_torch_file, as_old_torch_file))
-    samples = [b"", b"PK\x05\x06" + bytes(18), pickle.dumps({"format": 1}, protocol=4), as_torch_file([1, 2])]
-    samples += [as_torch_file({"weights": 1}), as_torch_file({"format": 0}), b"\x80\x02" + whole]
-    samples += [data[:length] for data in (whole, old) for length in range(0, len(data), 101)]
-    for prefix in (b"", b"\x80\x02"):
-        samples += [prefix + torch.randint(0, 256, (60,), generator=generator).numpy().tobytes() for _ in range(50)]
-    for data in samples:
-        path.write_bytes(data)
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.load(path)
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value), data

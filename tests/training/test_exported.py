@@ -121,15 +121,13 @@ def refusal_of(path):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("damage", ["recipe", "weights", "text", "cut", "bit"])
+@pytest.mark.parametrize("damage", ["recipe", "weights", "text"])
 def test_damaged_files_and_programs_of_others_are_refused_in_one_line(write, capfd, suffix, damage):
-    """Metadata that is missing; one wrong bit in a .pt2: zip files have checksums, .onnx files have none."""
+    """Metadata that is missing, or all else; benchmarks/fuzz tries other damage."""
     path = write(suffix, **{damage: None})
-    content = path.read_bytes()
-    flipped = content.replace(b"graph_module", b"graph_modulf", 1) if suffix == exported.PROGRAM else b""
-    damaged = {"text": b"hello", "cut": content[: len(content) // 2], "bit": flipped}
-    path.write_bytes(damaged.get(damage, content))
-    assert refusal_of(path) and (damage in damaged or refusal_of(path) == f"its metadata has no {damage}")
+    if damage == "text":
+        path.write_bytes(b"hello")
+    assert refusal_of(path) and (damage == "text" or refusal_of(path) == f"its metadata has no {damage}")
     assert capfd.readouterr().err == ""
 
 
