@@ -1,17 +1,8 @@
 """The registry of loggers, which receive the numbers of a run besides metrics.jsonl.
 
 A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class that registers for it,
-in services.py or a file of its own::
-
-    class Csv(Log):
-        csv: bool = Field(False, description="also write the numbers to numbers.csv")
-
-    @LOGGERS.implements(Csv)
-    class CsvLogger(Logger):
-        key = "csv"
-        ...
-
-What belongs to a service, such as the project, is set by its own environment variables (WANDB_PROJECT ...).
+in services.py or a file of its own (example: tests/additions/logger.py). What belongs to a service, such as the
+project, is set by its own environment variables (WANDB_PROJECT ...).
 """
 
 from __future__ import annotations
@@ -19,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Type
 
@@ -55,7 +45,7 @@ class Session(NamedTuple):
     say: Callable[[str], None]
 
 
-class Logger(ABC):
+class Logger:
     """Receives the events of one session of a run, on its main rank.
 
     key: of the section `log`. package: pip's name of a service's package, whose module is named by the key; a service
@@ -68,14 +58,11 @@ class Logger(ABC):
     settings: Dict[str, str] = {}
     run: Optional[str] = None
 
-    @abstractmethod
     def __init__(self, session: Session): ...
 
-    @abstractmethod
     def event(self, kind: str, step: int, values: dict) -> None:
         """Receive one event of metrics.jsonl; `values` are its fields but `event` and `step`."""
 
-    @abstractmethod
     def close(self, exit_code: int) -> None:
         """End the session; `exit_code` is that of train.py."""
 

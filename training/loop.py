@@ -108,10 +108,8 @@ class Trainer:
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Train to the end. Args: micro_batches: of this replica, from the current step on.
-
-        Raises Stopped after a signal, once the step is done and saved; TrainingError: the weights or the loss are beyond
-        reason; DataError: no image since the last log line could be read.
-        """
+        Raises Stopped after a signal, once the step is saved; TrainingError: weights or loss are beyond reason;
+        DataError: no image since the last log line could be read."""
         with StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
                 try:
@@ -260,7 +258,9 @@ class Trainer:
         """Score the weights and the averages that exist so far."""
         with self.engine.using(TRAINED):
             scores = evaluate(self.engine, self.evaluation_batches)
-        values, text = scores._asdict(), f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
+        values = scores._asdict()
+        del values["confusion"]
+        text = f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
             with self.engine.using(name):
                 average = evaluate(self.engine, self.evaluation_batches)

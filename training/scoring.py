@@ -21,24 +21,15 @@ _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
 
 
 class Scores(NamedTuple):
-    """Shares in [0, 1] and the mean cross entropy (nats) over `images` readable images."""
+    """Shares in [0, 1] and the mean cross entropy (nats) over `images` readable images.
+    confusion: of `score` alone, int64 [classes, classes], rows are labels, columns predictions."""
 
     top1: float
     top5: float
     loss: float
     images: int
     unreadable: int
-
-
-class Report(NamedTuple):
-    """`Scores`, and confusion: int64 [classes, classes], rows are labels, columns predictions."""
-
-    images: int
-    top1: float
-    top5: float
-    loss: float
-    unreadable: int
-    confusion: torch.Tensor
+    confusion: Optional[torch.Tensor] = None
 
 
 def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
@@ -73,7 +64,7 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     return engine
 
 
-def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Report:
+def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Scores:
     """Classify every image of `batches` once. Raises DataError where none of them can be read."""
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
     counts, unreadable = [], []
@@ -87,10 +78,10 @@ def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], c
     if not counts:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")
     scores = _scores(Counts(*map(sum, zip(*counts))), len(unreadable))
-    return Report(confusion=confusion.view(classes, classes), **scores._asdict())
+    return scores._replace(confusion=confusion.view(classes, classes))
 
 
-def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
+def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
     """Return a row per class, worst first: images, top1, and the class that most of its misses were taken for."""
     rows = []
     for label, name in enumerate(names):
@@ -115,7 +106,7 @@ def write_class_table(path: Path, rows: Sequence[dict]) -> None:
             writer.writerow({**row, **quoted})
 
 
-def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:
+def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str) -> None:
     """Draw the confusion matrix as shares of each row, so that rare classes show as well as frequent ones."""
     from matplotlib.figure import Figure
 

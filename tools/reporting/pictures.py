@@ -50,7 +50,7 @@ class Findings(NamedTuple):
     """
 
     file: Path
-    report: scoring.Report
+    report: scoring.Scores
     validation: int
     classes: Sequence[str]
     missed: int
