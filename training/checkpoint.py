@@ -64,11 +64,8 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}.replica-{replica:04d}.pt"
 
     def save(self, step: int, content: dict, top1: Optional[float], replica_states: Iterable[dict] = ()) -> Path:
-        """Write `content` durably, then remove what need not be kept; return its path.
-
-        Args:
-            replica_states: state of each replica in order. Each is written before the next is generated, so that only
-                one need be in memory.
+        """Write `content` and the state of each replica durably, then remove what need not be kept; return its path.
+        Each state is written before the next is generated, so that only one need be in memory.
 
         Raises OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
@@ -91,9 +88,8 @@ class CheckpointFolder:
     def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
         """Return the content of the newest whole checkpoint, or None if there never was one.
 
-        Args:
-            warn: called for each newer one that is passed over: damaged, or without a manifest.
-            with_replicas: whether the files of its replicas must be whole, too; weights can be had without them.
+        Args: warn: called for each newer one that is passed over: damaged, or without a manifest. with_replicas:
+        whether the files of its replicas must be whole, too; weights can be had without them.
 
         Raises CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
         """

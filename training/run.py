@@ -48,11 +48,7 @@ class _Images(NamedTuple):
 
 def run(recipe: Recipe) -> None:
     """Train `recipe` to its end, resuming what its run folder holds. All ranks call this; only the main one prints.
-
-    Raises:
-        UserError: recipe, data or run folder cannot be used.
-        Stopped, TrainingError: see training.loop.
-    """
+    Raises UserError: recipe, data or run folder cannot be used; Stopped, TrainingError: see training.loop."""
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     place = topology.from_environment(recipe)

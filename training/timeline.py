@@ -46,9 +46,7 @@ def write(folder: Path, spans: Sequence[Span], micro_batches: int, stages: int, 
     trace.json holds all spans, a process per replica and a thread per rank. timeline.png shows the first step, a row
     per rank; of replica 0 alone where the rows of all would be too many.
 
-    Args:
-        spans: of all ranks, of one or more steps.
-        micro_batches, stages, virtual: see `ideal`.
+    Args: spans: of all ranks, of one or more steps. micro_batches, stages, virtual: see `ideal`.
     """
     by_step: Dict[int, List[Span]] = {}
     for span in spans:

@@ -32,15 +32,11 @@ class StoredWeights(NamedTuple):
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
-    """Return the weights in a run folder (newest whole checkpoint), a checkpoint, .safetensors, a torch file, or what
-    recipe/timm_weights.py describes.
+    """Return the weights in a run folder (newest whole checkpoint, with `best` the one with the highest top-1), a
+    checkpoint, .safetensors, a torch file, or what recipe/timm_weights.py describes.
 
-    Args:
-        which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None: trained,
-            or with `best` those that scored best.
-        best: of a run folder, the checkpoint with the highest top-1.
-
-    Raises CheckpointError where there are no such weights.
+    Args: which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None:
+    trained, or with `best` those that scored best. Raises CheckpointError where there are no such weights.
     """
     wanted = timm_weights.parse(path)
     if wanted is not None and wanted.file is None:
@@ -90,10 +86,8 @@ def fitted(
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
     """Return the stored tensors under a model's names, and the names of those that the file does not have.
 
-    Args:
-        shapes: of the model's parameters and persistent buffers. The file may use these names or timm's.
-        section: of the recipe, whose family knows timm's names.
-        new_classifier: whether a classifier for another number of classes may be left out.
+    Args: shapes: of the model's parameters and persistent buffers. section: of the recipe, whose family knows timm's
+    names, which the file may use. new_classifier: whether a classifier for other classes may be left out.
 
     Raises CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
     """

@@ -131,11 +131,9 @@ def test_damaged_files_and_programs_of_others_are_refused_in_one_line(write, cap
     assert capfd.readouterr().err == ""
 
 
-def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     """On the IPU's Python both packages are missing."""
     path = tmp_path / "m.onnx"
-    with pytest.raises(CheckpointError, match=r"m\.onnx: No such file or directory; name a file that"):
-        exported.read(str(path))
     path.write_bytes(b"anything")
     for package in ("onnx", "onnxruntime"):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, missing=package: name != missing or None)

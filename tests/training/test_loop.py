@@ -104,13 +104,20 @@ def test_a_run_that_cannot_read_anything_any_more_stops_and_says_so(start):
     assert start.steps("train", "end") == []
 
 
-@pytest.mark.parametrize(("names", "where"), [([], "out;"), (["a"], r"\(a\)"), ([*"abc"], r"\(that of c and of 2 ")])
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where):
+@pytest.mark.parametrize(
+    ("names", "where", "dynamic", "remedy"),
+    [
+        ([], "out;", "false", "precision.loss_scale or"),
+        (["a"], r"\(a\);", "false", "precision.loss_scale or"),
+        ([*"abc"], r"\(that of c and of 2 parameters before it\);", "true", "has fallen to 128, so lower"),
+    ],
+)
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where, dynamic, remedy):
     """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
     engine = ScriptedEngine(finite=lambda step: step < 3)
     engine.not_finite = lambda: names
-    with pytest.raises(TrainingError, match=rf"^step 8: .*5 updates .*{where}.* step 3; .*loss_scale .*schedule.peak"):
-        start(engine, "precision.max_skipped_steps=3")
+    with pytest.raises(TrainingError, match=rf"^step 8: .*5 updates .*{where} .* step 3; .*{remedy} schedule.peak"):
+        start(engine, "precision.max_skipped_steps=3", f"precision.dynamic_loss_scale={dynamic}")
     assert len(engine.steps) == 8 and start.saved() == [6]
     start(ScriptedEngine(finite=lambda step: step not in (1, 2, 3)), "precision.max_skipped_steps=3")
     assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]  # all in a row at the first line

@@ -56,16 +56,3 @@ def test_ranks_that_find_different_or_too_few_images(tmp_path, counts, words):
 
 def enter(folder, rank):
     os.chdir(folder / str(rank))
-
-
-def lose_patience(rank):
-    from parallel import processes
-
-    processes._RENDEZVOUS_SECONDS = 1.0
-
-
-def test_a_master_that_cannot_be_reached(tmp_path):
-    """Rank 0 was never started."""
-    options = {"only": (1,), "sabotage": lose_patience, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    line = refusal(2, f"run.output={tmp_path / 'run'}", **options)
-    assert "rank 1 (replica 1, stage 0) did not meet all 2 ranks at 127.0.0.1:1 within 1 s (" in line
