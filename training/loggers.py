@@ -124,8 +124,9 @@ def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
     A recipe may be changed before anything is trained."""
     states = {}
     try:
+        entries = read_json(folder / FILE).items()
         steps = {kind: event["step"] for kind, event in metrics.last_events(folder / metrics.NAME).items()}
-        for name, entry in read_json(folder / FILE).items():
+        for name, entry in entries:
             state = ServiceState(**entry)
             have = {kind: max(state.steps.get(kind, 0), steps.get(kind, 0)) for kind in {**state.steps, **steps}}
             begun = Recipe.model_validate_json(json.dumps(state.recipe)) if state.recipe else recipe
