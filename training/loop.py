@@ -129,7 +129,8 @@ class Trainer:
         progression.images += result.images
         progression.steps_in_window += update.steps
         images = self.recipe.batch.global_ * update.steps  # with unreadable ones, which took time, too
-        self._clock.count(images, images * self.flops_per_image(step // self.lengths.steps_per_epoch))
+        self._clock.images += images
+        self._clock.operations += images * self.flops_per_image(step // self.lengths.steps_per_epoch)
         for message in result.unreadable:
             progression.unreadable += 1
             self._last_unreadable = message
@@ -146,13 +147,13 @@ class Trainer:
         if evaluated:
             self._evaluate(done)
         self._trace(last)
-        self._clock.pause(time.monotonic() - start)
+        self._clock.paused += time.monotonic() - start
         start = time.monotonic()
         scheduled = last or update.reaches(self._save_every)
         stop = self.engine.processes.agree(self._signal or 0)
         if scheduled or stop:
             self._save(scheduled, evaluated)
-        self._clock.pause(time.monotonic() - start)
+        self._clock.paused += time.monotonic() - start
         if stop and not last:
             self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
 

@@ -42,12 +42,11 @@ def test_the_rate_leaves_out_what_was_not_training_and_seconds_add_up_over_sessi
     monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
     clock = Clock(50.0, 20.0, 10.0)
     now[0] += 10
-    clock.count(20, 200.0)
-    clock.count(40, 1000.0)
-    clock.pause(4.0)
+    clock.images, clock.operations = 60, 1200.0
+    clock.paused += 4
     assert clock.lap(1.5) == (60 / 6, 1200 / 6, 0.25)
     now[0] += 5
-    clock.count(10, 30.0)
+    clock.images, clock.operations = 10, 30.0
     assert clock.lap(2.5) == (10 / 5, 30 / 5, 0.2)
     assert (clock.seconds(), clock.paused, clock.waited) == (65, 24, 12.5)
     now[0] += 5
