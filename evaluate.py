@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import json
+import re
 from pathlib import Path
 
 from recipe.division import count
@@ -32,13 +33,14 @@ def main(arguments=None) -> int:
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--config", metavar="FILE", help="recipe; default: the one that the run was trained by")
     add_choice_of_weights(parser)
-    parser.add_argument("--images", nargs="+", metavar="FILE", help="classify these instead of scoring")
+    parser.add_argument("--images", nargs="+", default=[], metavar="FILE", help="classify these instead of scoring")
     parser.add_argument("--output", metavar="FOLDER", help="for tables and picture (default: in the run)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
-    given = options.images or []  # argparse puts all that stands behind --images here
-    options.images = [text for text in given if not _is_override(text)]
-    options.overrides += [text for text in given if _is_override(text)]
+    # argparse also takes the overrides behind --images for images.
+    behind = [text for text in options.images if re.match(r"\w+\.\w+=", text) and not Path(text).exists()]
+    options.overrides += behind
+    options.images = [text for text in options.images if text not in behind]
     return _classify(options) if options.images else _score(options)
 
 
@@ -46,7 +48,7 @@ def _opened(options):
     """Return the file's model, its recipe, and the engine or program that predicts."""
     from training import exported, scoring, weights  # late: a wrong command line is refused before torch is loaded
 
-    if exported.is_exported(options.checkpoint) and not options.best:
+    if Path(options.checkpoint).suffix in (exported.ONNX, exported.PROGRAM) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
         recipe = weights.recipe_of(model, options.config, options.overrides)
         model.check(recipe)
@@ -122,8 +124,3 @@ def _classify(options) -> int:
         print(f"{printable(file)}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
     engine.close()
     return DONE
-
-
-def _is_override(text: str) -> bool:
-    name, equals, _ = text.partition("=")
-    return bool(equals) and not Path(text).exists() and len(name.split(".")) == 2

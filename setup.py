@@ -33,17 +33,14 @@ def moved(source: str) -> str:
 
 
 class Build(build_py):
-    """Copy files with their imports changed, and add the package's own names."""
+    """Copy files, change their imports, and add the package's own names."""
 
     def run(self):
         super().run()
-        (Path(self.build_lib) / NAME / "__init__.py").write_text(INIT, encoding="utf-8")
-
-    def build_module(self, module, module_file, package):
-        made = super().build_module(module, module_file, package)
-        file = Path(self.get_module_outfile(self.build_lib, package.split("."), module))
-        file.write_text(moved(file.read_text(encoding="utf-8")), encoding="utf-8")
-        return made
+        folder = Path(self.build_lib) / NAME
+        for file in folder.rglob("*.py"):
+            file.write_text(moved(file.read_text(encoding="utf-8")), encoding="utf-8")
+        (folder / "__init__.py").write_text(INIT, encoding="utf-8")
 
 
 if __name__ == "__main__":

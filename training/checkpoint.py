@@ -64,46 +64,34 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}.replica-{replica:04d}.pt"
 
     def save(self, step: int, content: dict, top1: Optional[float], replica_states: Iterable[dict] = ()) -> Path:
-        """Writes `content` durably, then removes what need not be kept.
+        """Write `content` and the state of each replica durably, then remove what need not be kept; return its path.
+        Each state is written before the next is generated, so that only one need be in memory.
 
-        Args:
-            replica_states: state of each replica in order. Each is written before the next is generated, so that only
-                one need be in memory.
-
-        Raises:
-            OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
+        Raises OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
         self.folder.mkdir(exist_ok=True)  # without its parents: the run folder may have been unmounted
-        path = self.path(step)
-        made: List[Path] = []
         replicas: List[File] = []
-        try:
+        with contextlib.ExitStack() as undo:  # what is written counts for nothing, and takes room on a full disk
             for state in replica_states:
-                replica_path = self.replica_path(step, len(replicas))
-                replicas.append(_write(replica_path, {_REPLICA_FORMAT: FORMAT, "state": state}))
-                made.append(replica_path)
+                path = self.replica_path(step, len(replicas))
+                replicas.append(_write(path, {_REPLICA_FORMAT: FORMAT, "state": state}))
+                undo.callback(path.unlink)
                 del state  # or it would stay in memory while the next one is made
-            whole = _write(path, {"format": FORMAT, **content})
-            made.append(path)
-            manifest = Manifest(step, whole.bytes, whole.sha256, top1, tuple(replicas))
-            write(self._manifest_path(step), written(manifest), durable=True)
-        except BaseException:
-            for each in made:
-                each.unlink()  # it would count for nothing, and on a full disk its room is needed
-            raise
+            whole = _write(self.path(step), {"format": FORMAT, **content})
+            undo.callback(self.path(step).unlink)
+            write(self._manifest_path(step), written(Manifest(step, *whole, top1, tuple(replicas))), durable=True)
+            undo.pop_all()
         self._damaged.discard(step)
         self._prune()
-        return path
+        return self.path(step)
 
     def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
         """Return the content of the newest whole checkpoint, or None if there never was one.
 
-        Args:
-            warn: called for each newer one that is passed over: damaged, or without a manifest.
-            with_replicas: whether the files of its replicas must be whole, too; weights can be had without them.
+        Args: warn: called for each newer one that is passed over: damaged, or without a manifest. with_replicas:
+        whether the files of its replicas must be whole, too; weights can be had without them.
 
-        Raises:
-            CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
+        Raises CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
         """
         damaged, cut_off = [], []
         for step in reversed(self._steps()):
@@ -116,9 +104,7 @@ class CheckpointFolder:
                     continue
                 content = load(path, manifest)
                 for replica, file in enumerate(manifest.replicas if with_replicas else ()):
-                    replica_path = self.replica_path(step, replica)
-                    with _opened(replica_path) as stream:
-                        _compare(stream, replica_path, file)
+                    _compare(self.replica_path(step, replica), file)
                 return content
             except CheckpointError as error:
                 damaged.append(str(error))
@@ -133,9 +119,7 @@ class CheckpointFolder:
 
     def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
         """Return the content of the whole checkpoint with the highest top-1 (of equals the newest), None if none has.
-
-        Args: warn: called for each better one that is damaged.
-        """
+        Args: warn: called for each better one that is damaged."""
         for manifest in _best_first(self.manifests()):
             try:
                 return load(self.path(manifest.step), manifest)
@@ -153,21 +137,12 @@ class CheckpointFolder:
 
     def replica_count(self, step: int) -> int:
         """Number of replicas with a file of their own in the checkpoint of a step, which `load_newest` has read."""
-        manifest = self._manifest(step)
-        assert manifest is not None, f"step {step} has no manifest"
-        return len(manifest.replicas)
+        return len(self._manifest(step).replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
         """Return that replica's state as it was saved, on the CPU; `load_newest` has compared its checksum.
-
-        Raises:
-            CheckpointError: the file cannot be read, or was not written by this program.
-        """
-        path = self.replica_path(step, replica)
-        content = unpickled(path)
-        if not isinstance(content, dict) or content.get(_REPLICA_FORMAT) != FORMAT:
-            raise CheckpointError(f"{path}: damaged, or not of a checkpoint of this program in this version")
-        return content["state"]
+        Raises CheckpointError: the file cannot be read, or was not written by this program."""
+        return _checked(self.replica_path(step, replica), _REPLICA_FORMAT)["state"]
 
     def _steps(self) -> List[int]:
         """Steps that have a checkpoint or a manifest, ascending."""
@@ -213,28 +188,30 @@ def _best_first(manifests: List[Manifest]) -> List[Manifest]:
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     """Return the content of a checkpoint file, on the CPU; never runs code from it.
+    Raises CheckpointError: unreadable, truncated, altered, or not written by this program."""
+    if manifest is not None:
+        _compare(path, File(manifest.bytes, manifest.sha256))
+    return _checked(path, "format")
 
-    Raises:
-        CheckpointError: unreadable, truncated, altered, or not written by this program.
-    """
-    with _opened(path) as stream:
-        if manifest is not None:
-            _compare(stream, path, File(manifest.bytes, manifest.sha256))
-            stream.seek(0)
-        content = _unpickled(stream)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+
+def _checked(path: Path, key: str) -> dict:
+    content = unpickled(path)
+    if not isinstance(content, dict) or content.get(key) != FORMAT:
         raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
     return content
 
 
 def unpickled(path: Path) -> object:
     """Return what torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    with _opened(path) as stream:
-        return _unpickled(stream)
+    Raises CheckpointError: the file cannot be read."""
+    with _reading(path), open(path, "rb") as stream, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickle protocols that are not ours
+        try:
+            return None if _swells(stream) else torch.load(stream, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception:  # torch raises nearly everything about files that are not its own
+            return None
 
 
 @contextlib.contextmanager
@@ -246,45 +223,26 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    with _reading(path), open(path, "rb") as stream:
-        yield stream
-
-
-def _compare(stream: IO[bytes], path: Path, expected: File) -> None:
+def _compare(path: Path, expected: File) -> None:
     digest, size = hashlib.sha256(), 0
-    for chunk in iter(lambda: stream.read(1 << 20), b""):
-        digest.update(chunk)
-        size += len(chunk)
+    with _reading(path), open(path, "rb") as stream:
+        for chunk in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(chunk)
+            size += len(chunk)
     if File(size, digest.hexdigest()) != expected:
         raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
-
-
-def _unpickled(stream: IO[bytes]) -> object:
-    try:
-        if _swells(stream):
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols that are not ours
-            return torch.load(stream, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception:  # torch raises nearly everything about files that are not its own
-        return None
 
 
 def _swells(stream: IO[bytes]) -> bool:
     """Whether a file of a few bytes could take any amount of memory; leaves the stream at its start."""
     with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if any(content.find(word) >= 0 for word in _OF_ANY_LENGTH):
-            return True
+        swells = any(content.find(word) >= 0 for word in _OF_ANY_LENGTH)
         archive = content[:4] == b"PK\3\4"
-    if archive:
+    if archive and not swells:
         with zipfile.ZipFile(stream) as opened:
-            archive = not stored_plainly(opened, os.fstat(stream.fileno()).st_size)
+            swells = not stored_plainly(opened, os.fstat(stream.fileno()).st_size)
         stream.seek(0)
-    return archive
+    return swells
 
 
 def _sha256(content: Union[bytes, memoryview]) -> str:

@@ -28,9 +28,7 @@ Say = Callable[[str], None]
 
 def resolve(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Recipe:
     """Return `recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved.
-
-    Every process calls. A run that has begun keeps its values.
-    """
+    Every process calls. A run that has begun keeps its values."""
     links = recipe.exchange.method == "auto"
     device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
     if not (links or device):
@@ -39,15 +37,15 @@ def resolve(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Rec
     if links:
         from engines import choice  # seldom needed
 
-        recipe = choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
+        recipe = choice.resolve(recipe, batch, processes, say, begun and begun.exchange)
     if device:
         from engines import tuning  # where there are IPUs, torch is too old for it
 
-        section = begun.engine if begun else None
+        section = begun and begun.engine
         if begun:
             place, folder = _device(recipe, processes), Path(output_folder(recipe))
             found = processes.from_main(lambda: find(folder, "engine", place))
-            section = section.model_copy(update=found) if found else section
+            section = section.model_copy(update=found or {})
         recipe = tuning.resolve(recipe, batch, processes, say, section)
     return recipe
 
@@ -56,9 +54,7 @@ def create_engine(
     recipe: Recipe, given: Recipe, batch: Batch, processes: Processes, steps_per_epoch: int, say: Say
 ) -> Engine:
     """Return the engine of `recipe`, which `resolve` made of `given`, and store its choices in the run folder.
-
-    Every process calls. With `parallel.split: auto` the run keeps its cut in each topology.
-    """
+    Every process calls. With `parallel.split: auto` the run keeps its cut in each topology."""
     topology, parallel, folder = processes.topology, recipe.parallel, Path(output_folder(recipe))
     if recipe.engine != given.engine:
         place, chosen = _device(recipe, processes), recipe.engine.model_dump(include=_ENGINE)
@@ -79,9 +75,7 @@ def create_engine(
 
 def find(folder: Path, subject: str, place: Mapping[str, Any]) -> Any:
     """Return the decision on a subject in a place (as JSON has it) by the run in `folder`, or None.
-
-    Raises CheckpointError: the file is damaged.
-    """
+    Raises CheckpointError: the file is damaged."""
     return next((taken for *about, taken in _read(folder) if about == [subject, place]), None)
 
 

@@ -63,9 +63,7 @@ def run(file):
 
 def one_line(again=AGAIN):
     """Decorate main() to end with one line and an exit code where the input, an output or Ctrl-C ends it.
-
-    Args: again: what to do once the fault is mended, or a function that returns it.
-    """
+    Args: again: what to do once the fault is mended, or a function that returns it."""
 
     def decorate(main):
         @functools.wraps(main)
@@ -105,9 +103,7 @@ def fail(message, code):
 
 def finish(main):
     """Call main() and end the process with the exit code that it returns; None is 0.
-
-    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first.
-    """
+    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first."""
     try:
         code = main() or DONE
     except SystemExit as exit:  # argparse's

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Type
 
@@ -27,9 +26,7 @@ FILE = "loggers.json"  # in the run folder: state of each service by its key
 
 class ServiceState(NamedTuple):
     """A service's name for the run, the last step it has by kind of event, and the recipe it first received.
-
-    recipe: None in files of older versions.
-    """
+    recipe: None in files of older versions."""
 
     run: str
     steps: Dict[str, int]
@@ -47,7 +44,7 @@ class Session(NamedTuple):
     say: Callable[[str], None]
 
 
-class Logger(ABC):
+class Logger:
     """Receives the events of one session of a run, on its main rank.
 
     key: of the section `log`. package: pip's name of a service's package, whose module is named by the key; a service
@@ -60,14 +57,11 @@ class Logger(ABC):
     settings: Dict[str, str] = {}
     run: Optional[str] = None
 
-    @abstractmethod
     def __init__(self, session: Session): ...
 
-    @abstractmethod
     def event(self, kind: str, step: int, values: dict) -> None:
         """Receive one event of metrics.jsonl; `values` are its fields but `event` and `step`."""
 
-    @abstractmethod
     def close(self, exit_code: int) -> None:
         """End the session; `exit_code` is that of train.py."""
 
@@ -117,52 +111,44 @@ def check(log: Log) -> None:
     for key, package in ((logger.key, logger.package) for logger in _wanted(log) if logger.package):
         found = importlib.util.find_spec(key)
         if found is None or found.origin is None:  # without an origin it is a folder of this name
-            raise ConfigError(
-                f"log.{key}: the package {key} is not installed; pip install {package}, or log.{key}=false"
-            )
+            fault = f"the package {key} is not installed"
+            raise ConfigError(f"log.{key}: {fault}; pip install {package}, or log.{key}=false")
 
 
-def service_states(log: Log, folder: Path) -> Dict[str, ServiceState]:
-    """Return the state of each service by key; call it before metrics.jsonl is cut back to the checkpoint.
-
-    The events behind the checkpoint, which services have, will come a second time.
-    """
-    wanted = {logger.key for logger in _wanted(log) if logger.package}
+def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
+    """Return the state of each service by key; none for those that have another recipe, or where it cannot be read.
+    A recipe may be changed before anything is trained."""
+    states = {}
     try:
-        states = {name: ServiceState(**entry) for name, entry in read_json(folder / FILE).items()} if wanted else {}
-        steps = metrics.last_steps(folder / metrics.NAME) if states else {}
-        for name in wanted & states.keys():
-            have = states[name].steps
-            later = {kind: max(have.get(kind, 0), steps.get(kind, 0)) for kind in {**have, **steps}}
-            states[name] = states[name]._replace(steps=later)
+        entries = read_json(folder / FILE).items()
+        steps = {kind: event["step"] for kind, event in metrics.last_events(folder / metrics.NAME).items()}
+        for name, entry in entries:
+            state = ServiceState(**entry)
+            have = {kind: max(state.steps.get(kind, 0), steps.get(kind, 0)) for kind in {**state.steps, **steps}}
+            begun = Recipe.model_validate_json(json.dumps(state.recipe)) if state.recipe else recipe
+            if not first_difference(begun, recipe):
+                states[name] = state._replace(steps=have)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return states
 
 
-def start(recipe: Recipe, step: int, states: Dict[str, ServiceState], say: Callable[[str], None]) -> List[Logger]:
-    """Start the loggers that the recipe selects. Args: states: of `service_states`; say: prints a line.
+def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]:
+    """Start the loggers that the recipe selects, before metrics.jsonl is cut back to the checkpoint of `step`.
+
+    The events behind the checkpoint, which services have, will come a second time. Args: say: prints a line.
 
     Raises OSError where the run folder cannot be written.
     """
     folder, sections = Path(arithmetic.output_folder(recipe)), recipe.model_dump(mode="json", by_alias=True)
-    known = {name: each for name, each in states.items() if _same_run(each, recipe)}
+    known = service_states(recipe, folder)
     found: List[Logger] = []
     for kind in _wanted(recipe.log):
         earlier = known.get(kind.key)
         session = Session(recipe.run.name, sections, folder, step, earlier, say)
         found.append(Service(kind, session) if kind.package else kind(session))
         if found[-1].run:
-            run = found[-1].run
-            known[kind.key] = earlier._replace(run=run) if earlier else ServiceState(run, {}, sections)
+            known[kind.key] = (earlier or ServiceState("", {}, sections))._replace(run=found[-1].run)
     if known:
         write_text(folder / FILE, json.dumps({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
     return found
-
-
-def _same_run(state: ServiceState, recipe: Recipe) -> bool:
-    """Whether a service has this recipe, which may be changed before anything is trained."""
-    try:
-        return not (state.recipe and first_difference(Recipe.model_validate_json(json.dumps(state.recipe)), recipe))
-    except ValueError:
-        return False

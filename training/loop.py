@@ -26,8 +26,8 @@ from recipe.course import Course, Update
 from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
-from training.evaluation import Scores, evaluate
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
+from training.scoring import evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
 
@@ -76,10 +76,8 @@ class Progression:
 @dataclass
 class Trainer:
     """One run from a step to its end.
-
     checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
-    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`.
-    """
+    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`."""
 
     recipe: Recipe
     lengths: Lengths
@@ -95,26 +93,23 @@ class Trainer:
     def __post_init__(self) -> None:
         recipe, progression = self.recipe, self.progression
         self._rate = schedule.create(recipe, self.lengths)
-        self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
-        self._save_every = self._interval(recipe.checkpoint.every_epochs)
+        sizes = self.lengths.steps_per_epoch, recipe.batch.global_
+        intervals = (in_steps(each.every_epochs, None, None, *sizes) for each in (recipe.evaluation, recipe.checkpoint))
+        self._evaluate_every, self._save_every = (max(1, steps) for steps in intervals)
         self._peak_flops = self.engine.peak_flops()
-        self._steps_to_trace: Optional[int] = recipe.log.trace or None
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
         # On the device, so that nothing waits.
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=self.engine.device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=self.engine.device)
         self._course = Course(recipe, self.lengths.steps_per_epoch, self.lengths.total, progression.growth)
+        self._updates = 0  # of this session
         self._signal: Optional[int] = None
         self._last_unreadable = ""
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Train to the end. Args: micro_batches: of this replica, from the current step on.
-
-        Raises:
-            Stopped: after SIGTERM or SIGINT, once the step is done and saved.
-            TrainingError: too many steps in a row without finite gradients, lost weights, or a loss above the limit.
-            DataError: no image since the last log line could be read.
-        """
+        Raises Stopped after a signal, once the step is saved; TrainingError: weights or loss are beyond reason;
+        DataError: no image since the last log line could be read."""
         with StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
                 try:
@@ -134,45 +129,44 @@ class Trainer:
         progression.images += result.images
         progression.steps_in_window += update.steps
         images = self.recipe.batch.global_ * update.steps  # with unreadable ones, which took time, too
-        self._clock.count(images, images * self.flops_per_image(step // self.lengths.steps_per_epoch))
+        self._clock.images += images
+        self._clock.operations += images * self.flops_per_image(step // self.lengths.steps_per_epoch)
         for message in result.unreadable:
             progression.unreadable += 1
             self._last_unreadable = message
             self.monitor.say(f"left out: {message}")
         progression.step = done
+        self._updates += 1
         if done % self.lengths.steps_per_epoch == 0:
             self.engine.end_epoch()
         if log:
             self._log(result, update)
         self._grow(done)
         start = time.monotonic()
-        if last or update.reaches(self._evaluate_every):
+        evaluated = last or update.reaches(self._evaluate_every)
+        if evaluated:
             self._evaluate(done)
         self._trace(last)
-        self._clock.pause(time.monotonic() - start)
+        self._clock.paused += time.monotonic() - start
         start = time.monotonic()
         scheduled = last or update.reaches(self._save_every)
         stop = self.engine.processes.agree(self._signal or 0)
         if scheduled or stop:
-            self._save(scheduled, evaluated=last or update.reaches(self._evaluate_every))
-        self._clock.pause(time.monotonic() - start)
+            self._save(scheduled, evaluated)
+        self._clock.paused += time.monotonic() - start
         if stop and not last:
             self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
 
     def _log(self, result: StepResult, update: Update) -> None:
         """Report the steps since the last log line. Here, and only here, the loop waits for the device."""
-        step = update.end - 1
-        in_row, progression, recipe = result.skipped_in_row.item(), self.progression, self.recipe
-        images, steps = progression.images, progression.steps_in_window
+        done, progression, recipe = update.end, self.progression, self.recipe
+        images, steps, in_row = progression.images, progression.steps_in_window, result.skipped_in_row.item()
         if not images:
-            self._raise(
-                DataError,
-                f"step {step + 1}: no image of the last {steps} steps can be read; the last: {self._last_unreadable}; "
-                "mend that, then rerun the same command",
-            )
+            fault = f"no image of the last {steps} steps can be read; the last: {self._last_unreadable}"
+            self._raise(DataError, f"step {done}: {fault}; mend that, then rerun the same command")
         rate, flops, waiting = self._clock.lap(max(self.engine.processes.gather(self.engine.data_wait())))
         values = {
-            "epoch": self._epochs(step + 1),
+            "epoch": self._epochs(done),
             "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),  # unreadable images added 0
             "top1": self._correct.item() / images,
             "lr": self._rate(update.step),
@@ -188,57 +182,62 @@ class Trainer:
             "seconds": self._clock.seconds(),
         }
         if recipe.log.trust_ratios and result.norms is not None:
-            names = list(result.norms.trust)
-            ratios = torch.stack(list(result.norms.trust.values())).tolist() if names else []
-            values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(names, ratios)}
-        left = (self.lengths.total - step - 1) * recipe.batch.global_ / rate
+            trust = result.norms.trust
+            ratios = torch.stack(list(trust.values())).tolist() if trust else []
+            values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(trust, ratios)}
+        left = (self.lengths.total - done) * recipe.batch.global_ / rate
         text = (
-            f"step {step + 1}/{self.lengths.total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} "
+            f"step {done}/{self.lengths.total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} "
             f"MFU {values['mfu']:.0%} wait {waiting:.0%} ETA {duration(left)}"
         )
         whole, layers = self.engine.noise_scale()
         if whole is not None:
             values["noise_scale"] = whole._asdict()
             text += f" noise {whole.images:,.0f}±{whole.error:,.0f}"
-        if whole is not None and layers:
-            values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
-        self.monitor.event("train", step + 1, values, text)
+            if layers:
+                values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
+        self.monitor.event("train", done, values, text)
         self._loss.zero_()
         self._correct.zero_()
         progression.images = progression.steps_in_window = 0
-        self._check_loss(values["loss"], step)
+        self._check_loss(values["loss"], done)
         if in_row > recipe.precision.max_skipped_steps:
-            scale = f"the loss scale has fallen to {values['loss_scale']:g}, so it is not too high; lower schedule.peak"
-            if not recipe.precision.dynamic_loss_scale:
-                scale = "lower precision.loss_scale or schedule.peak"
-            self._raise(
-                TrainingError,
-                f"step {step + 1}: the last {in_row} updates had gradients that are not finite and were left out"
-                f"{_where(self.engine)}; the weights are those of step {step + 1 - in_row}; {scale} (or "
-                "peak_per_image)",
-            )
+            remedy = "lower precision.loss_scale or schedule.peak"
+            if recipe.precision.dynamic_loss_scale:
+                remedy = f"the loss scale has fallen to {values['loss_scale']:g}, so lower schedule.peak"
+            fault = f"the last {in_row} updates had gradients that are not finite and were left out{self._not_finite()}"
+            weights = f"the weights are those of step {done - in_row}"
+            self._raise(TrainingError, f"step {done}: {fault}; {weights}; {remedy} (or peak_per_image)")
+
+    def _not_finite(self) -> str:
+        """Name the parameter nearest to the loss whose gradient is not finite; it spoils all those before it."""
+        found = {name for own in self.engine.processes.gather(self.engine.not_finite()) for name in own}
+        names = [name for name in self.engine.shapes if name in found]
+        if len(names) > 1:
+            return f" (that of {names[-1]} and of {len(names) - 1} parameters before it)"
+        return f" ({names[0]})" if names else ""
 
     def _grow(self, done: int) -> None:
         """Make the batch larger where the schedule and the noise scale allow it."""
-        noise, _ = self.engine.noise_scale() if self._course.may_grow(done) else (None, None)
+        noise = self.engine.noise_scale()[0] if self._course.may_grow(done) else None
         batch = self._course.grow(done, noise.images, noise.error) if noise is not None else None
         if batch is not None:
             self.progression.growth = [list(each) for each in self._course.growth]
             scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
             self.monitor.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
 
-    def _check_loss(self, loss: float, step: int) -> None:
+    def _check_loss(self, loss: float, done: int) -> None:
         """Raises TrainingError where the loss was above run.loss_limit in some log lines in a row."""
         times, progression = self.recipe.run.loss_limit, self.progression
         limit = times * math.log(self.recipe.model.classes)
         progression.lines_above_limit = progression.lines_above_limit + 1 if loss > limit else 0
         if progression.lines_above_limit == _LINES_ABOVE_LIMIT:
-            self._raise(
-                TrainingError,
-                f"step {step + 1}: the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times that of "
-                f"guessing) in {_LINES_ABOVE_LIMIT} lines of the log in a row: the run has diverged; lower "
-                "schedule.peak (or peak_per_image), or raise run.loss_limit",
+            fault = (
+                f"the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times that of guessing) in "
+                f"{_LINES_ABOVE_LIMIT} lines of the log in a row: the run has diverged"
             )
+            remedy = "lower schedule.peak (or peak_per_image), or raise run.loss_limit"
+            self._raise(TrainingError, f"step {done}: {fault}; {remedy}")
 
     def _raise(self, kind: Type[Exception], message: str) -> NoReturn:
         """Raises an error that all ranks raise; only the main one has the message."""
@@ -246,26 +245,23 @@ class Trainer:
 
     def _trace(self, last: bool) -> None:
         """Write the timeline once the steps to trace, which follow the session's first, are done."""
-        if self._steps_to_trace is None:
-            return
-        self._steps_to_trace -= 1
-        if self._steps_to_trace >= 0 and not last:
-            return
-        self._steps_to_trace = None
-        spans = self.engine.recorder.collect() if self.engine.recorder else []
-        if spans:
-            self.monitor.check()
-            stages = self.engine.topology.stages
-            virtual = self.recipe.parallel.virtual_stages or 1 if stages > 1 else 1
-            micro_batches = self.engine.batch.accumulation
-            text = timeline.write(self.trace_folder, spans, micro_batches, stages, virtual)
-            self.monitor.say(text)
+        end = 1 + self.recipe.log.trace
+        if end > 1 and (self._updates == end or (last and self._updates < end)):
+            spans = self.engine.recorder.collect() if self.engine.recorder else []
+            if spans:
+                self.monitor.check()
+                stages = self.engine.topology.stages
+                virtual = self.recipe.parallel.virtual_stages or 1 if stages > 1 else 1
+                micro_batches = self.engine.batch.accumulation
+                self.monitor.say(timeline.write(self.trace_folder, spans, micro_batches, stages, virtual))
 
     def _evaluate(self, step: int) -> None:
         """Score the weights and the averages that exist so far."""
         with self.engine.using(TRAINED):
-            scores: Scores = evaluate(self.engine, self.evaluation_batches)
-        values, text = scores._asdict(), f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
+            scores = evaluate(self.engine, self.evaluation_batches)
+        values = scores._asdict()
+        del values["confusion"]
+        text = f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
             with self.engine.using(name):
                 average = evaluate(self.engine, self.evaluation_batches)
@@ -279,11 +275,10 @@ class Trainer:
 
     def _save(self, scheduled: bool, evaluated: bool) -> None:
         """Save the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
-        progression = self.progression
+        progression, clock = self.progression, self._clock
         progression.metrics_bytes = self.monitor.position()
         progression.logged_checkpoint = scheduled
-        progression.seconds, progression.paused = self._clock.seconds(), self._clock.paused
-        progression.waited = self._clock.waited
+        progression.seconds, progression.paused, progression.waited = clock.seconds(), clock.paused, clock.waited
         progression.loss, progression.correct = self._loss.item(), int(self._correct.item())
         content = {
             "recipe": loading.dump(self.recipe),
@@ -303,20 +298,19 @@ class Trainer:
             note_checkpoint(self.monitor, progression)
 
     def _end(self) -> None:
-        scores, progression = self.progression.scores, self.progression
+        scores, best, seconds = self.progression.scores, self.progression.best_top1, self._clock.seconds()
         images = self.lengths.total * self.recipe.batch.global_
-        seconds = self._clock.seconds()
         waited = self._clock.waited / max(seconds - self._clock.paused, 1e-9)
         workers = workers_needed(self.recipe.data.workers, waited) if waited > _INPUT_BOUND else None
         averages = {name: scores[name] for name in AVERAGES if name in scores}
         values = {
-            **{"top1": scores["top1"], "top5": scores["top5"], "best_top1": progression.best_top1, **averages},
+            **{"top1": scores["top1"], "top5": scores["top5"], "best_top1": best, **averages},
             **{"images": images, "images_per_second": images / seconds, "seconds": seconds},
             **{"data_wait": waited, "input_bound": workers is not None, "workers_needed": workers},
         }
         own = "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
         text = (
-            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {progression.best_top1:.2%}  {own}"
+            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {best:.2%}  {own}"
             f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         if workers is not None:
@@ -329,9 +323,6 @@ class Trainer:
     def _epochs(self, step: int) -> float:
         return step / self.lengths.steps_per_epoch
 
-    def _interval(self, epochs: float) -> int:
-        return max(1, in_steps(epochs, None, None, self.lengths.steps_per_epoch, self.recipe.batch.global_))
-
     def _note_signal(self, number: int, frame: object) -> None:
         if self._signal is None:
             self._signal = number
@@ -339,15 +330,6 @@ class Trainer:
                 self.monitor.say(f"{name_of(number)}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
             raise KeyboardInterrupt
-
-
-def _where(engine: Engine) -> str:
-    """Names the parameter nearest to the loss whose gradient is not finite; it spoils all those before it."""
-    found = {name for own in engine.processes.gather(engine.not_finite()) for name in own}
-    names = [name for name in engine.shapes if name in found]
-    if len(names) > 1:
-        return f" (that of {names[-1]} and of {len(names) - 1} parameters before it)"
-    return f" ({names[0]})" if names else ""
 
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:

@@ -5,12 +5,11 @@ An event has `event` (train, eval, checkpoint or end) and `step` (updates done).
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
 from pathlib import Path
-from typing import IO, Dict, Iterator, List, NamedTuple, Optional, Union
+from typing import IO, Dict, Iterator, List, NamedTuple, Optional
 
 from recipe.bounded import parse_json
 from recipe.errors import UserError
@@ -55,25 +54,15 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
     return found
 
 
-def last(path: Path) -> Optional[dict]:
-    """Return the event in the last line; None without a file, or where that line is damaged or cut off."""
+def last_events(path: Path) -> Dict[str, dict]:
+    """Return the last event of each kind in a file, which may be damaged or missing."""
     try:
-        with open(path, "rb") as stream:
-            line = collections.deque(stream, maxlen=1)
-    except OSError:
-        return None
-    return _event_in(line[0]) if line else None
-
-
-def last_steps(path: Path) -> Dict[str, int]:
-    """Return the last step of each kind of event in a file, which may be damaged or missing."""
-    try:
-        return {line.event["event"]: line.event["step"] for line in lines(path) if line.event}
+        return {line.event["event"]: line.event for line in lines(path) if line.event}
     except OSError:
         return {}
 
 
-def _event_in(line: Union[bytes, str]) -> Optional[dict]:
+def _event_in(line: bytes) -> Optional[dict]:
     try:
         event = parse_json(line)
     except ValueError:
@@ -101,7 +90,7 @@ class Metrics:
         check_same(self._path, self._stream.fileno())
 
     def write(self, event: dict) -> None:
-        """Appends an event; numbers that JSON does not know become null."""
+        """Append an event; numbers that JSON does not know become null."""
         self.check()
         with writing(self._path):
             self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())

@@ -14,9 +14,7 @@ from training.metrics import Metrics
 
 class Monitor:
     """Sends each event of a run to the metrics file, to the loggers, and to the terminal.
-
-    metrics: None on all ranks but the main one. say: prints a line.
-    """
+    metrics: None on all ranks but the main one. say: prints a line."""
 
     def __init__(self, metrics: Optional[Metrics], loggers: Sequence[Logger], say: Callable[[str], None]):
         self._metrics, self._loggers, self.say = metrics, loggers, say
@@ -51,34 +49,24 @@ class Monitor:
 class Clock:
     """Seconds of training over all sessions of a run, and the work since the last log line.
 
-    paused: seconds not spent training. waited: seconds, up to the last lap, that devices waited for images.
+    paused: seconds not spent training (evaluation, saving). waited: seconds, up to the last lap, that devices waited
+    for images. images, operations: those of training since the last lap.
     """
 
     def __init__(self, seconds: float = 0.0, paused: float = 0.0, waited: float = 0.0):
         self.paused, self.waited = paused, waited
         self._before, self._waited_before = seconds, waited
         self._start = self._mark = time.monotonic()
-        self._images, self._work, self._paused_at_mark = 0, 0.0, paused
-
-    def count(self, images: int, work: float) -> None:
-        """Add images that were trained on, and their floating-point operations."""
-        self._images += images
-        self._work += work
-
-    def pause(self, seconds: float) -> None:
-        """Take time that was not spent training (evaluation, saving) out of the rate."""
-        self.paused += seconds
+        self.images, self.operations, self._paused_at_mark = 0, 0.0, paused
 
     def lap(self, waited: float) -> Tuple[float, float, float]:
         """Return images and operations per second of training, and the share of waiting, since the last lap.
-
-        Args: waited: seconds of this session that devices waited for images.
-        """
+        Args: waited: seconds of this session that devices waited for images."""
         now = time.monotonic()
         seconds = max(now - self._mark - (self.paused - self._paused_at_mark), 1e-9)
         share = min((self._waited_before + waited - self.waited) / seconds, 1.0)
-        lap = self._images / seconds, self._work / seconds, share
-        self._mark, self._images, self._work, self._paused_at_mark = now, 0, 0.0, self.paused
+        lap = self.images / seconds, self.operations / seconds, share
+        self._mark, self.images, self.operations, self._paused_at_mark = now, 0, 0.0, self.paused
         self.waited = self._waited_before + waited
         return lap
 
@@ -89,10 +77,8 @@ class Clock:
 
 def workers_needed(workers: int, share: float) -> int:
     """Return how many workers would keep up with a device that waits for `workers` of them, a `share` of its time.
-
     The images of one second would be made in the rest of it by 1 / (1 - share) times as many workers. Without workers
-    (0) the process itself loads while its device waits.
-    """
+    (0) the process itself loads while its device waits."""
     rest = max(1.0 - share, 1e-3)
     return math.ceil((workers / rest if workers else share / rest) - 1e-9)  # 4.000000000001 are four
 

@@ -18,21 +18,21 @@ from models import shapes
 from optim import rounding
 from parallel import topology
 from parallel.processes import Processes
-from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
-from recipe.config import Model, Recipe
+from recipe.config import Recipe
 from recipe.division import count
 from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
 from training import choices, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
-from training.metrics import NAME, Metrics, last_steps
+from training.metrics import NAME, Metrics, last_events
 from training.monitor import Monitor, duration
-from training.run_folder import RunFolder, first_difference, note_session
+from training.run_folder import RunFolder, first_difference
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
+_Say = Callable[[str], None]
 
 
 class _Images(NamedTuple):
@@ -48,11 +48,7 @@ class _Images(NamedTuple):
 
 def run(recipe: Recipe) -> None:
     """Train `recipe` to its end, resuming what its run folder holds. All ranks call this; only the main one prints.
-
-    Raises:
-        UserError: recipe, data or run folder cannot be used.
-        Stopped, TrainingError: see training.loop.
-    """
+    Raises UserError: recipe, data or run folder cannot be used; Stopped, TrainingError: see training.loop."""
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     place = topology.from_environment(recipe)
@@ -61,56 +57,38 @@ def run(recipe: Recipe) -> None:
     _check_one_recipe(recipe, processes)
     images = _open_images(recipe, processes)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
-    say = print if place.is_main else _silent
+    say: _Say = functools.partial(print, flush=True) if place.is_main else lambda line: None
     for source in filter(None, (images.train, images.validation)):
         for note in source.notes:
             say(note)
     given, recipe = recipe, choices.resolve(recipe, batch, processes, say)
-    output = arithmetic.output_folder(recipe)
-    folder: Optional[RunFolder] = None
-
-    def open_folder() -> Optional[dict]:
-        nonlocal folder
-        loggers.check(recipe.log)
-        folder = RunFolder(recipe)
-        return folder.finished()
-
+    output, model = arithmetic.output_folder(recipe), recipe.model
+    processes.from_main(lambda: loggers.check(recipe.log))
+    folder = processes.together(lambda: RunFolder(recipe) if place.is_main else None)
     try:
-        event = processes.from_main(open_folder)
+        event = processes.from_main(lambda: folder.finished())
         if event:
-            say(
-                f"{output}: this run is finished: top1 {event['top1']:.2%} in {duration(event['seconds'])}; "
-                "train again with run.output=FOLDER"
-            )
+            result = f"top1 {event['top1']:.2%} in {duration(event['seconds'])}"
+            say(f"{output}: this run is finished: {result}; train again with run.output=FOLDER")
             processes.part()
             return
-        say(f"run {recipe.run.name} in {output}, on {_device_name(recipe, place)}")
-        model = recipe.model
+        device = "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
+        say(f"run {recipe.run.name} in {output}, on {device}")
         parameters = sum(shape.parameters for shape in shapes.blocks(model, model.image_size).values())
         say(f"{model.describe()}: {parameters:,} parameters, {model.image_size} px")
-        say(
-            f"{images.training_images:,} training and {images.validation_images:,} validation images of "
-            f"{count(model.classes, 'class', 'classes')} ({recipe.data.source})"
-        )
+        sizes = f"{images.training_images:,} training and {images.validation_images:,} validation images"
+        say(f"{sizes} of {count(model.classes, 'class', 'classes')} ({recipe.data.source})")
         say(batch.describe())
         say(lengths.describe())
         engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
-        _train(recipe, lengths, engine, images, folder)
+        _train(recipe, lengths, engine, images, folder, say)
         scoring = f"python evaluate.py --checkpoint {output} --best"
         say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
     finally:
         if folder is not None:
             folder.close()
-
-
-def _device_name(recipe: Recipe, place: Topology) -> str:
-    return "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
-
-
-def _silent(*_: object) -> None:
-    """Stands for `print` on all ranks but the main one."""
 
 
 def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
@@ -121,11 +99,9 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
         return
     first, second = (loading.loads(texts[rank], f"rank {rank}") for rank in (0, other))
     difference = first_difference(first, second) or first_difference(first, second, free={})
-    text = (
-        f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}; "
-        "give all hosts the same files and overrides"
-    )
-    raise ConfigError(text if processes.topology.is_main else "")  # all ranks find it, one prints it
+    fault = f"rank {other} has another recipe than rank 0: {difference.replace(' there', ' on rank 0')}"
+    # All ranks find it, one prints it.
+    raise ConfigError(f"{fault}; give all hosts the same files and overrides" if processes.topology.is_main else "")
 
 
 def _open_images(recipe: Recipe, processes: Processes) -> _Images:
@@ -147,21 +123,23 @@ def _open_images(recipe: Recipe, processes: Processes) -> _Images:
     return _Images(*(sources or (None, None)), *first)
 
 
-def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder]) -> None:
+def _train(
+    recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder], say: _Say
+) -> None:
     """Args: folder: on the main rank."""
     path = Path(arithmetic.output_folder(recipe))
-    say = print if folder is not None else _silent
     checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
     if folder is not None:
-        folder.check()
-        note_session(path, step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
+        folder.note(step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
     if step:
         say(f"resuming at step {step} of {lengths.total}")
         if progression.images_digest not in ("", images.digest):
             say("going on with other images than before (data.changed_images=accept)")
-        if progression.rounding != rounding.VERSION and _rounds_stochastically(recipe):
+        precision, on_ipu = recipe.precision, recipe.run.device == "ipu"  # which has a generator of its own
+        rounds = (precision.weights, precision.rounding) == ("float16", "stochastic") and not on_ipu
+        if progression.rounding != rounding.VERSION and rounds:
             versions = f"version {rounding.VERSION}, not {progression.rounding}"
             say(f"weights are rounded by other random bits from here on: {versions}")
         before, now = folder and folder.first_threads(), torch.get_num_threads()
@@ -171,23 +149,21 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
                 f"bits; run.threads={before} computes as before"
             )
     elif recipe.model.init_from:
-        _start_from(engine, recipe.model, say)
+        _start_from(engine, recipe, say)
     progression.images_digest, progression.rounding = images.digest, rounding.VERSION
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
-    monitor = _monitor(recipe, folder, progression)
+    metrics, own = None, ()
+    if folder is not None:
+        own = loggers.start(recipe, step, say)  # before events behind the checkpoint are cut off
+        metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
+    monitor = Monitor(metrics, own, say)
+    flops = functools.lru_cache(maxsize=None)(functools.partial(flops_per_image, recipe))
     try:
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
-        flops = functools.lru_cache(maxsize=None)(functools.partial(flops_per_image, recipe))
         trainer = Trainer(
-            recipe,
-            lengths,
-            engine,
-            evaluation,
-            checkpoints,
-            monitor,
-            progression,
+            *(recipe, lengths, engine, evaluation, checkpoints, monitor, progression),
             flops_per_image=lambda epoch: flops(arithmetic.training_image_size(recipe, epoch)),
             classes=images.classes,
             trace_folder=path / "trace",
@@ -205,28 +181,13 @@ def _train(recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, fo
         monitor.close(DONE if error is None else STOPPED if isinstance(error, Stopped) else FAILED)
 
 
-def _monitor(recipe: Recipe, folder: Optional[RunFolder], progression: Progression) -> Monitor:
-    if folder is None:  # not the main rank
-        return Monitor(None, (), _silent)
-    states = loggers.service_states(recipe.log, folder.path)  # before events behind the checkpoint are cut off
-    metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
-    say = functools.partial(print, flush=True)
-    return Monitor(metrics, loggers.start(recipe, progression.step, states, say), say)
-
-
-def _rounds_stochastically(recipe: Recipe) -> bool:
-    """Whether by the bits of optim/rounding.py: IPUs have a generator of their own."""
-    precision = recipe.precision
-    return (precision.weights, precision.rounding) == ("float16", "stochastic") and recipe.run.device != "ipu"
-
-
 def flops_per_image(recipe: Recipe, image_size: int) -> float:
     """Floating-point operations of training on one image: forward once, backward twice, two to a multiply-add."""
     return 3 * 2 * sum(shape.multiply_adds for shape in shapes.blocks(recipe.model, image_size).values())
 
 
-def _start_from(engine: Engine, model: Model, say: Callable[[str], None]) -> None:
-    processes = engine.processes
+def _start_from(engine: Engine, recipe: Recipe, say: _Say) -> None:
+    processes, model = engine.processes, recipe.model
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
     tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     engine.load_weights(tensors)
@@ -255,15 +216,13 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, diges
 
 def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple[Optional[dict], int]:
     """Return the content of the newest whole checkpoint and its number of replica files.
-
-    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted.
-    """
+    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted."""
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
-        lost = last_steps(checkpoints.folder.parent / NAME).get("checkpoint")
-        if lost is not None and checkpoints.folder.is_dir():
+        lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")
+        if lost and checkpoints.folder.is_dir():
             raise CheckpointError(
-                f"{checkpoints.folder}: the checkpoint of step {lost}, which metrics.jsonl tells of, is gone; "
+                f"{checkpoints.folder}: the checkpoint of step {lost['step']}, which metrics.jsonl tells of, is gone; "
                 "restore all files of its number, or delete that folder to start from the beginning"
             )
         return None, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import fcntl
@@ -42,10 +43,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe):
         """Open or make the folder and lock it for this process, unless run.lock is false.
-
-        Raises:
-            ConfigError: it holds something else, is in use, cannot be locked, or must not be resumed.
-        """
+        Raises ConfigError: it holds something else, is in use, cannot be locked, or must not be resumed."""
         self.path = Path(output_folder(recipe))
         self.metrics = self.path / metrics.NAME
         check_owner(recipe)
@@ -64,18 +62,20 @@ class RunFolder:
 
     def finished(self) -> Optional[dict]:
         """Return the `end` event of a complete run, else None."""
-        event = metrics.last(self.metrics) or {}
-        whole = None not in (event.get("top1"), event.get("seconds"))
-        return event if event.get("event") == "end" and whole else None
+        event = metrics.last_events(self.metrics).get("end", {})
+        return event if None not in (event.get("top1"), event.get("seconds")) else None
 
     def first_threads(self) -> Optional[int]:
         """Return the number of threads of the main process when the run began, None where that was not noted."""
         threads = next((start.get("threads") for start in starts(self.path)), None)
         return threads if isinstance(threads, int) else None
 
-    def check(self) -> None:
-        """Raises OSError once the folder's path no longer leads to the folder that was opened."""
+    def note(self, **facts: int) -> None:
+        """Add `facts`, which are known only once training can begin, to the newest start in `environment.json`.
+        Raises OSError once the folder's path no longer leads to the folder that was opened."""
         check_same(self.path, self._opened)
+        *before, last = starts(self.path) or [{}]
+        _write_starts(self.path, [*before, {**last, **facts}])
 
     def close(self) -> None:
         if not self._lock.closed:
@@ -99,9 +99,7 @@ class RunFolder:
 
 def check_owner(recipe: Recipe) -> None:
     """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
-
-    Loads no torch. `exchange.method: auto` is the method that the run began with.
-    """
+    Loads no torch. `exchange.method: auto` is the method that the run began with."""
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
         return
@@ -118,12 +116,6 @@ def check_owner(recipe: Recipe) -> None:
             f"{path} belongs to another recipe: {difference}; give the key its old value to resume, or {remedy} (add "
             f"model.init_from={path} to start from its weights, as for a longer training)"
         )
-
-
-def note_session(folder: Path, **facts: int) -> None:
-    """Add `facts`, which are known only once training can begin, to the newest start in `environment.json`."""
-    *before, last = starts(folder) or [{}]
-    _write_starts(folder, [*before, {**last, **facts}])
 
 
 def starts(folder: Path) -> List[dict]:
@@ -157,19 +149,22 @@ def describe_environment() -> dict:
     import torch
     import torchvision
 
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    revision = None  # outside a checkout
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        revision = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    found = {"poptorch": sys.modules["poptorch"]} if "poptorch" in sys.modules else {}
+    libraries = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy, **found}
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "revision": _revision(),
+        "revision": revision,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": numpy.__version__,
+        **{name: library.__version__ for name, library in libraries.items()},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        **{name: module.__version__ for name, module in sys.modules.items() if name == "poptorch"},
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -183,13 +178,3 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
                 there, here = ("null" if each is None else each for each in (before[section].get(key), value))
                 return f"{section}.{key} is {there} there, {here} here"
     return ""
-
-
-def _revision() -> Optional[str]:
-    """Git revision of the program, with `-dirty` where files were changed; None outside a checkout."""
-    root = str(Path(__file__).resolve().parent.parent)
-    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,17 +1,16 @@
-"""Scores of a classifier image by image: which class was taken for which, as a table and as a picture."""
+"""Scores of a classifier: exact whatever the batch size, and by class, as a table and as a picture."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Sequence, Union
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
-from torch.nn import functional as F
 
 from data.batches import MicroBatch
-from engines import factory
-from engines.base import Engine, summable
+from engines import base, factory
+from engines.base import Counts, Engine
 from recipe.batch import divide
 from recipe.config import Recipe
 from recipe.errors import DataError
@@ -21,25 +20,42 @@ from training.exported import ExportedModel
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
 
 
-class Report(NamedTuple):
-    """Over `images` readable images. confusion: int64 [classes, classes], rows are labels, columns predictions.
+class Scores(NamedTuple):
+    """Shares in [0, 1] and the mean cross entropy (nats) over `images` readable images.
+    confusion: of `score` alone, int64 [classes, classes], rows are labels, columns predictions."""
 
-    top1, top5: shares in [0, 1]; loss: mean cross entropy in nats; unreadable: images that were left out.
-    """
-
-    images: int
     top1: float
     top5: float
     loss: float
+    images: int
     unreadable: int
-    confusion: torch.Tensor
+    confusion: Optional[torch.Tensor] = None
+
+
+def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
+    """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
+    Args: batches: of this replica; where images do not enter, as many times None."""
+    counts: List[Counts] = []
+    unreadable: List[str] = []
+    for batch in batches:
+        if batch is not None:
+            unreadable.extend(batch.unreadable)
+        counts.append(engine.evaluate_step(batch))
+    total, messages = base.total(counts, unreadable, engine.processes, engine.device)
+    if not total.images:  # all ranks find it, one prints it
+        fault = f"no validation image can be read; the first: {messages[0]}"
+        raise DataError(fault if engine.topology.is_main else "")
+    return _scores(total, len(messages))
+
+
+def _scores(total: Counts, unreadable: int) -> Scores:
+    images = int(total.images)
+    return Scores(*(float(each) / images for each in (total.top1, total.top5, total.loss)), images, unreadable)
 
 
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     """Return an engine of one replica with stored weights, unrounded.
-
-    Raises ConfigError where its device is not there, CheckpointError for weights of another model.
-    """
+    Raises ConfigError where its device is not there, CheckpointError for weights of another model."""
     if recipe.run.device != "ipu":  # there weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
@@ -48,30 +64,24 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     return engine
 
 
-def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Report:
+def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Scores:
     """Classify every image of `batches` once. Raises DataError where none of them can be read."""
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
-    images = among_five = 0
-    loss = 0.0
-    unreadable: List[str] = []
+    counts, unreadable = [], []
     for batch in batches:
         unreadable.extend(batch.unreadable)
-        if not batch.valid:
-            continue
-        logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
-        best = logits.topk(min(5, classes), dim=1).indices
-        confusion += torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
-        among_five += (best == labels[:, None]).sum().item()
-        loss += summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum().item()
-        images += batch.valid
-    if not images:
+        if batch.valid:
+            logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
+            counts.append(base.scored(logits, labels))
+            best = logits.topk(min(5, classes), dim=1).indices[:, 0]
+            confusion += torch.bincount(labels * classes + best, minlength=classes * classes)
+    if not counts:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")
-    confusion = confusion.view(classes, classes)
-    top1 = confusion.diagonal().sum().item() / images
-    return Report(images, top1, among_five / images, loss / images, len(unreadable), confusion)
+    scores = _scores(Counts(*map(sum, zip(*counts))), len(unreadable))
+    return scores._replace(confusion=confusion.view(classes, classes))
 
 
-def class_rows(report: Report, names: Sequence[str]) -> List[dict]:
+def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
     """Return a row per class, worst first: images, top1, and the class that most of its misses were taken for."""
     rows = []
     for label, name in enumerate(names):
@@ -96,7 +106,7 @@ def write_class_table(path: Path, rows: Sequence[dict]) -> None:
             writer.writerow({**row, **quoted})
 
 
-def draw_confusion(path: Path, report: Report, names: Sequence[str], title: str) -> None:
+def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str) -> None:
     """Draw the confusion matrix as shares of each row, so that rare classes show as well as frequent ones."""
     from matplotlib.figure import Figure
 

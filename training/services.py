@@ -43,9 +43,7 @@ class TensorBoardLogger(Logger):
 
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
-
-    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones.
-    """
+    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones."""
 
     key = package = "wandb"
     settings = {"WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "60", "WANDB_INIT_TIMEOUT": "60"}
@@ -53,16 +51,14 @@ class WandbLogger(Logger):
     def __init__(self, session: Session):
         import wandb
 
-        run = session.earlier.run if session.earlier else None
-        about = {"name": session.name, "dir": str(session.folder), "config": session.recipe}
-        about.update(id=run, resume="allow" if session.earlier else None)
+        about = {"name": session.name, "dir": str(session.folder), "config": session.recipe, "id": None, "resume": None}
+        if session.earlier:
+            about.update(id=session.earlier.run, resume="allow")
         try:
             self._run = wandb.init(**about)
         except wandb.Error as error:
-            session.say(
-                f"log.wandb: {first_line(error)}; written offline, to be sent by "
-                f"`wandb sync {session.folder}/wandb/offline-run-*`"
-            )
+            sync = f"`wandb sync {session.folder}/wandb/offline-run-*`"
+            session.say(f"log.wandb: {first_line(error)}; written offline, to be sent by {sync}")
             self._run = wandb.init(**about, mode="offline")
         self.run = self._run.id
 

@@ -33,12 +33,8 @@ def ideal(micro_batches: int, stages: int, virtual: int = 1) -> float:
 
 def efficiency(spans: Sequence[Span]) -> float:
     """Share of one step's time, from its first forward to its last backward pass, that replica 0's ranks computed.
-
-    Exchange, update and the time after the last backward pass do not count, so that `ideal` is the bound.
-    """
+    Exchange, update and the time after the last backward pass do not count, so that `ideal` is the bound."""
     computing = [span for span in spans if span.replica == 0 and span.kind in _COMPUTING]
-    steps = {span.step for span in computing}
-    assert len(steps) == 1, f"spans of one step, not of {sorted(steps)}"
     busy = math.fsum(span.end - span.start for span in computing)
     length = max(span.end for span in computing) - min(span.start for span in computing)
     return busy / (len({span.rank for span in computing}) * length)
@@ -47,29 +43,24 @@ def efficiency(spans: Sequence[Span]) -> float:
 def write(folder: Path, spans: Sequence[Span], micro_batches: int, stages: int, virtual: int = 1) -> str:
     """Write trace.json and timeline.png; return the line to print, with the mean efficiency of the steps.
 
-    trace.json holds all spans in Chrome's Trace Event format, a process per replica and a thread per rank: open it
-    with https://ui.perfetto.dev or chrome://tracing. timeline.png shows the first step, a row per rank; of replica 0
-    alone where the rows of all would be too many.
+    trace.json holds all spans, a process per replica and a thread per rank. timeline.png shows the first step, a row
+    per rank; of replica 0 alone where the rows of all would be too many.
 
-    Args:
-        spans: of all ranks, of one or more steps.
-        micro_batches, stages, virtual: see `ideal`.
+    Args: spans: of all ranks, of one or more steps. micro_batches, stages, virtual: see `ideal`.
     """
     by_step: Dict[int, List[Span]] = {}
     for span in spans:
         by_step.setdefault(span.step, []).append(span)
-    steps = sorted(by_step)
-    ranks = sum(replica == 0 for replica, _ in _rows(spans))
-    assert ranks == stages, f"spans of {ranks} ranks of replica 0, not of {stages}"
+    first, last = min(by_step), max(by_step)
     work = micro_batches * virtual
     bound = f"ideal {work} / ({work} + {stages - 1}) = {ideal(micro_batches, stages, virtual):.2f}"
-    found = [efficiency(by_step[step]) for step in steps]
+    found = {step: efficiency(by_step[step]) for step in by_step}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trace.json").write_text(json.dumps(_trace(spans)))
-    title = f"step {steps[0]}: pipeline efficiency {found[0]:.2f}, {bound}"
-    _draw(by_step[steps[0]], title, folder / "timeline.png")
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    efficient = f"pipeline efficiency {statistics.mean(found):.2f} of 1, {bound}"
+    title = f"step {first}: pipeline efficiency {found[first]:.2f}, {bound}"
+    _draw(by_step[first], title, folder / "timeline.png")
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    efficient = f"pipeline efficiency {statistics.mean(found.values()):.2f} of 1, {bound}"
     return f"timeline of {which}: {folder / 'trace.json'}, timeline.png; {efficient}"
 
 
@@ -77,12 +68,9 @@ def _trace(spans: Sequence[Span]) -> dict:
     """Source: "Trace Event Format", Google 2016: complete events and metadata events; times are microseconds."""
     zero = min(span.start for span in spans)
     events = []
-    for replica in sorted({span.replica for span in spans}):
-        events.append({"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}})
     for (replica, rank), stages in _rows(spans).items():
-        thread = {"ph": "M", "pid": replica, "tid": rank}
-        events.append({**thread, "name": "thread_name", "args": {"name": f"{_numbered(stages)} (rank {rank})"}})
-        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        for kind, name in (("process", f"replica {replica}"), ("thread", f"{stages} (rank {rank})")):
+            events.append({"ph": "M", "pid": replica, "tid": rank, "name": f"{kind}_name", "args": {"name": name}})
     for span in sorted(spans, key=lambda span: span.start):
         number = "" if span.micro_batch < 0 else f" {span.micro_batch}"
         event = {"ph": "X", "name": span.kind + number, "cat": span.kind, "pid": span.replica, "tid": span.rank}
@@ -92,25 +80,19 @@ def _trace(spans: Sequence[Span]) -> dict:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _rows(spans: Sequence[Span]) -> Dict[Tuple[int, int], List[int]]:
-    """(replica, rank) -> the stages that it computes, in the order of the replicas and their first stages."""
-    stages: Dict[Tuple[int, int], set] = {}
+def _rows(spans: Sequence[Span]) -> Dict[Tuple[int, int], str]:
+    """(replica, rank) -> `stage 1` or `stages 1, 3`, in the order of the replicas and their first stages."""
+    found: Dict[Tuple[int, int], set] = {}
     for span in spans:
         if span.kind in _COMPUTING:
-            stages.setdefault((span.replica, span.rank), set()).add(span.stage)
-    return {row: sorted(stages[row]) for row in sorted(stages, key=lambda row: (row[0], min(stages[row]), row[1]))}
-
-
-def _numbered(stages: List[int]) -> str:
-    """`stage 1`; `stages 1, 3`."""
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+            found.setdefault((span.replica, span.rank), set()).add(span.stage)
+    rows = sorted(found, key=lambda row: (row[0], min(found[row]), row[1]))
+    return {row: f"stage{'s' * (len(found[row]) > 1)} {', '.join(map(str, sorted(found[row])))}" for row in rows}
 
 
 def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     """One step: a row per rank, a box per micro batch with its number where there is room for it.
-
-    Of a step of very many micro batches only the beginning is shown.
-    """
+    Of a step of very many micro batches only the beginning is shown."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -126,24 +108,19 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     for place, row in enumerate(rows):
         own = [span for span in spans if (span.replica, span.rank) == row and span.start < end]
         own.sort(key=lambda span: span.kind in _COMPUTING)  # drawn last, over images that are loaded meanwhile
-        axes.broken_barh(
-            [((span.start - zero) * 1e3, (span.end - span.start) * 1e3) for span in own],
-            (place - 0.43, 0.86),
-            facecolors=[_COLOURS[span.kind] for span in own],
-            edgecolors="white",
-            linewidths=[min(0.8, (span.end - span.start) * points / 8) for span in own],
-        )
         for span in own:
+            start, length = (span.start - zero) * 1e3, span.end - span.start
+            style = {"edgecolor": "white", "linewidth": min(0.8, length * points / 8)}
+            axes.barh(place, length * 1e3, 0.86, start, color=_COLOURS[span.kind], **style)
             width = (0.64 * len(str(span.micro_batch)) + 0.1) * _FONT  # points, with a margin
-            if span.kind in _COMPUTING and width <= (span.end - span.start) * points:
+            if span.kind in _COMPUTING and width <= length * points:
+                style = {"ha": "center", "va": "center_baseline", "fontsize": _FONT, "clip_on": True}
                 ink = "white" if span.kind == "forward" else "black"
-                style = {"ha": "center", "va": "center_baseline", "fontsize": _FONT, "color": ink, "clip_on": True}
-                axes.text(((span.start + span.end) / 2 - zero) * 1e3, place, str(span.micro_batch), **style)
+                axes.text(start + length * 500, place, str(span.micro_batch), color=ink, **style)
     axes.set(xlim=(0, (end - zero) * 1e3), xlabel="milliseconds", ylim=(len(rows) - 0.45, -0.55))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
-    labels = [f"replica {replica}, {_numbered(stages)}" for (replica, _), stages in rows.items()]
-    axes.set_yticks(range(len(rows)), labels)
+    axes.set_yticks(range(len(rows)), [f"replica {replica}, {stages}" for (replica, _), stages in rows.items()])
     axes.set_title(title, fontsize=11, loc="left")
     kinds = [kind for kind in _COLOURS if any(span.kind == kind for span in spans)]
     handles = [Patch(facecolor=_COLOURS[kind], label=kind) for kind in kinds]

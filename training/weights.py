@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -19,6 +18,7 @@ from training.checkpoint import CheckpointFolder, load, unpickled
 
 TRAINED = "trained"
 _CLASSIFIER = "classifier."
+_WRAPPER = "module."  # DistributedDataParallel puts it before every name
 
 
 class StoredWeights(NamedTuple):
@@ -26,21 +26,17 @@ class StoredWeights(NamedTuple):
 
     path: Path
     tensors: Dict[str, torch.Tensor]
-    recipe: Optional[str]
-    classes: Optional[List[str]]
+    recipe: Optional[str] = None
+    classes: Optional[List[str]] = None
     which: str = TRAINED
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
-    """Return the weights in a run folder (newest whole checkpoint), a checkpoint, .safetensors, a torch file, or what
-    recipe/timm_weights.py describes.
+    """Return the weights in a run folder (newest whole checkpoint, with `best` the one with the highest top-1), a
+    checkpoint, .safetensors, a torch file, or what recipe/timm_weights.py describes.
 
-    Args:
-        which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None: trained,
-            or with `best` those that scored best.
-        best: of a run folder, the checkpoint with the highest top-1.
-
-    Raises CheckpointError where there are no such weights.
+    Args: which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None:
+    trained, or with `best` those that scored best. Raises CheckpointError where there are no such weights.
     """
     wanted = timm_weights.parse(path)
     if wanted is not None and wanted.file is None:
@@ -60,11 +56,10 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
         content = unpickled(place)
         if isinstance(content, dict) and "format" in content:
             return _of_checkpoint(place, load(place), which)
-        stored = StoredWeights(place, _state_dict(place, content), None, None)
+        stored = StoredWeights(place, _state_dict(place, content))
     if which not in (TRAINED, stored.which):
-        raise CheckpointError(
-            f"{path}: has no {which}: only run folders and checkpoints have averages; ask for {TRAINED}"
-        )
+        fault = f"has no {which}: only run folders and checkpoints have averages"
+        raise CheckpointError(f"{path}: {fault}; ask for {TRAINED}")
     return stored
 
 
@@ -81,10 +76,9 @@ def class_names(stored: Any, recipe: Recipe) -> Optional[List[str]]:
     """Return printable names from the file, or else from the data; None where neither has them."""
     if stored.classes:
         return [printable(str(name)) for name in stored.classes]
-    try:
+    with contextlib.suppress(DataError):
         return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
-    except DataError:
-        return None
+    return None
 
 
 def fitted(
@@ -92,39 +86,32 @@ def fitted(
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
     """Return the stored tensors under a model's names, and the names of those that the file does not have.
 
-    Args:
-        shapes: of the model's parameters and persistent buffers. The file may use these names or timm's.
-        section: of the recipe, whose family knows timm's names.
-        new_classifier: whether a classifier for another number of classes may be left out.
+    Args: shapes: of the model's parameters and persistent buffers. section: of the recipe, whose family knows timm's
+    names, which the file may use. new_classifier: whether a classifier for other classes may be left out.
 
-    Raises:
-        CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
+    Raises CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
     """
-    by_timm = {timm_name(section, name): name for name in shapes}
+    theirs = {name: timm_name(section, name) for name in shapes}
+    ours = {**{timm: name for name, timm in theirs.items()}, **{name: name for name in shapes}}
     found = {}
     for name, tensor in stored.tensors.items():
-        ours = name if name in shapes else by_timm.get(name)
-        if ours is None:
-            if name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
-                continue
-            raise CheckpointError(
-                f"{stored.path}: {name} has no place in the model of the recipe; {_remedy(section, stored)}"
-            )
-        found[ours] = tensor
+        if name in ours:
+            found[ours[name]] = tensor
+        elif not name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
+            fault = f"{name} has no place in the model of the recipe"
+            raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
     fresh = []
     for name, shape in shapes.items():
-        tensor, is_classifier = found.get(name), timm_name(section, name).startswith(_CLASSIFIER)
+        tensor, is_classifier = found.get(name), theirs[name].startswith(_CLASSIFIER)
         if tensor is not None and tuple(tensor.shape) == tuple(shape):
             continue
         if new_classifier and is_classifier:
             found.pop(name, None)
             fresh.append(name)
             continue
-        problem = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-        remedy = _remedy(section, stored)
-        if tensor is not None and is_classifier:
-            remedy = f"set model.classes={len(tensor)}"
-        raise CheckpointError(f"{stored.path}: {name} {problem}; {remedy}")
+        fault = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
+        classes = f"set model.classes={len(tensor)}" if tensor is not None and is_classifier else None
+        raise CheckpointError(f"{stored.path}: {name} {fault}; {classes or _remedy(section, stored)}")
     return found, fresh
 
 
@@ -162,11 +149,9 @@ def _downloaded(name: str) -> StoredWeights:
     try:
         model = timm.create_model(name, pretrained=True)  # from its cache or its hub
     except Exception as error:  # no such weights, no network, no room
-        why = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"timm:{name}: cannot be downloaded ({why}); give a file by model.init_from=timm:{name}:FILE"
-        ) from None
-    return StoredWeights(Path(f"timm:{name}"), model.state_dict(), None, None)
+        fault = f"cannot be downloaded ({' '.join(str(error).split())[:200]})"
+        raise CheckpointError(f"timm:{name}: {fault}; give a file by model.init_from=timm:{name}:FILE") from None
+    return StoredWeights(Path(f"timm:{name}"), model.state_dict())
 
 
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
@@ -214,12 +199,11 @@ def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
     tensors = content if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path}: not weights: neither a checkpoint of this program nor a state dict")
-    wrapper = "module."  # DistributedDataParallel puts it before every name
-    return {name[len(wrapper) * name.startswith(wrapper) :]: tensor for name, tensor in tensors.items()}
+    return {name[len(_WRAPPER) * name.startswith(_WRAPPER) :]: tensor for name, tensor in tensors.items()}
 
 
 def run_folder_of(path: Path) -> Optional[Path]:
     """Return the run folder of a checkpoint, or of what tools.export made of one; None outside of one."""
     folder = path.parent.parent
     inside = path.parent.name in ("checkpoints", "export")
-    return folder if inside and os.path.exists(folder / "config.yaml") else None
+    return folder if inside and (folder / "config.yaml").exists() else None

@@ -12,7 +12,7 @@ from models.efficientnet import build
 from optim.averaging import WeightAverage
 from tests.engines.noise import as_micro_batches, micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal
-from training.evaluation import evaluate
+from training.scoring import evaluate
 
 BOTH = ("average.step_decay=0.6", "average.epoch_decay=0.9")
 BATCH_NORM = ("model.norm=batch",)

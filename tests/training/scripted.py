@@ -19,11 +19,11 @@ class ScriptedEngine(Engine):
 
     before: called with the number of each step. finite: which steps are not skipped. averaging: the average over
     epochs scores one hit more for each epoch that ended. waited: seconds that images were waited for, by steps done.
-    replicas: number of residuals, which halve at every step before n times the replica's number, from 1, is added.
     """
 
     device = torch.device("cpu")
     training_batches = evaluation_batches = None  # the loop is given what they would make
+    predict_step = load_weights = None  # not called
     processes, topology, notes = Processes(Topology(), device), Topology(), ()
     shapes = dict.fromkeys("abc", ())
     batch = Batch(24, 24, 1, 1, 1)
@@ -32,18 +32,16 @@ class ScriptedEngine(Engine):
         self,
         before=lambda step: None,
         finite=lambda step: True,
+        loss=float,
         images=24,
         unreadable=(),
         averaging=False,
         waited=lambda steps: 0.0,
-        replicas=0,
     ):
-        self._before, self._finite, self._images, self._unreadable = before, finite, images, unreadable
-        self._averaging, self._epochs, self._extra_hits = averaging, 0, 0
-        self._waited = waited
+        self._before, self._finite, self._loss, self._waited = before, finite, loss, waited
+        self._images, self._unreadable, self._averaging, self._extra_hits = images, unreadable, averaging, 0
         self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
         self._skipped = self._in_row = 0
-        self.residuals = [torch.zeros(5) for _ in range(replicas)]
 
     def data_wait(self):
         return self._waited(len(self.steps))
@@ -53,17 +51,14 @@ class ScriptedEngine(Engine):
         next(micro_batches)
         self.steps.append(step)
         self.rates.append(lr)
-        if measure:
-            self.measured.append(step)
-        for number, residual in enumerate(self.residuals, start=1):
-            residual.mul_(0.5).add_(number * step)
+        self.measured += [step] * measure
         finite = self._finite(step)
         self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
         norms = Norms(*(torch.tensor(10.0 * step + n) for n in range(3)), trust={"stem": torch.tensor(step / 3)})
-        counters = map(torch.tensor, (self._skipped, self._in_row, 128.0))
-        loss, hits = (float(step), step) if self._images else (0.0, 0)
+        loss, hits = (self._loss(step), step) if self._images else (0.0, 0)
         return StepResult(
-            *(torch.tensor(loss), torch.tensor(hits), self._images, *counters),
+            *(torch.tensor(float(loss)), torch.tensor(hits), self._images),
+            *map(torch.tensor, (self._skipped, self._in_row, 128.0)),
             *(norms if measure else None, self._unreadable),
         )
 
@@ -74,34 +69,22 @@ class ScriptedEngine(Engine):
         return Counts(10, torch.tensor(5.0, dtype=torch.float64), hits, torch.tensor(9))
 
     def end_epoch(self):
-        self._epochs += 1
         self.epoch_ends.append(len(self.steps))
 
     def averages(self):
-        return ("epoch_average",) if self._averaging and self._epochs else ()
+        return ("epoch_average",) if self._averaging and self.epoch_ends else ()
 
     @contextlib.contextmanager
     def using(self, weights):
-        assert weights in ("trained", "epoch_average")
-        self._extra_hits = self._epochs if weights == "epoch_average" else 0
+        self._extra_hits = {"trained": 0, "epoch_average": len(self.epoch_ends)}[weights]
         yield
         self._extra_hits = 0
-
-    predict_step = load_weights = None  # not called
 
     def state_dict(self):
         return {"steps": {"done": torch.tensor(len(self.steps))}}
 
     def load_state_dict(self, state):
         self.steps = list(range(state["steps"]["done"]))
-
-    def replica_states(self):
-        return ({"residual": residual} for residual in self.residuals)
-
-    def load_replica_states(self, count, read):
-        if not self.residuals:
-            super().load_replica_states(count, read)
-        self.residuals = [read(number)["residual"] for number in range(count)]
 
     def peak_flops(self):
         return 1e9

@@ -1,4 +1,4 @@
-"""What disks and strangers do to checkpoints: failures while saving, hostile files, and any other file."""
+"""Failures while checkpoints are saved, and hostile files; benchmarks/fuzz tries damaged ones."""
 
 import builtins
 import errno
@@ -17,27 +17,9 @@ from training import checkpoint
 from training.checkpoint import Manifest, written
 
 
-class Disk:
-    """Lets the n-th call of one of the operations that saving consists of fail."""
-
-    def __init__(self, monkeypatch, operation, number, error):
-        self.calls = 0
-        owner, name = (builtins, "open") if operation == "write" else (os, operation)
-        function = getattr(owner, name)
-
-        def call(*arguments, **keywords):
-            if operation != "write" or str(arguments[0]).endswith(".tmp"):
-                self.calls += 1
-                if self.calls == number:
-                    raise error
-            return function(*arguments, **keywords)
-
-        monkeypatch.setattr(owner, name, call)
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
-    ("operation", "number"), [("write", 1), ("write", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)]
+    ("operation", "number"), [("open", 1), ("open", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)]
 )
 def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     save, newest, monkeypatch, replicas, operation, number, error
@@ -45,10 +27,20 @@ def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     """Writing, syncing (file, folder, manifest, folder) and renaming, of the last two files of a checkpoint."""
     checkpoints = save(1)
     number += replicas * (2 if operation == "fsync" else 1)
+    owner = builtins if operation == "open" else os
+    function, calls = getattr(owner, operation), []
+
+    def failing(*arguments, **keywords):
+        if operation != "open" or str(arguments[0]).endswith(".tmp"):
+            calls.append(operation)
+            if len(calls) == number:
+                raise error
+        return function(*arguments, **keywords)
+
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        disk = Disk(patch, operation, number, error)
+        patch.setattr(owner, operation, failing)
         save(2, checkpoints=checkpoints)
-    assert disk.calls == number
+    assert len(calls) == number
     assert files(checkpoints.folder) == names(1, replicas=replicas)
     assert newest() == (1, [])
     save(2, checkpoints=checkpoints)
@@ -65,7 +57,7 @@ def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(sa
     assert log == [each for name in (*others, content_file, manifest_file) for each in ("fsync", name, "fsync")]
 
 
-class _Hostile:
+class Hostile:
     """Unpickled by the usual means, it makes a folder."""
 
     def __init__(self, target):
@@ -75,78 +67,40 @@ class _Hostile:
         return os.mkdir, (str(self.target),)
 
 
-def _as_torch_file(thing, **how):
+def as_torch_file(thing, **how):
     buffer = io.BytesIO()
     torch.save(thing, buffer, **how)
     return buffer.getvalue()
 
 
-def _as_old_torch_file(thing):
-    return _as_torch_file(thing, _use_new_zipfile_serialization=False)
+def as_old_torch_file(thing):
+    return as_torch_file(thing, _use_new_zipfile_serialization=False)
 
 
-@pytest.mark.parametrize("pack", [_as_torch_file, _as_old_torch_file, pickle.dumps])
+@pytest.mark.parametrize("pack", [as_torch_file, as_old_torch_file, pickle.dumps])
 def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path, folder, pack):
-    """Even with a manifest that vouches for it. That the code would run is shown first, without the guard."""
+    """Even with a manifest that vouches for it."""
     proof = tmp_path / "executed"
-    data = pack({"format": checkpoint.FORMAT, "engine": _Hostile(proof)})
-    if pack is pickle.dumps:
-        pickle.loads(data)
-    else:
-        torch.load(io.BytesIO(data), weights_only=False)
-    proof.rmdir()
-
+    data = pack({"format": checkpoint.FORMAT, "engine": Hostile(proof)})
     checkpoints = folder()
     path = checkpoints.save(1, content(1), None)
     path.write_bytes(data)
-    digest, size = hashlib.sha256(data).hexdigest(), len(data)
-    manifest(checkpoints, 1).write_bytes(written(Manifest(1, size, digest, None)))
+    manifest(checkpoints, 1).write_bytes(written(Manifest(1, len(data), hashlib.sha256(data).hexdigest(), None)))
     for load in (lambda: checkpoints.load_newest(lambda line: None), lambda: checkpoint.load(path)):
         with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
             load()
     assert not proof.exists()
+    if pack is as_torch_file:
+        torch.load(path, weights_only=False)
+        assert proof.exists()
 
 
-def _archive(compression, **members):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", compression) as archive:
-        for name, content in members.items():
-            archive.writestr(f"archive/{name}", content)
-    return packed.getvalue()
-
-
-BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x10\x85R."  # asks for 256 MiB, which weights_only grants
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        BYTEARRAY,
-        _archive(zipfile.ZIP_STORED, **{"data.pkl": BYTEARRAY, "version": "3\n"}),
-        _archive(zipfile.ZIP_DEFLATED, **{"data.pkl": b"\x80\x02}.", "version": "3\n", "data/0": bytes(16 << 20)}),
-    ],
-    ids=["pickle", "stored", "deflated"],  # archives have the time in them, and names must agree between processes
-)
-def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch, content):
+def test_a_small_file_cannot_take_much_memory(tmp_path, monkeypatch):
+    """A bytearray of 256 MiB, which weights_only grants, and a compressed archive."""
     path = tmp_path / "small.pt"
-    path.write_bytes(content)
-    assert path.stat().st_size < 1 << 20
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was opened"))
+    path.write_bytes(b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x10\x85R.")
     assert checkpoint.unpickled(path) is None
-
-
-def test_any_other_file_is_refused_in_one_line(tmp_path):
-    """torch answers random bytes and foreign files with nearly every exception there is, and with warnings."""
-    path = tmp_path / "file.pt"
-    generator = torch.Generator().manual_seed(0)
-    whole, old = (pack({"format": 1, "x": torch.arange(9)}) for pack in (_as_torch_file, _as_old_torch_file))
-    samples = [b"", b"PK\x05\x06" + bytes(18), pickle.dumps({"format": 1}, protocol=4), _as_torch_file([1, 2])]
-    samples += [_as_torch_file({"weights": 1}), _as_torch_file({"format": 0}), b"\x80\x02" + whole]
-    samples += [data[:length] for data in (whole, old) for length in range(0, len(data), 101)]
-    for prefix in (b"", b"\x80\x02"):
-        samples += [prefix + torch.randint(0, 256, (60,), generator=generator).numpy().tobytes() for _ in range(50)]
-    for data in samples:
-        path.write_bytes(data)
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.load(path)
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value), data
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(16 << 20))
+    assert checkpoint.unpickled(path) is None

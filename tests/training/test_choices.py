@@ -14,7 +14,7 @@ from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
 from training import choices
 
 
-def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
+def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line(tmp_path):
     place = {"device": "cpu", "stages": 2, "recompute": ["head"], "virtual_stages": None}
     assert choices.find(tmp_path, "split", place) is None
     choices.keep(tmp_path, "split", place, ["head"])
@@ -23,13 +23,14 @@ def test_what_is_kept_is_found_in_its_place_alone(tmp_path):
     assert choices.find(tmp_path, "split", {**place, "stages": 3}) == ["stem", "head"]
     assert choices.find(tmp_path, "split", {**place, "device": "gpu"}) is None
     assert choices.find(tmp_path, "engine", place) is None
+    for text in ("{", "[3]", '[{"subject": "split"}]', "[" * 200_000):
+        (tmp_path / "decisions.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
+            choices.find(tmp_path, "split", {})
 
 
-@pytest.mark.parametrize("text", ["{", "[3]", '[{"subject": "split"}]', "[" * 200_000])
-def test_a_damaged_file_is_one_line(tmp_path, text):
-    (tmp_path / "decisions.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
-        choices.find(tmp_path, "split", {})
+def sigterm_before(step):
+    ranks.before_step(step, functools.partial(signal.raise_signal, signal.SIGTERM))
 
 
 def measure(slow, until, rank):
@@ -37,16 +38,7 @@ def measure(slow, until, rank):
     from models import costs
 
     costs.measure = functools.partial(pretended, slow)
-    if until:
-        ranks.before_step(until, functools.partial(signal.raise_signal, signal.SIGTERM))
-
-
-def session(size, folder, slow, until, *overrides):
-    """The main rank's lines about the cut."""
-    place, sabotage = f"run.output={folder}", functools.partial(measure, slow, until)
-    ended = ranks.train(size, *ranks.SMALL, *overrides, place, sabotage=sabotage)
-    assert {rank.code for rank in ended} == {75 if until else 0}, ended
-    return [line for line in ended[0].out if line.startswith("split ")]
+    sigterm_before(until)
 
 
 @pytest.mark.multiprocess
@@ -59,12 +51,16 @@ def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
     folder.mkdir()
     (folder / "config.yaml").write_text("left by a start that failed")
     (folder / "decisions.json").write_text("damaged")
-    (first,) = session(2, folder, "stem", 2, two)
-    assert first.startswith("split [blocks.0.0] (measured): ")
-    (other,) = session(2, folder, "head", 4, two, "parallel.schedule=1f1b")
-    assert other.startswith("split [head] (measured): ")
-    again = "split [blocks.0.0], as this run has had it with 1 replica of 2 stages"
-    assert session(2, folder, "head", 0, two) == [again]
+    for slow, until, overrides, said in (
+        ("stem", 2, (two,), "split [blocks.0.0] (measured): "),
+        ("head", 4, (two, "parallel.schedule=1f1b"), "split [head] (measured): "),
+        ("head", 0, (two,), "split [blocks.0.0], as this run has had it with 1 replica of 2 stages"),
+    ):
+        sabotage = functools.partial(measure, slow, until)
+        ended = ranks.train(2, *ranks.SMALL, *overrides, f"run.output={folder}", sabotage=sabotage)
+        assert {rank.code for rank in ended} == {75 if until else 0}, ended
+        (line,) = (line for line in ended[0].out if line.startswith("split "))
+        assert line.startswith(said)
     taken = [entry["taken"] for entry in json.loads((folder / "decisions.json").read_text())]
     assert taken == [["blocks.0.0"], ["head"]]
 
@@ -78,7 +74,7 @@ def on_gpu(times, name, until, cache, rank):
         pretend(times)
         tuning.check = lambda section, device: None
         devices.name_of = lambda device: name
-    ranks.before_step(until, functools.partial(signal.raise_signal, signal.SIGTERM))
+    sigterm_before(until)
 
 
 @pytest.mark.slow  # that a run keeps what it measured is the test above

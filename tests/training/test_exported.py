@@ -3,11 +3,11 @@
 The programs are made by hand, each by its own library: the mean of each colour is its logit.
 """
 
-import contextlib
 import functools
 import importlib.util
 import io
 import json
+import os
 import zipfile
 
 import pytest
@@ -23,7 +23,7 @@ SUFFIXES = (exported.ONNX, exported.PROGRAM)
 CLASSES = ("model.classes=3", "model.image_size=16", "data.source=folder")
 RECIPE = loading.dump(loading.load(QUICKSTART, [*TINY, *CLASSES]))
 IMAGES = torch.full((2, 3, 16, 16), 7, dtype=torch.uint8)
-torch_export = pytest.mark.skipif(not hasattr(torch, "export"), reason="this torch has no torch.export")
+MODEL, WEIGHTS = "archive/models/model.json", "archive/data/weights/"
 
 
 class Means(torch.nn.Module):
@@ -121,23 +121,19 @@ def refusal_of(path):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("damage", ["recipe", "weights", "text", "cut", "bit"])
+@pytest.mark.parametrize("damage", ["recipe", "weights", "text"])
 def test_damaged_files_and_programs_of_others_are_refused_in_one_line(write, capfd, suffix, damage):
-    """Metadata that is missing; one wrong bit in a .pt2: zip files have checksums, .onnx files have none."""
+    """Metadata that is missing, or all else; benchmarks/fuzz tries other damage."""
     path = write(suffix, **{damage: None})
-    content = path.read_bytes()
-    flipped = content.replace(b"graph_module", b"graph_modulf", 1) if suffix == exported.PROGRAM else b""
-    damaged = {"text": b"hello", "cut": content[: len(content) // 2], "bit": flipped}
-    path.write_bytes(damaged.get(damage, content))
-    assert refusal_of(path) and (damage in damaged or refusal_of(path) == f"its metadata has no {damage}")
+    if damage == "text":
+        path.write_bytes(b"hello")
+    assert refusal_of(path) and (damage == "text" or refusal_of(path) == f"its metadata has no {damage}")
     assert capfd.readouterr().err == ""
 
 
-def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     """On the IPU's Python both packages are missing."""
     path = tmp_path / "m.onnx"
-    with pytest.raises(CheckpointError, match=r"m\.onnx: No such file or directory; name a file that"):
-        exported.read(str(path))
     path.write_bytes(b"anything")
     for package in ("onnx", "onnxruntime"):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, missing=package: name != missing or None)
@@ -145,14 +141,12 @@ def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
             exported.read(str(path))
 
 
-def test_numbers_in_other_files_are_refused(write, tmp_path, monkeypatch):
+def test_numbers_in_other_files_are_refused(write):
     """Also within a branch. onnxruntime reads those below the working directory; tools.export never writes any."""
     onnx = pytest.importorskip("onnx")
     path = write(exported.ONNX)
     content = onnx.load(str(path))
     graph, tensor = content.graph, content.graph.initializer[0]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "inside.bin").write_bytes(tensor.raw_data or bytes(16))
     tensor.ClearField("float_data")
     tensor.data_location = tensor.EXTERNAL
     entry = tensor.external_data.add()
@@ -171,12 +165,7 @@ class Payload:
         self.marker = marker
 
     def __reduce__(self):
-        return __import__("os").mkdir, (str(self.marker),)
-
-    def packed(self):
-        buffer = io.BytesIO()
-        torch.save(self, buffer)
-        return buffer.getvalue()
+        return os.mkdir, (str(self.marker),)
 
 
 def edited(members, name, change):
@@ -186,57 +175,25 @@ def edited(members, name, change):
     return {**members, name: json.dumps(content).encode()}
 
 
-MODEL, WEIGHTS = "archive/models/model.json", "archive/data/weights/"
-TABLE = f"{WEIGHTS}model_weights_config.json"
+def test_no_part_of_a_file_runs_code(write, tmp_path):
+    """Sample inputs and sizes that torch.export.load would unpickle or evaluate are never opened."""
+    marker, buffer = tmp_path / "marker", io.BytesIO()
+    torch.save(Payload(marker), buffer)
 
-
-def _beside(name):
-    """Another file of torch's in the archive."""
-    return lambda members, payload: {**members, name: payload.packed()}
-
-
-def _pickled(members, payload):
-    def change(table):
-        table["config"]["weight"].update(use_pickle=True, path_name="weight_0", tensor_meta=None)
-
-    return {**edited(members, TABLE, change), f"{WEIGHTS}weight_0": payload.packed()}
-
-
-def _expression(members, payload):
-    def change(content):
+    def hostile(content):
         values = content["graph_module"]["graph"]["tensor_values"].values()
         size = next(size for value in values for size in value["sizes"][:1] if "as_expr" in size)
-        size["as_expr"]["expr_str"] = f"__import__('os').mkdir({str(payload.marker)!r})"
+        size["as_expr"]["expr_str"] = f"__import__('os').mkdir({str(marker)!r})"
 
-    return edited(members, MODEL, change)
-
-
-@torch_export
-@pytest.mark.filterwarnings("ignore")  # of torch's loader, about older files
-@pytest.mark.parametrize(
-    ("hostile", "refusal"),
-    [
-        (_beside("archive/data/sample_inputs/model.pt"), None),
-        (_beside(f"{WEIGHTS}model.pt"), None),
-        (_pickled, "weight is pickled, which could run code"),
-        (_expression, None),
-    ],
-)
-def test_no_part_of_a_file_runs_code(write, tmp_path, hostile, refusal):
-    """torch.export.load runs each of these. Here it is refused in one line, or never opened (None)."""
-    marker = tmp_path / "marker"
-    path = write(exported.PROGRAM, lambda members: hostile(members, Payload(marker)))
-    if refusal is None:
-        assert torch.equal(exported.read(str(path))._program.logits(IMAGES), Means()(IMAGES))
-    else:
-        assert refusal_of(path) == refusal
+    sample = {"archive/data/sample_inputs/model.pt": buffer.getvalue()}
+    path = write(exported.PROGRAM, lambda members: {**edited(members, MODEL, hostile), **sample})
+    assert torch.equal(exported.read(str(path))._program.logits(IMAGES), Means()(IMAGES))
     assert not marker.exists()
-    with contextlib.suppress(Exception):  # what comes after the payload is not what it expects
-        torch.export.load(str(path))
+    torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     assert marker.exists()
 
 
-def _with_operator(target, **arguments):
+def with_operator(target, **arguments):
     def change(content):
         inputs = [{"name": name, "arg": argument, "kind": 1} for name, argument in arguments.items()]
         content["graph_module"]["graph"]["nodes"][-1].update(target=target, inputs=inputs)
@@ -244,34 +201,36 @@ def _with_operator(target, **arguments):
     return lambda members: edited(members, MODEL, change)
 
 
-def _weight(**about):
-    return lambda members: edited(members, TABLE, lambda table: table["config"]["weight"]["tensor_meta"].update(about))
+def with_weight(pickled=False, **about):
+    def change(table):
+        weight = table["config"]["weight"]
+        weight["use_pickle"] = pickled
+        weight["tensor_meta"].update(about)
+
+    return lambda members: edited(members, f"{WEIGHTS}model_weights_config.json", change)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("how", "reason"),
     [
-        (_with_operator("torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}), "none of a model"),
-        (_with_operator("torch.ops.aten.add.Tensor", self={"as_graph": {}}), "an argument 'as_graph' is none"),
+        (with_operator("torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}), "none of a model"),
+        (with_operator("torch.ops.aten.add.Tensor", self={"as_graph": {}}), "an argument 'as_graph' is none"),
         (lambda members: {**members, "archive/data/aotinductor/model/model.so": b""}, "it holds compiled code"),
-        (_weight(sizes=[{"as_int": 1 << 40}], strides=[{"as_int": 0}]), "weight is larger than what is stored of it"),
-        (_weight(storage_offset={"as_int": 1 << 20}), "out of bounds"),
+        (with_weight(pickled=True), "weight is pickled, which could run code"),
+        (with_weight(sizes=[{"as_int": 1 << 40}], strides=[{"as_int": 0}]), "weight is larger than what is stored"),
+        (with_weight(storage_offset={"as_int": 1 << 20}), "out of bounds"),
         (lambda members: {**members, MODEL: b"[" * 200_000}, "lists and objects are nested too deeply"),
         (lambda members: {name: members[name] for name in members if name != MODEL}, "models/model.json is missing"),
+        ({"compression": zipfile.ZIP_DEFLATED}, "its members are compressed, which torch's never are"),
     ],
 )
-def test_what_is_no_model_is_refused_before_it_is_run(write, change, reason):
-    assert reason in refusal_of(write(exported.PROGRAM, change))
+def test_what_is_no_model_is_refused_before_it_is_run(write, how, reason):
+    """A compressed file could swell a thousandfold as it is read; torch stores all members as they are."""
+    assert reason in refusal_of(write(exported.PROGRAM, **(how if isinstance(how, dict) else {"change": how})))
 
 
 def test_a_program_that_gives_something_else_is_one_line(write):
     value = {"as_tensor": {"name": "mean"}}
-    path = write(exported.PROGRAM, _with_operator("torch.ops.aten.unsqueeze.default", self=value, dim={"as_int": 0}))
+    path = write(exported.PROGRAM, with_operator("torch.ops.aten.unsqueeze.default", self=value, dim={"as_int": 0}))
     with pytest.raises(CheckpointError, match=r"gives torch.float32 \[1, 2, 3\], not float32 \[2, 3\]"):
         exported.read(str(path)).predict_step(batch(IMAGES, 2))
-
-
-def test_a_compressed_file_is_refused(write):
-    """It could swell a thousandfold as it is read; torch stores all members as they are."""
-    path = write(exported.PROGRAM, compression=zipfile.ZIP_DEFLATED)
-    assert refusal_of(path) == "its members are compressed, which torch's never are"

@@ -10,7 +10,7 @@ from tests.pictures import write_pictures
 
 def test_weights_fit_and_the_classifier_is_new(tmp_path, capsys):
     folder = write_pictures(tmp_path / "images", "abcde", size=64, train=8, val=4)
-    torch.save(timm.create_model("tf_efficientnet_b0").state_dict(), tmp_path / "b0.pth")
+    torch.save({"state_dict": timm.create_model("tf_efficientnet_b0").state_dict(), "epoch": 3}, tmp_path / "b0.pth")
     weights = f"model.init_from=timm:tf_efficientnet_b0:{tmp_path}/b0.pth"
     command = ["--config", str(ROOT / "configs" / "finetune_timm.yaml"), weights, f"data.root={folder}"]
     short = ["model.image_size=32", "run.epochs=1", "schedule.warmup_epochs=0.1", "data.workers=0"]

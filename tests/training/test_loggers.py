@@ -29,8 +29,8 @@ class Wandb:
         self.sessions, self.broken = [], {}
         self.module = module("wandb", init=self.init, Error=type("Error", (Exception,), {}))
 
-    def init(self, *, name, dir, config, id, resume, mode=None):
-        session = {"name": name, "dir": dir, "config": config, "id": id, "resume": resume, "mode": mode, "told": []}
+    def init(self, *, mode=None, **about):
+        session = {**about, "mode": mode, "told": []}
         self.fail(mode or "online")
         self.sessions.append(session)
 
@@ -41,7 +41,7 @@ class Wandb:
         def finish(exit_code):
             session["exit_code"] = exit_code
 
-        return types.SimpleNamespace(log=log, finish=finish, id=id or f"run-{len(self.sessions)}")
+        return types.SimpleNamespace(log=log, finish=finish, id=about["id"] or f"run-{len(self.sessions)}")
 
     def fail(self, operation):
         if operation in self.broken:
@@ -100,17 +100,18 @@ def trained(tmp_path, monkeypatch):
     return train
 
 
+@pytest.fixture
 def events(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return lambda: [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 BOTH = ("log.wandb=true", "log.mlflow=true")
 
 
-def test_both_services_receive_what_metrics_jsonl_has(services, trained, tmp_path, capsys):
+def test_both_services_receive_what_metrics_jsonl_has(services, trained, events, tmp_path, capsys):
     assert trained(*BOTH, "data.crop_area=[0.5, 1.0]") == DONE
     (wandb,), (mlflow,) = services.wandb.sessions, services.mlflow.runs.values()
-    expected = [(event.pop("step"), loggers.numbers(event.pop("event"), event)) for event in events(tmp_path)]
+    expected = [(event.pop("step"), loggers.numbers(event.pop("event"), event)) for event in events()]
     assert wandb["told"] == [(step, data) for step, data in expected if data]
     flat = [(key, step, value) for step, data in expected for key, value in data.items()]
     assert mlflow["metrics"] == flat
@@ -125,32 +126,23 @@ def test_both_services_receive_what_metrics_jsonl_has(services, trained, tmp_pat
     assert mlflow["params"]["optimizer.name"] == "lars"
 
 
-@pytest.fixture
-def killed_after(monkeypatch):
-    """killed_after(kind, step): the next session is killed after that event; without arguments none is."""
+def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_gets_each_number_once(
+    services, trained, events, tmp_path, monkeypatch
+):
+    """Killed after the event of step 6, with a checkpoint of step 4; then again after step 8's training line."""
     event = run.Monitor.event
+    for killed, code in ((("train", 6), FAILED), (("train", 8), FAILED), ((), DONE)):
 
-    def kill(*where):
-        def tell(monitor, *arguments):
+        def tell(monitor, *arguments, killed=killed):
             event(monitor, *arguments)
-            if arguments[:2] == where:
+            if arguments[:2] == killed:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(run.Monitor, "event", tell)
-
-    return kill
-
-
-def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_gets_each_number_once(
-    services, trained, tmp_path, killed_after
-):
-    """Killed after the event of step 6, with a checkpoint of step 4; then again after step 8's training line."""
-    for killed, code in ((("train", 6), FAILED), (("train", 8), FAILED), ((), DONE)):
-        killed_after(*killed)
         assert trained(*BOTH) == code
     ((run_id, mlflow),) = services.mlflow.runs.items()
     for kind, key in (("train", "loss"), ("eval", "top1"), ("end", "top1")):
-        expected = [(each["step"], each[key]) for each in events(tmp_path) if each["event"] == kind]
+        expected = [(each["step"], each[key]) for each in events() if each["event"] == kind]
         assert [(step, value) for name, step, value in mlflow["metrics"] if name == f"{kind}/{key}"] == expected
     assert mlflow["ends"] == ["FAILED", "FAILED", "FINISHED"]
     assert [(one["id"], one["resume"]) for one in services.wandb.sessions] == [(None, None), *[("run-1", "allow")] * 2]
@@ -161,33 +153,42 @@ def test_a_killed_run_goes_on_as_the_same_run_and_mlflow_gets_each_number_once(
     assert saved["mlflow"]["steps"] == {"train": 8, "eval": 4, "checkpoint": 4}
 
 
+def ended_by(error):
+    def end(trainer, batches):
+        raise error
+
+    return end
+
+
 @pytest.mark.parametrize(("mended", "runs"), [("data.workers=1", 1), ("schedule.peak=0.5", 2)])
 def test_killed_before_its_first_line_a_run_goes_on_unless_its_recipe_was_mended(
     services, trained, monkeypatch, mended, runs
 ):
-    """Then the services would mix two recipes. What may change in a run at any time changes nothing here either."""
+    """Then the services would mix two recipes. What may change in a run at any time changes nothing here either.
 
-    def killed(trainer, batches):
-        raise KeyboardInterrupt
-
+    A signal is no failure to the services, as the same command resumes: W&B gets the exit code, MLflow its own word.
+    """
     with monkeypatch.context() as patch:
-        patch.setattr(run.Trainer, "run", killed)
-        assert trained(*BOTH) == FAILED
+        for error, code in ((KeyboardInterrupt(), FAILED), (Stopped("SIGTERM"), STOPPED)):
+            patch.setattr(run.Trainer, "run", ended_by(error))
+            assert trained(*BOTH) == code
     assert trained(*BOTH, mended) == DONE
-    assert len(services.mlflow.runs) == runs
-    assert services.wandb.sessions[1]["id"] == ("run-1" if runs == 1 else None)
+    assert [each["exit_code"] for each in services.wandb.sessions] == [FAILED, STOPPED, DONE]
+    assert [each["id"] for each in services.wandb.sessions] == [None, "run-1", "run-1" if runs == 1 else None]
+    ends = [["FAILED", "KILLED", "FINISHED"]] if runs == 1 else [["FAILED", "KILLED"], ["FINISHED"]]
+    assert [each["ends"] for each in services.mlflow.runs.values()] == ends
     (*_, last) = services.mlflow.runs.values()
     assert [step for name, step, _ in last["metrics"] if name == "train/loss"] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"wandb": 3}', '{"wandb": {"run": "a", "steps": 5}}'])
-def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, tiny, content):
+def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, tiny):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 2}\n{"event": "eval", "step": 4}\n')
     (tmp_path / loggers.FILE).write_text('{"mlflow": {"run": "a", "steps": {"train": 6}}}')
-    log = tiny("log.wandb=true", "log.mlflow=true").log
-    assert loggers.service_states(log, tmp_path) == {"mlflow": loggers.ServiceState("a", {"train": 6, "eval": 4})}
-    (tmp_path / loggers.FILE).write_text(content)
-    assert loggers.service_states(log, tmp_path) == {}
+    expected = {"mlflow": loggers.ServiceState("a", {"train": 6, "eval": 4})}
+    assert loggers.service_states(tiny(*BOTH), tmp_path) == expected
+    for content in ("", "[]", '{"wandb": 3}', '{"wandb": {"run": "a", "steps": 5}}'):
+        (tmp_path / loggers.FILE).write_text(content)
+        assert loggers.service_states(tiny(*BOTH), tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -198,27 +199,15 @@ def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, tiny, cont
         ("mlflow", {"start": "no server"}, "no server; the run goes on without it"),
     ],
 )
-def test_a_service_never_ends_a_run(services, trained, tmp_path, capsys, service, broken, line):
+def test_a_service_never_ends_a_run(services, trained, events, tmp_path, capsys, service, broken, line):
     """Its failure is reported once, however many events follow."""
     getattr(services, service).broken = broken
     assert trained(f"log.{service}=true") == DONE
     reported = [line for line in capsys.readouterr().out.splitlines() if f"log.{service}" in line]
     assert reported == [f"log.{service}: {line}".replace("RUN", str(tmp_path / "run"))]
-    assert events(tmp_path)[-1]["event"] == "end"
+    assert events()[-1]["event"] == "end"
     assert [one["mode"] for one in services.wandb.sessions] == {"online": ["offline"], "log": [None]}.get(*broken, [])
     assert (tmp_path / "run" / loggers.FILE).exists() == (service == "wandb")
-
-
-def test_a_signal_is_no_failure_to_the_services(services, trained, monkeypatch):
-    """The same command resumes: W&B gets the exit code, MLflow its own word for it."""
-
-    def stopped(trainer, batches):
-        raise Stopped("SIGTERM")
-
-    monkeypatch.setattr(run.Trainer, "run", stopped)
-    assert trained(*BOTH) == STOPPED
-    assert services.wandb.sessions[0]["exit_code"] == STOPPED
-    assert [one["ends"] for one in services.mlflow.runs.values()] == [["KILLED"]]
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])

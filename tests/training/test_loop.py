@@ -13,7 +13,7 @@ from recipe.errors import DataError
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training import stopping
-from training.loop import Clock, Progression, Stopped, Trainer, TrainingError
+from training.loop import Progression, Stopped, Trainer, TrainingError
 
 
 def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_checkpoint_behind(start):
@@ -34,13 +34,8 @@ def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_ch
 @pytest.mark.parametrize(
     ("overrides", "logged", "evaluated", "saved"),
     [
-        (
-            ("evaluation.every_epochs=0.5", "checkpoint.every_epochs=0.34"),
-            [4, 8, 12],
-            [3, 6, 9, 12],
-            [*range(2, 13, 2)],
-        ),
-        (("evaluation.every_epochs=9", "checkpoint.every_epochs=0.001"), [4, 8, 12], [12], [*range(1, 13)]),
+        (("evaluation.every_epochs=0.5", "checkpoint.every_epochs=0.34"), [4, 8, 12], [3, 6, 9, 12], range(2, 13, 2)),
+        (("evaluation.every_epochs=9", "checkpoint.every_epochs=0.001"), [4, 8, 12], [12], range(1, 13)),
         (("run.steps=7", "log.every_steps=5"), [5, 7], [6, 7], [6, 7]),
     ],
 )
@@ -51,7 +46,7 @@ def test_the_last_step_is_always_logged_evaluated_and_saved(start, overrides, lo
     assert start.steps("train") == logged
     assert [step + 1 for step in engine.measured] == logged
     assert start.steps("eval") == engine.evaluated_after == evaluated
-    assert start.steps("checkpoint") == saved
+    assert start.steps("checkpoint") == list(saved)
     assert engine.epoch_ends == [step for step in (6, 12) if step <= logged[-1]]  # an epoch's rest is no epoch
 
 
@@ -75,14 +70,11 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
     engine = ScriptedEngine(averaging=True)
     count = engine.evaluate_step
     engine.evaluate_step = lambda batch: count(batch)._replace(top1=count(batch).top1 - 10 * (len(engine.steps) == 12))
-    events = start(engine, "evaluation.every_epochs=0.5", "run.steps=12")
-    scores = [(event["top1"], event.get("epoch_average")) for event in events if event["event"] == "eval"]
-    assert [top1 for top1, _ in scores] == [0.3, 0.6, 0.9, 0.2]
-    assert [average and average["top1"] for _, average in scores] == [None, 0.7, 1.0, 0.4]
-    end = events[-1]
+    *_, end = start(engine, "evaluation.every_epochs=0.5", "run.steps=12")
+    scores = [(event["top1"], event.get("epoch_average", {}).get("top1")) for event in start.events("eval")]
+    assert scores == [(0.3, None), (0.6, 0.7), (0.9, 1.0), (0.2, 0.4)]
     assert end["epoch_average"] == {"top1": 0.4, "top5": 0.9, "loss": 0.5} and "step_average" not in end
-    assert (end["top1"], end["best_top1"], end["top5"]) == (0.2, 0.9, 0.9)
-    assert end["images"] == 12 * 24
+    assert (end["top1"], end["best_top1"], end["top5"], end["images"]) == (0.2, 0.9, 0.9, 12 * 24)
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
     assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
 
@@ -90,8 +82,8 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
 def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
     """Images of epoch 1 cost three times those of epoch 0; the log line at step 8 covers two steps of each."""
     monkeypatch.setattr(ScriptedEngine, "peak_flops", lambda engine: 1e6)
-    events = start(ScriptedEngine(), flops_per_image=lambda epoch: (1.0, 3.0)[epoch])
-    shares = [event["mfu"] * 1e6 / event["images_per_second"] for event in events if event["event"] == "train"]
+    start(ScriptedEngine(), flops_per_image=lambda epoch: (1.0, 3.0)[epoch])
+    shares = [event["mfu"] * 1e6 / event["images_per_second"] for event in start.events("train")]
     assert shares == pytest.approx([1.0, 2.0, 3.0], rel=1e-12)
 
 
@@ -100,10 +92,8 @@ def test_left_out_images_are_named_and_counted_and_the_loss_is_that_of_the_other
     lines, whole = [], start(ScriptedEngine())[0]
     (half, *_) = start(ScriptedEngine(images=12, unreadable=("a.jpg: empty", "b.jpg: empty")), say=lines.append)
     assert [event["unreadable_images"] for event in start.events("train")] == [8, 16, 24]
-    assert [line for line in lines if line.startswith("left out: ")] == [
-        "left out: a.jpg: empty",
-        "left out: b.jpg: empty",
-    ] * 12
+    named = [line for line in lines if line.startswith("left out: ")]
+    assert named == ["left out: a.jpg: empty", "left out: b.jpg: empty"] * 12
     assert (half["loss"], half["top1"]) == (2 * whole["loss"], 2 * whole["top1"])
 
 
@@ -114,23 +104,23 @@ def test_a_run_that_cannot_read_anything_any_more_stops_and_says_so(start):
     assert start.steps("train", "end") == []
 
 
-def test_as_many_skipped_steps_in_a_row_as_allowed_are_survived(start):
-    """The second to the fourth, so that all three are in a row where the log looks."""
-    start(ScriptedEngine(finite=lambda step: step not in (1, 2, 3)), "precision.max_skipped_steps=3")
-    assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]
-
-
 @pytest.mark.parametrize(
-    ("names", "where"),
-    [([], "left out; the"), (["a"], r"\(a\)"), (["a", "b", "c"], r"\(that of c and of 2 parameters before it\)")],
+    ("names", "where", "dynamic", "remedy"),
+    [
+        ([], "out;", "false", "precision.loss_scale or"),
+        (["a"], r"\(a\);", "false", "precision.loss_scale or"),
+        ([*"abc"], r"\(that of c and of 2 parameters before it\);", "true", "has fallen to 128, so lower"),
+    ],
 )
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where):
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where, dynamic, remedy):
     """From step 3 (the fourth) on: five in a row at step 8, where the limit is three. Nothing is saved any more."""
     engine = ScriptedEngine(finite=lambda step: step < 3)
     engine.not_finite = lambda: names
-    with pytest.raises(TrainingError, match=rf"^step 8: .*5 updates .*{where}.* step 3; .*loss_scale .*schedule.peak"):
-        start(engine, "precision.max_skipped_steps=3")
+    with pytest.raises(TrainingError, match=rf"^step 8: .*5 updates .*{where} .* step 3; .*{remedy} schedule.peak"):
+        start(engine, "precision.max_skipped_steps=3", f"precision.dynamic_loss_scale={dynamic}")
     assert len(engine.steps) == 8 and start.saved() == [6]
+    start(ScriptedEngine(finite=lambda step: step not in (1, 2, 3)), "precision.max_skipped_steps=3")
+    assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]  # all in a row at the first line
 
 
 LOW_LIMIT = ("log.every_steps=2", "run.loss_limit=1.5")  # times ln 10: 3.45; lines have 0.5, 2.5, 4.5, 6.5, 8.5, 10.5
@@ -148,15 +138,8 @@ def test_a_loss_beyond_reason_in_three_lines_ends_the_run(start):
 
 def test_a_line_below_the_limit_starts_the_count_anew_and_a_signal_in_the_last_step_lets_the_run_end(start):
     """Steps 8 and 9 have no loss to speak of."""
-    engine = ScriptedEngine(before=raising(signal.SIGTERM, 11))
-    step = engine.train_step
-
-    def calm(batches, number, *arguments, **keywords):
-        result = step(batches, number, *arguments, **keywords)
-        return result._replace(loss=torch.tensor(0.0)) if number in (8, 9) else result
-
-    engine.train_step = calm
-    start(engine, *LOW_LIMIT)
+    calm = ScriptedEngine(before=raising(signal.SIGTERM, 11), loss=lambda step: 0 if step in (8, 9) else step)
+    start(calm, *LOW_LIMIT)
     assert start.steps("end") == [12]
 
 
@@ -184,22 +167,6 @@ def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
     assert (progression["correct"], progression["images"]) == (sum(since_log), 24 * len(since_log))
     assert progression["logged_checkpoint"] == (step == 5)
     assert start.steps("checkpoint") == [n for n in (6,) if n <= step + 1]
-
-
-def test_a_signal_that_comes_after_a_step_was_not_to_be_saved_waits_for_the_next(start, monkeypatch):
-    """It comes between the decision to save and the decision to stop."""
-    pause, engine, calls = Clock.pause, ScriptedEngine(), []
-
-    def interrupted(clock, seconds):
-        calls.append(len(engine.steps))
-        if calls.count(2) == 2:  # the first call is before the decision
-            signal.raise_signal(signal.SIGTERM)
-        pause(clock, seconds)
-
-    monkeypatch.setattr(Clock, "pause", interrupted)
-    with pytest.raises(Stopped, match="saved at step 3"):
-        start(engine)
-    assert start.saved() == [3]
 
 
 def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypatch):
@@ -246,24 +213,20 @@ def test_log_lines_have_the_share_of_waiting_and_a_run_is_input_bound_above_a_te
     """Each step takes a second; of the first case half of the first four is waiting, then none, then all."""
     engine, lines = ScriptedEngine(waited=waited), []
     monkeypatch.setattr("training.monitor.time.monotonic", lambda: 1000 + len(engine.steps))
-    start(engine, "data.workers=3", say=lines.append)
+    *_, end = start(engine, "data.workers=3", say=lines.append)
     assert [event["data_wait"] for event in start.events("train")] == pytest.approx(shares)
     shown = [line.partition(" wait ")[2].split()[0] for line in lines if line.startswith("step ")]
     assert shown == [f"{share:.0%}" for share in shares]
-    (end,) = start.events("end")
     assert end["data_wait"] == pytest.approx(sum(shares) / 3)
     assert (end["input_bound"], end["workers_needed"]) == (workers is not None, workers)
     assert ("data.workers=6 would keep up" in lines[-1]) == end["input_bound"]
 
 
-class _Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):
     """Notes each operation by which the host asks for a value: item(), bool(), int(), a mask as an index."""
 
     ASKING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    seen = []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         name = function._schema.name.partition("::")[2]
@@ -283,10 +246,9 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
         "schedule.peak=0.1",
     )
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
-    source = open_source(recipe.data, 10, "train")
     engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
     engine.weights._update.asks = False
-    waits, by_step = _Waits(), {}
+    waits, by_step, step = Waits(), {}, Trainer._step
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)
 
@@ -295,7 +257,6 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
             return real(*arguments, **keywords)
 
         monkeypatch.setattr(torch.Tensor, method, noted)
-    step = Trainer._step
 
     def counted(trainer, micro_batches, update):
         waits.seen.clear()
@@ -305,7 +266,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
-    loaded = list(engine.training_batches(source, range(12)))  # the loader is the host's own
+    loaded = list(engine.training_batches(open_source(recipe.data, 10, "train"), range(12)))  # the host's own
     with waits:
         start(engine, *overrides, batches=loaded, evaluation=evaluation, steps_per_epoch=12)
     assert [number for number, seen in by_step.items() if seen] == [4, 8, 12]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from recipe.errors import UserError
-from training.metrics import Metrics, last, last_steps, lines, read_events
+from training.metrics import Metrics, last_events, lines, read_events
 
 TRAIN, EVAL = {"event": "train", "step": 2, "loss": 0.5}, {"event": "eval", "step": 2, "top1": 0.25}
 
@@ -49,7 +49,7 @@ def test_the_position_is_on_the_disk_before_a_checkpoint_relies_on_it(path, monk
 def test_numbers_that_json_does_not_know_become_null(path):
     write(path, {**TRAIN, "loss": math.nan, "lr": math.inf, "trust": {"stem": -math.inf, "head": 0.5}})
     expected = {**TRAIN, "loss": None, "lr": None, "trust": {"stem": None, "head": 0.5}}
-    assert json.loads(path.read_text()) == expected == last(path)
+    assert json.loads(path.read_text()) == expected == last_events(path)["train"]
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_numbers_that_json_does_not_know_become_null(path):
 def test_a_line_that_is_no_event_is_found_and_refused_or_passed_over(path, line):
     path.write_text("\n".join([json.dumps(TRAIN), line, json.dumps(EVAL), json.dumps(EVAL)[:9]]), "latin-1")
     assert list(lines(path)) == [(1, TRAIN), (2, None), (3, EVAL)]  # without the last one, which was cut off
-    assert last_steps(path) == {"train": 2, "eval": 2} and last(path) is None
+    assert last_events(path) == {"train": TRAIN, "eval": EVAL}
     with pytest.raises(UserError, match=r"metrics.jsonl:2: not a line of metrics; remove it"):
         read_events(path.parent)
 
 
-def test_a_missing_file_has_no_last_event_and_is_refused_where_a_run_must_be(path):
-    assert last_steps(path) == {} and last(path) is None
+def test_a_missing_file_has_no_events_and_is_refused_where_a_run_must_be(path):
+    assert last_events(path) == {}
     with pytest.raises(UserError, match=r"metrics.jsonl: no such file; name a run folder"):
         read_events(path.parent)
     path.touch()
-    assert last(path) is None and read_events(path.parent) == {}
+    assert last_events(path) == read_events(path.parent) == {}

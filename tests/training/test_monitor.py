@@ -1,9 +1,6 @@
 """Where events go, what happens where they cannot be written, and the times that a run reports."""
 
-import errno
 import json
-
-import pytest
 
 from training import monitor
 from training.loggers import Session
@@ -12,53 +9,28 @@ from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.services import TensorBoardLogger
 
 
-def opened(folder, say, tensorboard_in=None, step=0):
-    """A monitor on metrics.jsonl and TensorBoard."""
-    tensorboard = TensorBoardLogger(Session("a run", {}, tensorboard_in or folder, step, None, print))
-    return Monitor(Metrics(folder / "metrics.jsonl", 0), [tensorboard], say)
-
-
-def scalars(folder):
-    """{tag: [(step, value)]} of all TensorBoard files in a folder, as TensorBoard would show them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def test_an_event_goes_to_metrics_tensorboard_and_terminal_and_a_resumed_run_is_shown_once(tmp_path):
     """Only numbers go to TensorBoard, exact in its float32; steps behind the checkpoint are dropped."""
-    lines = []
-    one = opened(tmp_path, lines.append)
-    one.event("train", 1, {"loss": 0.5, "file": "a.pt", "trust": {"stem": 0.25}}, "step 1, loss 0.5")
-    one.event("train", 2, {"loss": 9.0}, "")
-    one.close()
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said = []
+    events = [
         {"event": "train", "step": 1, "loss": 0.5, "file": "a.pt", "trust": {"stem": 0.25}},
         {"event": "train", "step": 2, "loss": 9.0},
+        {"event": "train", "step": 2, "loss": 2.5},
     ]
-    assert lines == ["step 1, loss 0.5"]
-    resumed = opened(tmp_path, lines.append, step=1)
-    resumed.event("train", 2, {"loss": 2.5}, "")
-    resumed.close()
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 0.5), (2, 2.5)], "trust/stem": [(1, 0.25)]}
-
-
-def test_whatever_fails_as_it_closes_all_else_is_closed(tmp_path):
-    """Each logger gets the exit code of the run."""
-    codes = []
-
-    class Failing:
-        def close(self, exit_code):
-            codes.append(exit_code)
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
-    with pytest.raises(OSError, match="No space left"):
-        Monitor(metrics, [Failing(), Failing()], print).close(75)
-    assert codes == [75, 75]
-    with pytest.raises(ValueError, match="closed"):
-        metrics.position()
+    for step, own in ((0, events[:2]), (1, events[2:])):
+        tensorboard = TensorBoardLogger(Session("a run", {}, tmp_path, step, None, print))
+        session = Monitor(Metrics(tmp_path / "metrics.jsonl", 10**6), [tensorboard], said.append)
+        for event in own:
+            about = {key: value for key, value in event.items() if key not in ("event", "step")}
+            session.event("train", event["step"], about, "step 1" if event["step"] == 1 else "")
+        session.close()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == events
+    assert said == ["step 1"]
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
+    assert scalars == {"train/loss": [(1, 0.5), (2, 2.5)], "trust/stem": [(1, 0.25)]}
 
 
 def test_the_rate_leaves_out_what_was_not_training_and_seconds_add_up_over_sessions(monkeypatch):
@@ -70,23 +42,21 @@ def test_the_rate_leaves_out_what_was_not_training_and_seconds_add_up_over_sessi
     monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
     clock = Clock(50.0, 20.0, 10.0)
     now[0] += 10
-    clock.count(20, 200.0)
-    clock.count(40, 1000.0)
-    clock.pause(4.0)
+    clock.images, clock.operations = 60, 1200.0
+    clock.paused += 4
     assert clock.lap(1.5) == (60 / 6, 1200 / 6, 0.25)
     now[0] += 5
-    clock.count(10, 30.0)
+    clock.images, clock.operations = 10, 30.0
     assert clock.lap(2.5) == (10 / 5, 30 / 5, 0.2)
     assert (clock.seconds(), clock.paused, clock.waited) == (65, 24, 12.5)
     now[0] += 5
     assert clock.lap(9.0)[2] == 1.0
 
 
-@pytest.mark.parametrize(("workers", "share", "needed"), [(3, 0.25, 4), (2, 0.4, 4), (0, 0.8, 4), (1, 1.0, 1000)])
-def test_the_workers_that_would_keep_up(workers, share, needed):
+def test_the_workers_that_would_keep_up():
     """Three workers that are waited for a quarter of the time make in a second what is used in 3/4 of one: four would
     make it in that. A process that spends 4 seconds loading for each that it computes needs four."""
-    assert workers_needed(workers, share) == needed
+    assert [workers_needed(*case) for case in ((3, 0.25), (2, 0.4), (0, 0.8), (1, 1.0))] == [4, 4, 4, 1000]
 
 
 def test_durations_and_paces_are_readable():

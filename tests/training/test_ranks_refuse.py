@@ -14,26 +14,28 @@ WRONG_INPUT = 2
 TWO_STAGES = ("parallel.stages=2", "parallel.split=[blocks.3.0]")
 
 
-def refusal(size, *overrides, by_each=False, **options):
-    """The one line of all ranks, which all end with 2; by_each: each prints it, as they have not met."""
+def refusal(size, *overrides, lines=1, **options):
+    """The line of all ranks, which all end with 2; lines: how often it is printed, by each if they have not met."""
     ended = ranks.train(size, *overrides, **options)
     assert [rank.code for rank in ended] == [WRONG_INPUT] * len(ended), ended
-    lines = [line for rank in ended for line in rank.errors]
-    assert len(lines) == (len(ended) if by_each else 1) and len(set(lines)) == 1, lines
-    return lines[0]
+    found = [line for rank in ended for line in rank.errors]
+    assert found == [found[0]] * lines
+    return found[0]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "key", "remedy"),
+    ("size", "overrides", "of_rank_1", "lines", "words"),
     [
-        (TWO_STAGES, ("parallel.split=[blocks.2.0]",), "on rank 0, ['blocks.2.0'] here", "the same files"),
-        ((), TWO_STAGES, "rank 1 has parallel.stages 2, rank 0 1", "the same recipe"),  # they have not even met
+        (2, TWO_STAGES, ("parallel.split=[blocks.2.0]",), 1, ("['blocks.2.0'] here; give all hosts the same files",)),
+        (2, (), TWO_STAGES, 1, ("rank 1 has parallel.stages 2, rank 0 1", "; give all hosts the same recipe")),
+        (2, (*TWO_STAGES, "parallel.recompute=[blocks.9.0]"), (), 1, ("parallel.recompute",)),
+        (3, TWO_STAGES, (), 3, ("3 processes are not a multiple of 2 stages; start 2 or 4, ",)),
     ],
 )
-def test_ranks_with_different_recipes(tmp_path, ours, theirs, key, remedy):
-    line = refusal(2, *ours, f"run.output={tmp_path / 'run'}", per_rank={1: theirs})
-    assert "rank 1 has " in line and key in line and f"; give all hosts {remedy}" in line
-    assert not (tmp_path / "run").exists()
+def test_recipes_that_differ_and_stages_that_cannot_be(tmp_path, size, overrides, of_rank_1, lines, words):
+    line = refusal(size, *overrides, f"run.output={tmp_path / 'run'}", lines=lines, per_rank={1: of_rank_1})
+    assert all(word in line for word in words), line
+    assert not of_rank_1 or not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -48,34 +50,9 @@ def test_ranks_that_find_different_or_too_few_images(tmp_path, counts, words):
     for rank, count in enumerate(counts):
         write_pictures(tmp_path / str(rank) / "images", train=count, val=count)
     folder = ("data.source=folder", "data.root=images", "model.classes=2", "batch.global=24", "batch.micro=4")
-    enter = functools.partial(_enter, tmp_path)
-    line = refusal(2, *folder, f"run.output={tmp_path / 'run'}", sabotage=enter)
+    line = refusal(2, *folder, f"run.output={tmp_path / 'run'}", sabotage=functools.partial(enter, tmp_path))
     assert all(word in line for word in words), line
 
 
-def _enter(folder, rank):
+def enter(folder, rank):
     os.chdir(folder / str(rank))
-
-
-@pytest.mark.parametrize(
-    ("size", "override", "words"),
-    [
-        (2, "parallel.recompute=[blocks.9.0]", "parallel.recompute"),
-        (3, "run.seed=0", "3 processes are not a multiple of 2 stages; start 2 or 4, "),
-    ],
-)
-def test_stages_that_cannot_be(tmp_path, size, override, words):
-    assert words in refusal(size, *TWO_STAGES, override, f"run.output={tmp_path / 'run'}", by_each=size == 3)
-
-
-def _lose_patience(rank):
-    from parallel import processes
-
-    processes._RENDEZVOUS_SECONDS = 1.0
-
-
-def test_a_master_that_cannot_be_reached(tmp_path):
-    """Rank 0 was never started."""
-    options = {"only": (1,), "sabotage": _lose_patience, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    line = refusal(2, f"run.output={tmp_path / 'run'}", **options)
-    assert "rank 1 (replica 1, stage 0) did not meet all 2 ranks at 127.0.0.1:1 within 1 s (" in line

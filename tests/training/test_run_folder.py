@@ -11,9 +11,8 @@ import pytest
 
 from recipe import loading
 from recipe.errors import CheckpointError, ConfigError
-from tests.conftest import QUICKSTART
 from training import run_folder
-from training.run_folder import RunFolder, check_owner
+from training.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -30,10 +29,13 @@ def opened(tiny, tmp_path):
         folder.close()
 
 
-def begin(folder):
-    """What the first log line leaves; from then on the folder belongs to its recipe."""
+@pytest.fixture
+def begun(opened):
+    """The folder of a run that has left its first log line; from then on it belongs to its recipe."""
+    folder = opened()
     folder.metrics.write_text('{"event": "train"}\n')
     folder.close()
+    return folder
 
 
 def test_a_new_folder_is_made_with_its_parents_and_describes_what_runs_in_it(opened, tmp_path, tiny):
@@ -53,33 +55,25 @@ def test_a_new_folder_is_made_with_its_parents_and_describes_what_runs_in_it(ope
     ("override", "difference"),
     [("batch.global=48", "batch.global is 24 there, 48 here"), ("run.epochs=1", "run.epochs is null there, 1.0 here")],
 )
-def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, override, difference):
-    folder = opened()
-    begin(folder)
-    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
-    with pytest.raises(
-        CheckpointError, match=rf"another recipe: {difference}; .*run.output=FOLDER .*model.init_from=\S*run "
-    ):
+def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, begun, override, difference):
+    before = {path.name: path.read_bytes() for path in begun.path.iterdir()}
+    with pytest.raises(CheckpointError, match=rf"recipe: {difference}; .*run.output=FOLDER .*model.init_from=\S*run "):
         opened(override)
-    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
-    folder.metrics.unlink()
-    (folder.path / "checkpoints").mkdir()  # either of the two makes the folder its recipe's
+    assert {path.name: path.read_bytes() for path in begun.path.iterdir()} == before
+    begun.metrics.unlink()
+    (begun.path / "checkpoints").mkdir()  # either of the two makes the folder its recipe's
     with pytest.raises(CheckpointError, match="another recipe"):
         opened(override)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_where_and_how_it_is_computed_may_change(opened, begun):
+    for overrides in (
         ("data.workers=3", "batch.evaluation=7", "data.root=/elsewhere", "data.bad_images=skip"),
         ("run.device=cpu", "parallel.stages=2", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
         ("log.every_steps=7", "log.tensorboard=true", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
         ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton", "ipu.partials=float"),
-    ],
-)
-def test_where_and_how_it_is_computed_may_change(opened, overrides):
-    begin(opened())
-    assert opened(*overrides).metrics.exists()
+    ):
+        opened(*overrides).close()
 
 
 def test_a_recipe_that_failed_before_it_trained_may_be_corrected_in_place(opened):
@@ -108,19 +102,23 @@ def test_a_folder_that_cannot_be_a_new_run_is_refused_and_left_alone(opened, tmp
 _HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 
 
-def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gone(opened):
+def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gone(opened, begun):
+    """Also while a worker lives, as for seconds after its parent was killed: it has inherited the open file."""
     folder = opened()
-    begin(folder)
     command = [sys.executable, "-c", _HOLDER, folder.path / "lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        holder.stdout.readline()
-        with pytest.raises(ConfigError, match=r"in use by another process; wait for it or give run.output=FOLDER"):
-            opened()
-        holder.kill()
-    opened()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sleep", "60"], pass_fds=[folder._lock.fileno()]) as worker:
+        folder.close()
+        with subprocess.Popen(command, **pipes) as holder:
+            holder.stdout.readline()
+            with pytest.raises(ConfigError, match=r"in use by another process; wait for it or give run.output=FOLDER"):
+                opened()
+            holder.kill()
+        opened()
+        worker.kill()
 
 
-def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, monkeypatch):
+def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, begun, monkeypatch):
     """As Lustre without flock, or NFS without its lock server, answers."""
 
     def lockf(*_):
@@ -129,20 +127,7 @@ def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, monk
     monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
     with pytest.raises(ConfigError, match=r"cannot be locked, .* no locks .*\(No locks available\).*run.lock=false"):
         opened()
-    begin(opened("run.lock=false"))
     opened("run.lock=false")
-
-
-def test_the_lock_ends_with_the_training_process_not_with_its_workers(opened):
-    """A worker lives for seconds after its parent was killed: here a child that inherited the open file."""
-    folder = opened()
-    child = subprocess.Popen(["sleep", "60"], pass_fds=[folder._lock.fileno()])
-    begin(folder)
-    try:
-        opened().close()
-    finally:
-        child.kill()
-        child.wait()
 
 
 TRAIN, END = {"event": "train", "step": 8}, {"event": "end", "step": 8, "top1": 0.5, "seconds": 9}
@@ -164,12 +149,10 @@ def test_a_run_is_finished_once_its_last_event_is_a_whole_end(opened, last, fini
     assert folder.finished() is None
 
 
-def test_what_auto_resolved_to_is_no_other_recipe(tmp_path):
+def test_what_auto_resolved_to_is_no_other_recipe(opened):
     """A run of several replicas that took topk, begun with `exchange.method: auto`."""
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    overrides = ("exchange.method=topk", f"run.output={folder}")
-    (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART, overrides)))
-    check_owner(loading.load(QUICKSTART, ("exchange.method=auto", f"run.output={folder}")))
+    folder = opened("exchange.method=topk")
+    (folder.path / "checkpoints").mkdir()
+    opened("exchange.method=auto").close()
     with pytest.raises(CheckpointError, match=r"exchange\.method is topk there, dense here"):
-        check_owner(loading.load(QUICKSTART, ("exchange.method=dense", f"run.output={folder}")))
+        opened("exchange.method=dense")

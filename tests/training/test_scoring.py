@@ -1,4 +1,4 @@
-"""Tables and pictures of a classifier whose answers are known image by image."""
+"""Scores, tables and pictures of a classifier whose answers are known image by image."""
 
 import csv
 
@@ -7,69 +7,86 @@ import pytest
 import torch
 
 from data.batches import MicroBatch
+from engines.base import scored
+from parallel.processes import Processes
+from parallel.topology import Topology
 from recipe.errors import DataError
-from training.scoring import class_rows, score, write_class_table
+from training.scoring import Scores, class_rows, evaluate, score, write_class_table
 
-CLASSES = ("cat", "dog", "eel")
-LABELS = [0, 0, 0, 0, 1, 1, 1, 2]
-TAKEN_FOR = [0, 0, 1, 2, 1, 1, 0, 0]
+CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")
+LABELS, TAKEN_FOR = np.random.default_rng(0).integers(0, 7, (2, 60))
 
 
 class Answers:
-    """Stands in for an engine: an image's first pixel is the class that it is taken for."""
+    """Stands in for an engine: an image's first pixel is the class that it is taken for, the next ones follow it."""
+
+    topology, device = Topology(), torch.device("cpu")
+    processes = Processes(topology, device)
+
+    def __init__(self):
+        self.batches = 0
 
     def predict_step(self, batch):
+        self.batches += 1
         answers = batch.images[: batch.valid, 0, 0, 0].long()
-        return torch.nn.functional.one_hot(answers, len(CLASSES)).float() * 2
+        return -((torch.arange(7) - answers[:, None]) % 7).float()
+
+    def evaluate_step(self, batch):
+        return scored(self.predict_step(batch), batch.labels[: batch.valid])
 
 
 def batches(size, unreadable=()):
-    positions = [i for i in range(len(LABELS)) if i not in unreadable]
-    messages = tuple(f"{i}.jpg: empty" for i in unreadable)
-    for number, start in enumerate(range(0, max(len(positions), 1), size)):
-        part = positions[start : start + size]
-        images = torch.zeros(size, 3, 1, 1, dtype=torch.uint8)
-        labels = torch.zeros(size, dtype=torch.int64)
-        for row, i in enumerate(part):
-            images[row], labels[row] = TAKEN_FOR[i], LABELS[i]
-        yield MicroBatch(images, labels, None, len(part), number, 0, messages if number == 0 else ())
+    """All images in batches of `size`, padded with images that would be hits."""
+    for number, start in enumerate(range(0, 60, size)):
+        positions = range(start, min(start + size, 60))
+        read = [i for i in positions if i not in unreadable]
+        images, labels = torch.zeros(size, 3, 1, 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64)
+        images[: len(read), 0, 0, 0], labels[: len(read)] = torch.tensor(TAKEN_FOR[read]), torch.tensor(LABELS[read])
+        messages = tuple(f"{i}.jpg: empty" for i in positions if i in unreadable)
+        yield MicroBatch(images, labels, None, len(read), number, 0, messages)
 
 
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_every_image_is_counted_once_in_its_row_and_column(size):
-    report = score(Answers(), batches(size), len(CLASSES))
-    expected = np.zeros((3, 3), dtype=int)
-    np.add.at(expected, (LABELS, TAKEN_FOR), 1)
+@pytest.mark.parametrize("size", [1, 7, 59, 100])
+@pytest.mark.parametrize("unreadable", [(), (1, 8, 9)])
+def test_every_readable_image_counts_once_whatever_the_batch_size(size, unreadable):
+    """Losses are rounded to multiples of 2**-24. The engine is given every batch: other stages of a pipeline wait."""
+    labels, taken_for = np.delete(LABELS, unreadable), np.delete(TAKEN_FOR, unreadable)
+    ranks = (labels - taken_for) % 7
+    losses = ranks + np.log(np.exp(-np.arange(7)).sum())
+    report, engine = score(Answers(), batches(size, unreadable), 7), Answers()
+    expected = np.zeros((7, 7), dtype=int)
+    np.add.at(expected, (labels, taken_for), 1)
     assert report.confusion.tolist() == expected.tolist()
-    assert (report.images, report.top1, report.top5, report.unreadable) == (8, 4 / 8, 1.0, 0)
-    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]]).double()
-    losses = -logits.log_softmax(1)[:, 0]  # of an image that is classified rightly, and of one that is not
-    assert report.loss == pytest.approx(losses.mean().item(), abs=2**-25)  # each is rounded to 2**-24
+    assert (report.top1, report.top5) == ((ranks < 1).mean(), (ranks < 5).mean())
+    assert report.loss == pytest.approx(losses.mean(), abs=2**-25)
+    scores = evaluate(engine, batches(size, unreadable))
+    assert scores == Scores(report.top1, report.top5, report.loss, len(labels), len(unreadable))
+    assert (report.images, report.unreadable, engine.batches) == (len(labels), len(unreadable), -(-60 // size))
 
 
-def test_unreadable_images_are_left_out_and_counted():
-    report = score(Answers(), batches(3, unreadable=(0, 7)), len(CLASSES))
-    assert (report.images, report.unreadable) == (6, 2)
-    assert report.confusion.sum() == 6
-    with pytest.raises(DataError, match=r"no image can be read; the first: 0\.jpg: empty"):
-        score(Answers(), batches(8, unreadable=tuple(range(8))), len(CLASSES))
+def test_no_readable_image_at_all_is_an_error_that_names_the_first():
+    """Also where images do not enter: the engine is called as often."""
+    engine = Answers()
+    engine.evaluate_step = lambda batch: scored(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64))
+    none = [*batches(30, unreadable=range(60)), None]
+    for call in (lambda: evaluate(engine, none), lambda: score(engine, none[:-1], 7)):
+        with pytest.raises(DataError, match=r"no (validation )?image can be read; the first: 0\.jpg: empty$"):
+            call()
 
 
-def test_the_table_has_the_worst_class_first_and_the_class_that_it_was_taken_for():
-    rows = class_rows(score(Answers(), batches(8), len(CLASSES)), CLASSES)
-    assert rows == [
-        {"class": "eel", "images": 1, "top1": 0.0, "taken_for": "cat", "times": 1},
-        {"class": "cat", "images": 4, "top1": 0.5, "taken_for": "dog", "times": 1},
-        {"class": "dog", "images": 3, "top1": 2 / 3, "taken_for": "cat", "times": 1},
-    ]
-    rows = class_rows(score(Answers(), batches(8, unreadable=(7,)), len(CLASSES)), CLASSES)
-    assert rows[-1] == {"class": "eel", "images": 0, "top1": None, "taken_for": "", "times": 0}
-
-
-def test_names_cannot_be_formulas_of_a_spreadsheet(tmp_path):
-    rows = class_rows(score(Answers(), batches(8, unreadable=(7,)), len(CLASSES)), ("=1+1", "-2", "@sum"))
+def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_path):
+    """A class without images comes last."""
+    report = score(Answers(), batches(8, unreadable=np.flatnonzero(LABELS == 6)), 7)
+    rows = class_rows(report, ("=1+1", "-2", "@sum", "+3", *CLASSES[4:]))
+    shares = [row["top1"] for row in rows[:-1]]
+    assert shares == sorted(shares) and rows[-1]["class"] == "ibex"
+    row = next(row for row in rows if row["class"] == "@sum")
+    wrong = np.bincount(TAKEN_FOR[LABELS == 2], minlength=7)
+    right, wrong[2] = wrong[2], 0
+    assert (row["images"], row["top1"]) == ((LABELS == 2).sum(), right / (LABELS == 2).sum())
+    assert (row["times"], row["taken_for"]) == (wrong.max(), ("=1+1", "-2", "@sum", "+3", *CLASSES[4:])[wrong.argmax()])
     write_class_table(tmp_path / "classes.csv", rows)
     with open(tmp_path / "classes.csv", newline="") as stream:
-        first, *_, last = csv.DictReader(stream)
-    assert first == {"class": "'=1+1", "images": "4", "top1": "0.5", "taken_for": "'-2", "times": "1"}
-    assert last == {"class": "'@sum", "images": "0", "top1": "", "taken_for": "", "times": "0"}
+        *_, last = found = list(csv.DictReader(stream))
+    assert last == {"class": "ibex", "images": "0", "top1": "", "taken_for": "", "times": "0"}
+    assert {each["class"] for each in found} == {"'=1+1", "'-2", "'@sum", "'+3", *CLASSES[4:]}

@@ -8,17 +8,13 @@ import safetensors.torch
 import timm
 import torch
 
-from data.batches import MicroBatch
-from engines import factory
-from recipe import loading
-from recipe.batch import divide
 from recipe.config import Model
-from recipe.errors import CheckpointError, ConfigError
-from tests.conftest import ROOT
+from recipe.errors import CheckpointError
 from training.checkpoint import CheckpointFolder
-from training.weights import class_names, fitted, read, recipe_of, run_folder_of
+from training.weights import StoredWeights, class_names, fitted, read, run_folder_of
 
-MODEL = {"stem.conv_stem.weight": (2, 3), "blocks.0.0.bn1.running_mean": (2,), "head.classifier.weight": (10, 2)}
+BUFFER = "blocks.0.0.bn1.running_mean"
+MODEL = {"stem.conv_stem.weight": (2, 3), BUFFER: (2,), "head.classifier.weight": (10, 2)}
 
 
 def tensors(shapes=None, value=1.0):
@@ -27,7 +23,6 @@ def tensors(shapes=None, value=1.0):
 
 # By step; the second step has an epoch average, too.
 TOP1 = {1: {"trained": 0.6, "step_average": 0.9}, 2: {"trained": 0.7, "step_average": 0.5, "epoch_average": 0.8}}
-BUFFER = "blocks.0.0.bn1.running_mean"
 
 
 def state(value, **more):
@@ -53,18 +48,26 @@ def run(tmp_path):
     return folder
 
 
-def test_a_run_folder_gives_its_newest_checkpoint(run):
+def test_a_run_folder_gives_its_newest_checkpoint_or_the_one_that_is_named(run):
     stored = read(str(run))
     assert stored.path == run / "checkpoints" / "step-00000002.pt"
-    assert (stored.recipe, stored.classes) == ("run: {steps: 2}", ["a", "b"])
+    assert (stored.recipe, stored.classes, stored.which) == ("run: {steps: 2}", ["a", "b"], "trained")
     assert {name: tensor.flatten()[0].item() for name, tensor in stored.tensors.items()} == dict.fromkeys(MODEL, 2.0)
+    first = str(run / "checkpoints" / "step-00000001.pt")
+    for path, which, value in ((first, "step_average", 10.0), (run, "epoch_average", 40.0), (first, None, 1.0)):
+        found = read(str(path), which)
+        assert (found.which, found.tensors[BUFFER].tolist()) == (which or "trained", [value] * 2)
+    with pytest.raises(CheckpointError, match=r"step-00000001\.pt: has no epoch_average; it has trained, step_average"):
+        read(first, "epoch_average")
     assert run_folder_of(stored.path) == run == run_folder_of(run / "export" / "any.onnx")
     assert run_folder_of(run / "evaluation" / "any.onnx") is None
     (run / "config.yaml").unlink()
     assert run_folder_of(stored.path) is None
 
 
-def test_the_best_checkpoint_gives_the_weights_that_scored_best(run):
+def test_the_best_checkpoint_gives_the_weights_that_scored_best_or_the_next_best_where_it_is_damaged(
+    run, tmp_path, capsys
+):
     """An average of step 1 is the best; of the trained weights by themselves step 1's are asked for as well."""
     best = read(str(run), best=True)
     assert (best.path.name, best.which) == ("step-00000001.pt", "step_average")
@@ -72,11 +75,7 @@ def test_the_best_checkpoint_gives_the_weights_that_scored_best(run):
     assert read(str(run), "trained", best=True).tensors["stem.conv_stem.weight"][0, 0] == 1.0
     with pytest.raises(CheckpointError, match="the best checkpoint is chosen in a run folder"):
         read(str(best.path), best=True)
-
-
-def test_where_the_best_is_damaged_the_next_best_is_taken_and_without_scores_there_is_none(run, tmp_path, capsys):
-    path = run / "checkpoints" / "step-00000001.pt"
-    path.write_bytes(path.read_bytes()[:-1])
+    best.path.write_bytes(best.path.read_bytes()[:-1])
     assert read(str(run), best=True).path.name == "step-00000002.pt"
     assert "step-00000001.pt: damaged" in capsys.readouterr().out
     CheckpointFolder(tmp_path / "checkpoints", 2, True).save(1, {"progression": {"step": 1}}, top1=None)
@@ -84,25 +83,16 @@ def test_where_the_best_is_damaged_the_next_best_is_taken_and_without_scores_the
         read(str(tmp_path), best=True)
 
 
-def test_a_checkpoint_gives_itself_and_the_averages_that_it_has(run):
-    path = str(run / "checkpoints" / "step-00000001.pt")
-    assert set(read(path).tensors) == set(MODEL)
-    average = read(path, "step_average")
-    assert average.tensors[BUFFER].tolist() == [10.0, 10.0]
-    assert (read(path).which, average.which) == ("trained", "step_average")
-    assert read(str(run), "epoch_average").tensors[BUFFER][0] == 40.0
-    with pytest.raises(CheckpointError, match=r"step-00000001\.pt: has no epoch_average; it has trained, step_average"):
-        read(path, "epoch_average")
-
-
-@pytest.mark.parametrize("wrap", [dict, lambda d: {"state_dict": d, "epoch": 3}, lambda d: {"model": d}])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_state_dicts_of_others_are_found_where_their_scripts_put_them(tmp_path, wrap, prefix):
-    torch.save(wrap({prefix + name: tensor for name, tensor in tensors().items()}), tmp_path / "w.pth")
-    stored = read(str(tmp_path / "w.pth"))
-    assert set(stored.tensors) == set(MODEL) and stored.recipe is None and stored.classes is None
+def test_state_dicts_of_others_are_found_where_their_scripts_put_them(tmp_path):
+    path = tmp_path / "w.pth"
+    for prefix in ("", "module."):
+        own = {prefix + name: tensor for name, tensor in tensors().items()}
+        for content in (own, {"state_dict": own, "epoch": 3}, {"model": own}):
+            torch.save(content, path)
+            stored = read(str(path))
+            assert set(stored.tensors) == set(MODEL) and stored.recipe is None and stored.classes is None
     with pytest.raises(CheckpointError, match="has no step_average: only run folders and checkpoints have averages"):
-        read(str(tmp_path / "w.pth"), "step_average")
+        read(str(path), "step_average")
 
 
 def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_were_written_so(tmp_path):
@@ -116,19 +106,6 @@ def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_wer
     for path, average in ((full, "epoch_average"), (plain, "step_average")):
         with pytest.raises(CheckpointError, match=f"has no {average}"):
             read(path, average)
-
-
-def test_the_recipe_is_the_named_one_or_the_files_own(run, tiny, tmp_path):
-    other = tmp_path / "other.yaml"
-    other.write_text(loading.dump(tiny("run.steps=5")))
-    stored = read(str(run))._replace(recipe=loading.dump(tiny("run.steps=3")))
-    assert recipe_of(stored, None, []) == tiny("run.steps=3")
-    assert recipe_of(stored, str(other), ["run.seed=3"]) == tiny("run.steps=5", "run.seed=3")
-    assert recipe_of(stored, None, ["run.seed=3"]) == tiny("run.steps=3", "run.seed=3")
-    with pytest.raises(ConfigError, match="command line: modl"):
-        recipe_of(stored, None, ["modl.classes=3"])
-    with pytest.raises(ConfigError, match=r"pt: does not say which recipe it was trained by; name it by --config FILE"):
-        recipe_of(stored._replace(recipe=None), None, [])
 
 
 def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_path):
@@ -162,62 +139,34 @@ def test_what_holds_no_weights_is_refused_by_name(tmp_path, name, content, words
     assert str(refusal.value).startswith(f"{path}: {words}")
 
 
-def stored(tmp_path, shapes):
-    torch.save(tensors(shapes), tmp_path / "w.pt")
-    return read(str(tmp_path / "w.pt"))
-
-
-def test_a_classifier_of_other_classes_starts_anew_only_where_that_is_wanted(tmp_path):
-    other = stored(tmp_path, {**MODEL, "head.classifier.weight": (1000, 2)})
-    found, fresh = fitted(other, MODEL, Model(), new_classifier=True)
-    assert fresh == ["head.classifier.weight"] and set(found) == set(MODEL) - set(fresh)
-    with pytest.raises(CheckpointError, match=r"\[1000, 2\], the model's is \[10, 2\]; set model.classes=1000"):
-        fitted(other, MODEL, Model(), new_classifier=False)
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "new_classifier", "words"),
     [
-        ({"stem.conv_stem.weight": (3, 3)}, r"stem.conv_stem.weight is \[3, 3\], the model's is \[2, 3\]"),
-        ({"extra.weight": (1,)}, "extra.weight has no place in the model of the recipe"),
-        ({"stem.conv_stem.weight": None}, "stem.conv_stem.weight is missing"),
+        ({"stem.conv_stem.weight": (3, 3)}, True, r"stem.conv_stem.weight is \[3, 3\], the model's is \[2, 3\]"),
+        ({"extra.weight": (1,)}, True, "extra.weight has no place in the model of the recipe"),
+        ({"stem.conv_stem.weight": None}, True, "stem.conv_stem.weight is missing"),
+        ({"head.classifier.weight": (7, 2)}, False, r"\[7, 2\], the model's is \[10, 2\]; set model.classes=7"),
+        ({"head.classifier.weight": (7, 2)}, True, None),
     ],
 )
-def test_weights_of_another_model_are_refused(tmp_path, change, words):
-    shapes = {name: shape for name, shape in {**MODEL, **change}.items() if shape is not None}
-    with pytest.raises(CheckpointError, match=words):
-        fitted(stored(tmp_path, shapes), MODEL, Model(), new_classifier=True)
+def test_weights_of_another_model_are_refused_but_for_the_classifier_where_that_is_wanted(
+    tmp_path, change, new_classifier, words
+):
+    torch.save(tensors({name: shape for name, shape in {**MODEL, **change}.items() if shape}), tmp_path / "w.pt")
+    stored = read(str(tmp_path / "w.pt"))
+    if words is None:
+        found, fresh = fitted(stored, MODEL, Model(), new_classifier)
+        assert fresh == ["head.classifier.weight"] and set(found) == set(MODEL) - set(fresh)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            fitted(stored, MODEL, Model(), new_classifier)
 
 
-def test_a_timm_checkpoint_gives_timms_logits(tmp_path, tiny):
-    """The file as timm's training script writes it, with its counters of batches; for another model it names the keys.
-
-    Both sum the same products in float32; only the preprocessing differs, by one rounding of each pixel.
-    """
-    torch.manual_seed(0)
-    reference = timm.create_model("tf_efficientnet_b0", num_classes=10)
-    for module in reference.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    torch.save({"state_dict": reference.state_dict(), "epoch": 3}, tmp_path / "checkpoint.pth.tar")
-    g1 = ["model.name=efficientnet_b0", "model.group_size=1", "model.expansion=6", "model.norm=batch"]
-    same = ["model.classes=10", "model.image_size=64", "precision.weights=float32", "run.device=cpu"]
-    recipe = loading.load(ROOT / "configs" / "gpu.yaml", [*g1, *same])
-    engine = factory.create(recipe, divide(recipe, 1))
-    weights, fresh = fitted(read(str(tmp_path / "checkpoint.pth.tar")), engine.shapes, recipe.model, False)
-    engine.load_weights(weights)
-    images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
-    with torch.no_grad():
-        expected = reference.eval()((images / 255 - mean) / std)
-    labels = torch.zeros(4, dtype=torch.int64)
-    actual = engine.predict_step(MicroBatch(images, labels, labels, 4, 0, 0, ()))
-    assert not fresh
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    remedy = r"set model.width=1.0 model.depth=1.0 model.group_size=1 model.expansion=6 model.norm=batch"
+def test_the_remedy_for_a_timm_model_names_the_keys_that_differ(tiny):
+    stored = StoredWeights(Path("b0.pth"), timm.create_model("tf_efficientnet_b0", num_classes=10).state_dict())
+    remedy = "set model.width=1.0 model.depth=1.0 model.group_size=1 model.expansion=6 model.norm=batch"
     with pytest.raises(CheckpointError, match=remedy):
-        fitted(read(str(tmp_path / "checkpoint.pth.tar")), MODEL, tiny().model, False)
+        fitted(stored, MODEL, tiny().model, False)
 
 
 def test_what_cannot_be_downloaded_asks_for_a_file(monkeypatch):
