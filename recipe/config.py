@@ -8,6 +8,7 @@ from recipe.distribution import Parallel
 from recipe.exchange import Exchange
 from recipe.hardware import EngineSection, Ipu
 from recipe.images import Data
+from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
 from recipe.section import Section, check_pairs, exactly_one
@@ -63,7 +64,7 @@ class BatchSection(Section):
                     yield f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one"
 
 
-class Log(Section):
+class Log(Parts):
     """What is recorded during training; each logger adds its keys."""
 
     every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
@@ -71,8 +72,23 @@ class Log(Section):
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
     """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
     trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
+
+
+class TensorBoard(Log):
+    """TensorBoard files."""
+
     tensorboard: bool = Field(True, description="write TensorBoard files into the run folder")
+
+
+class WeightsAndBiases(Log):
+    """Weights & Biases."""
+
     wandb: bool = Field(False, description="also send the numbers to Weights & Biases (package wandb)")
+
+
+class MLflow(Log):
+    """MLflow."""
+
     mlflow: bool = Field(False, description="also send the numbers to MLflow (package mlflow-skinny, or mlflow)")
 
 

@@ -1,4 +1,4 @@
-"""Sections that come in kinds, and the registry of what implements them.
+"""Sections that come in kinds, sections that have parts, and the registry of what implements them.
 
 A section that comes in kinds has a base class with the keys common to all of them, and a class for each kind with its
 own keys, ranges and defaults. To add one, write the class, here or in a file of your own::
@@ -7,17 +7,28 @@ own keys, ranges and defaults. To add one, write the class, here or in a file of
         name: Literal["adagrad"] = "adagrad"
         eps: float = Field(1e-10, gt=0, description="added to the divisor of the step")
 
-    @OPTIMIZERS.implements(Adagrad)                # a Registry, one for each room
+Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`; JSON Schema,
+suggestions and errors know it. The first kind is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
+
+A section that has parts (`Log`) has the keys of all its subclasses: `class Csv(Log): csv: bool = False` adds `log.csv`,
+and `isinstance(recipe.log, Csv)` holds.
+
+The implementation registers itself for the class, in a file of its own::
+
+    OPTIMIZERS = Registry("optimizer")             # one for each room, beside its users
+
+    @OPTIMIZERS.implements(Adagrad)
     def build(section: Adagrad, ...): ...          # or a class, or any other object
 
-Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`; JSON Schema,
-suggestions and errors know it. `OPTIMIZERS.of(recipe.optimizer)` returns what implements it: ask that object for
-whatever depends on the kind; do not compare names. The first kind is the default.
+    OPTIMIZERS.of(recipe.optimizer)                # that of the section's class, else of its nearest base class
+    LOGGERS.all_of(recipe.log)                     # all that fit, in the order of registration: for sections with parts
+
+Ask the object that `of` returns for whatever depends on the kind; do not compare names.
 """
 
 from typing import Any, Callable, ClassVar, Dict, Generic, List, Optional, Tuple, Type, TypeVar, get_args
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
@@ -26,31 +37,32 @@ from recipe.section import Section
 T = TypeVar("T")
 
 
-class Kind(Section):
-    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names.
+class _Open(Section):
+    """A section whose classes are looked up when a recipe is read, so that those defined after `Recipe` count."""
 
-    Its classes are looked up when a recipe is read, so that those defined after `Recipe` count.
-    """
+    @classmethod
+    def section(cls) -> Type["_Open"]:  # the class below Kind or Parts
+        return cls.__mro__[cls.__mro__.index(_Open) - 2]  # type: ignore[return-value]
+
+    def __new__(cls, **values: Any) -> "_Open":
+        return super().__new__(cls._class_for(values) if cls is cls.section() else cls)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        if cls.__mro__[2].__name__ != "_Open":
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls._class_for(value).model_validate(value)
+        )
+
+
+class Kind(_Open):
+    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names."""
 
     tag: ClassVar[str] = "name"
     kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name
     # Whether a recipe that changes the kind drops the keys that only the kind before it had.
     resets: ClassVar[bool] = True
-
-    @classmethod
-    def section(cls) -> Type["Kind"]:  # the class below Kind
-        return cls.__mro__[cls.__mro__.index(Kind) - 1]  # type: ignore[return-value]
-
-    def __new__(cls, **values: Any) -> "Kind":
-        return super().__new__(cls._class_for(values) if cls is cls.section() else cls)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        if cls.__mro__[1].__name__ != "Kind":  # which is not there yet when its own schema is made
-            return handler(source)
-        return core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, cls) else cls._class_for(value).model_validate(value)
-        )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -166,6 +178,40 @@ def _allow_null(node: Dict[str, Any]) -> None:
         node.update(described, anyOf=[*options, {"type": "null"}])
 
 
+class Parts(_Open):
+    """Base of sections that have parts, which add keys of their own to the section."""
+
+    parts: ClassVar[List[Type["Parts"]]] = []
+    _whole: ClassVar[Dict[int, Type["Parts"]]] = {}  # the class of all parts, by how many there were
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if cls is cls.section():
+            cls.parts, cls._whole = [], {}
+        elif len(cls.__bases__) == 1:
+            cls.parts.append(cls)
+
+    @classmethod
+    def _class_for(cls, values: Any) -> Type["Parts"]:
+        count, section = len(cls.parts), cls.section()
+        if count not in cls._whole:
+            bases, doc = (*reversed(cls.parts), section), section.__doc__
+            cls._whole[count] = create_model(section.__name__, __base__=bases, __module__=__name__, __doc__=doc)
+        return cls._whole[count]
+
+    @classmethod
+    def fields(cls) -> Dict[str, FieldInfo]:
+        """The keys in a file, of all parts."""
+        return dict(cls._class_for({}).model_fields)
+
+    def __reduce__(self) -> tuple:
+        return self.section().model_validate, (dict(self),)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
+        return handler(cls._class_for({}).__pydantic_core_schema__ if cls is cls.section() else schema)
+
+
 class Registry(Generic[T]):
     """Implementations of section classes, registered by decorator; `noun` names one in errors."""
 
@@ -190,6 +236,10 @@ class Registry(Generic[T]):
             if cls in self._found:
                 return self._found[cls]
         raise TypeError(f"nothing implements {type(section).__name__} as {self._noun}; import the file that does")
+
+    def all_of(self, section: Section) -> List[T]:
+        """Every implementation for a class that `section` is an instance of, in the order of registration."""
+        return [found for cls, found in self._found.items() if isinstance(section, cls)]
 
     def items(self) -> List[Tuple[type, T]]:
         """Each class with its implementation."""

@@ -29,6 +29,7 @@ ADDITIONS = {
     "schedule": ("schedule.name=halving", "schedule.every=2", "schedule.peak=1"),
     "exchange": ("exchange.method=part", "exchange.part=0.25"),
     "source": ("data.source=stripes", "data.contrast=100"),
+    "logger": ("log.losses=true",),
     "model": ("model.name=patches", "model.channels=8"),
 }
 
@@ -61,9 +62,14 @@ def losses(folder):
 
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_an_addition_trains(runs, name):
-    """The run is not the plain one."""
+    """The run is not the plain one, except that a logger only writes down what the plain one has, too."""
     found = losses(runs / name)
-    assert len(found) == 4 and found != losses(runs / "plain")
+    assert len(found) == 4 and (found == losses(runs / "plain")) == (name == "logger")
     resolved = (runs / name / "config.yaml").read_text()
     for override in ADDITIONS[name]:
         assert f"{override.split('.')[1].split('=')[0]}: {override.split('=')[1]}" in resolved
+
+
+def test_a_logger_has_the_losses_of_the_run(runs):
+    lines = (runs / "logger" / "losses.txt").read_text().splitlines()
+    assert [(int(step), float(loss)) for step, loss in map(str.split, lines)] == losses(runs / "logger")

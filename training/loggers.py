@@ -1,8 +1,8 @@
-"""Loggers, which receive the numbers of a run besides metrics.jsonl.
+"""The registry of loggers, which receive the numbers of a run besides metrics.jsonl.
 
-A logger is a key of the section `log` (recipe/config.py) and a subclass of `Logger` with that `key`, in services.py.
-
-What belongs to a service, such as the project, is set by its own environment variables (WANDB_PROJECT ...).
+A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class that registers for it,
+in services.py or a file of its own (example: tests/additions/logger.py). What belongs to a service, such as the
+project, is set by its own environment variables (WANDB_PROJECT ...).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from recipe.bounded import read_json
 from recipe.config import Log, Recipe
 from recipe.errors import ConfigError, first_line
 from recipe.files import write_text
+from recipe.kinds import Registry
 from training import metrics
 from training.run_folder import first_difference
 
@@ -66,6 +67,9 @@ class Logger:
         """End the session; `exit_code` is that of train.py."""
 
 
+LOGGERS: Registry[Type[Logger]] = Registry("a logger")
+
+
 def numbers(kind: str, values: dict) -> Dict[str, float]:
     """Return the numbers of an event by name: `kind/name`, and those of a dictionary `name/key`."""
     found = {}
@@ -103,7 +107,7 @@ class Service(Logger):
 
 
 def _wanted(log: Log) -> List[Type[Logger]]:
-    return [logger for logger in Logger.__subclasses__() if hasattr(logger, "key") and getattr(log, logger.key)]
+    return [logger for logger in LOGGERS.all_of(log) if getattr(log, logger.key)]
 
 
 def check(log: Log) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 
+from recipe.config import MLflow, TensorBoard, WeightsAndBiases
 from recipe.errors import DONE, STOPPED, first_line
 from recipe.files import writing
-from training.loggers import Logger, ServiceState, Session, numbers
+from training.loggers import LOGGERS, Logger, ServiceState, Session, numbers
 
 
+@LOGGERS.implements(TensorBoard)
 class TensorBoardLogger(Logger):
     """Files for TensorBoard. If they cannot be written the run ends, as with the run's other files."""
 
@@ -41,6 +43,7 @@ class TensorBoardLogger(Logger):
             self._excepthook(failure)
 
 
+@LOGGERS.implements(WeightsAndBiases)
 class WandbLogger(Logger):
     """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
     After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones."""
@@ -71,6 +74,7 @@ class WandbLogger(Logger):
         self._run.finish(exit_code=exit_code)
 
 
+@LOGGERS.implements(MLflow)
 class MlflowLogger(Logger):
     """A run of MLflow, its parameters the recipe's keys. MLflow stores every event, so none is sent twice."""
 

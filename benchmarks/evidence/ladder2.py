@@ -155,13 +155,7 @@ class Ladder2(Experiment):
         return rows
 
     def more(self, rows: Sequence[dict]) -> str:
-        run = self.metered(self.peak(NESTEROV, SMALLEST))
-        until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
-        predicted = [
-            (row["batch"], row["to_target"], f"{batches.updates(until, row['batch']):,.0f}")
-            for row in rows
-            if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)
-        ]
+        predicted = [(batch, trained, f"{made:,.0f}") for batch, trained, made in self._predictions(rows)]
         return f"""Tuning: peak rate and mean validation loss of two seeds.
 
 {search_table({at: Trials(*at) for at in itertools.product(RULES, TUNED)})}
@@ -170,6 +164,13 @@ Updates of {NESTEROV} to the target, and those that the noise scale of one run a
 which takes rates to be constant:
 
 {claims.markdown(("batch", "trained", "predicted"), predicted)}"""
+
+    def _predictions(self, rows: Sequence[dict]) -> List[Tuple[int, Optional[int], float]]:
+        """Batches, and the updates to the target as trained and as predicted from one run at the smallest."""
+        run = self.metered(self.peak(NESTEROV, SMALLEST))
+        until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
+        own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]
+        return [(row["batch"], row["to_target"], batches.updates(until, row["batch"])) for row in own]
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         panels = {
@@ -193,14 +194,21 @@ which takes rates to be constant:
         )
 
     def claims(self) -> List[dict]:
-        """The growing batch, by the optimizer with which it loses least: points lost, and its share of updates."""
+        """The growing batch, by the optimizer with which it loses least: points lost, and its share of updates; and the
+        median error of the updates predicted for larger batches, infinite for one that was not at the target."""
         rows = {(row["kind"], row["optimizer"], row["batch"]): row for row in self.rows()}
         growing = min((rows[GROWING, name, SMALLEST] for name in (NESTEROV, LARS)), key=lambda row: row["lost"])
         whole = rows[EPOCHS_EQUAL, growing["optimizer"], SMALLEST]
         interval = [growing["lost"] - growing["interval"], growing["lost"] + growing["interval"]]
         lost = claims.claim("top1_loss_growing_batch", [growing["lost"]], "points", "<= 1")
         share = growing["updates"] / whole["updates"]
-        return [{**lost, "spread": interval}, claims.claim("updates_of_growing_batch", [share], "of updates", "<= 0.6")]
+        larger = [each for each in self._predictions(list(rows.values())) if each[0] > SMALLEST]
+        errors = [math.inf if trained is None else abs(made / trained - 1) for _, trained, made in larger]
+        return [
+            {**lost, "spread": interval},
+            claims.claim("updates_of_growing_batch", [share], "of updates", "<= 0.6"),
+            claims.claim("predicted_updates_error", errors, "of the updates", "<= 0.25"),
+        ]
 
 
 def kept(rows: Sequence[dict], optimizer: str) -> int:

@@ -28,7 +28,7 @@ def test_every_section_and_key_has_a_description():
         ("model.classes", "2", "1"),
         ("optimizer.momentum", "0.999", "1"),
         ("optimizer.weight_decay", "0", "-1e-9"),
-        ("checkpoint.every_epochs", "1", "1.001"),
+        ("checkpoint.every_epochs", "1.001", "0"),
         ("data.crop_area", "[1e-300, 1]", "[0, 1]"),
         ("data.crop_area", "[1, 1]", "[1, 1.001]"),
         ("ipu.io_tiles", "192", "194"),
