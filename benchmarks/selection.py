@@ -132,7 +132,7 @@ class Work:
             )  # fmt: skip
             self._update.lr = _LR
         if name != DENSE:
-            section = Exchange(method="topk", density=DENSITY, factor_masking=False)
+            section = Exchange(method="topk", density=DENSITY)
             processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: None)
             places, update = self._state.places(), self._update
             setup = Setup(

@@ -171,6 +171,7 @@ class GradientExchange:
                 buckets=section.sketch,
                 replicas=processes.topology.replicas,
                 add_up=processes.sum_over_replicas,
+                whole=[name for name, each in parameters.items() if section.whole_1d and each.dim() == 1],
             )
         exchanged = SimpleNamespace(flat=weights.flat, store=weights.store, refresh=weights.refresh)
         exchanged.own_state = lambda: {**weights.own_state(), **(averages or {})}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Sequence, Tuple
+from typing import Callable, Container, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -57,14 +57,19 @@ class ReplicaUpdate:
     LARS is linear in the gradient once the trust ratio rho of each parameter is known. With g the replica's part of the
     mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P replicas, and e what is not sent yet:
 
-        trust gradient:  v = mu v + lr rho (g + wd w / P);  e = e + v
-        trust momentum:  v = mu v + (1 - mu) g;             e = e + lr rho (v + wd w / P)
+        trust gradient:  v = nu v + (1 - nu) / (1 - mu) lr rho (g + wd w / P);  e = e + v
+        trust momentum:  v = nu v + (1 - nu) g;                                 e = e + lr rho (v + wd w / P)
 
-    so the e of all replicas add up to LARS's step for the mean gradient. rho is that of the mean gradient, in the
-    second form of the mean v + wd w / P, whose norms come from the sum of the replicas' sketches. Clipping is by the
-    mean gradient's norm. The first form with all ratios 1 is SGD.
+    so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that of the mean gradient,
+    in the second form of the mean v + wd w / P, whose norms come from the sum of the replicas' sketches. Clipping is by
+    the mean gradient's norm. The first form with all ratios 1 is SGD.
 
-    Source: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888, section 3, on Adam.
+    Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and momentum makes a gradient
+    nu / (1 - nu) updates late on average. Momentum makes up for what is missing to the lateness that mu alone gives,
+    nu / (1 - nu) = max(0, mu / (1 - mu) - (1 / d - 1)); in all, a gradient moves the weights as far as with mu.
+
+    Sources: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888, section 3, on Adam.
+    Delays act as momentum: Mitliagkas et al., 1605.09774.
 
     velocity: v, float32 [length]. lr: the learning rate, to be set before each update.
     """
@@ -78,12 +83,14 @@ class ReplicaUpdate:
         buckets: int,
         replicas: int,
         add_up: Callable[[torch.Tensor], None],
+        whole: Container[str] = (),
     ):
         """
         Args:
             rules: of the optimizer, by parameter. clip_norm: as of WeightState.
             buckets: of the sketch of each parameter that has a trust ratio; the others share one.
             add_up: sums a float32 tensor over the replicas, in place, to the same bits on all.
+            whole: names of the parameters whose values never wait.
         """
         layout, self._rules, self._weights = target.layout, rules, in_rows(target.buffers.weights)
         self._layout, self._model = layout, target.model
@@ -95,12 +102,18 @@ class ReplicaUpdate:
         self._sketched = [group[0] for group in groups]  # where a group's squares are put
         self._sketch = Sketch([[places[place] for place in group] for group in groups], buckets, layout.device)
         self._decay = layout.spread(rules.decay / replicas)
+        self._whole = torch.tensor([name in whole for name in layout.names], device=layout.device)
         self.velocity = layout.zeros(torch.float32)
         self.lr = 0.0
 
     @torch.no_grad()
     def __call__(
-        self, residual: torch.Tensor, gradient: torch.Tensor, divisor: torch.Tensor, finite: torch.Tensor
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        divisor: torch.Tensor,
+        finite: torch.Tensor,
+        density: float = 1.0,
     ) -> None:
         """Add this replica's part of the update to the residual, float32 [length]. Every replica calls.
 
@@ -109,6 +122,7 @@ class ReplicaUpdate:
                 any replica are not finite. It may be overwritten.
             divisor: float32 [], the loss scale times the micro batches of all replicas.
             finite: bool [], whether all gradients are finite: if not, nothing changes.
+            density: share of the residual's values that is sent after it.
         """
         rules, velocity, scale = self._rules, in_rows(self.velocity), divisor.reciprocal()
         self._squares = self._mean_squares(gradient) * scale.double().square()
@@ -116,19 +130,27 @@ class ReplicaUpdate:
             clip = (self._clip_norm / self._model.norm(self._squares)).clamp(max=1.0)  # infinite for a norm of 0: 1
             scale = scale * clip
             self._squares = self._squares * clip.double().square()
-        rows, mu, moves = in_rows(gradient), torch.where(finite, rules.mu, 1.0), finite.float()
+        rows, moves, momentum = in_rows(gradient), finite.float(), self._momentum(density)
+        mu, share = (self._layout.spread(each.float()) for each in (torch.where(finite, momentum, 1.0), 1 - momentum))
         weight = self._layout.sums(in_parts(_squares, (self._weights,), ()))
         squares = self._squares
         if rules.by_momentum:
-            in_parts(_average, (rows, velocity, self._weights, self._decay), (scale * (1 - rules.mu), mu))
+            in_parts(_average, (rows, velocity, self._weights, self._decay, share, mu), (scale,))
             squares = self._mean_squares(gradient)
         self._ratio = rules.ratios(weight, squares)
         rate = self._layout.spread((self.lr * rules.lr_scale * self._ratio).float()) * moves
         if rules.by_momentum:
             in_rows(residual).addcmul_(rows, rate)
         else:
-            arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate)
-            in_parts(_accumulate, arguments, (scale, mu, moves))
+            rate *= share / (1 - rules.mu)
+            arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate, mu)
+            in_parts(_accumulate, arguments, (scale, moves))
+
+    def _momentum(self, density: float) -> torch.Tensor:
+        """nu of each parameter, float64."""
+        mu = self._rules.mu
+        late = max(0.0, mu / (1 - mu) - (1 / density - 1))
+        return torch.where(self._whole, mu, torch.full_like(self._whole, late / (1 + late), dtype=torch.float64))
 
     def state(self) -> Dict[str, torch.Tensor]:
         return {"velocity": self.velocity}
@@ -154,13 +176,13 @@ def _squares(weight: torch.Tensor) -> torch.Tensor:
     return (w * w).sum(1)
 
 
-def _accumulate(residual, gradient, velocity, weight, decay, rate, scale, mu, moves) -> None:
+def _accumulate(residual, gradient, velocity, weight, decay, rate, mu, scale, moves) -> None:
     step = torch.addcmul(gradient * scale, weight.float(), decay).mul_(rate)
     velocity.mul_(mu).add_(step)
     residual.addcmul_(velocity, moves)
 
 
-def _average(gradient, velocity, weight, decay, share, mu) -> None:
+def _average(gradient, velocity, weight, decay, share, mu, scale) -> None:
     """The velocity, and in the place of the gradient the direction of the step."""
-    velocity.mul_(mu).addcmul_(gradient, share)
+    velocity.mul_(mu).addcmul_(gradient * scale, share)
     torch.addcmul(velocity, weight.float(), decay, out=gradient)

@@ -30,9 +30,6 @@ class Evidence(NamedTuple):
 MEASURED: Tuple[Tuple[Exchange, Evidence], ...] = (
     (Exchange(method="dense", bits=4), Evidence(0.39, 0.26)),
     (Exchange(method="local", local_steps=8), Evidence(5.44, 0.57)),
-    (Exchange(method="topk", density=0.01, factor_masking=True), Evidence(3.01, 0.21)),
-    (Exchange(method="topk", density=0.001, factor_masking=True), Evidence(4.78, 1.26)),
-    (Exchange(method="gtopk", pattern="owners", density=0.04), Evidence(2.19, 0.46)),
 )
 
 
@@ -45,10 +42,9 @@ def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
 
 
 def _keys(section: Exchange, optimizer: Optimizer) -> dict:
-    """The keys by which exchanges are compared: `compress` and `factor_masking` as resolved, without keys that are not
-    used or only send more at first."""
-    masks = section.masks(optimizer, getattr(section, "density", 1.0))
-    keys = dict(section, compress=section.compresses_update(optimizer), factor_masking=masks)
+    """The keys by which exchanges are compared: `compress` as resolved, without keys that are not used or only send
+    more at first."""
+    keys = dict(section, compress=section.compresses_update(optimizer))
     for key in _MORE if section.sparse else (*_MORE, "density"):
         keys.pop(key, None)
     return keys

@@ -32,7 +32,7 @@ class SparseExchange(Running):
     on any replica or stage changes nothing here, and leaves NaN in the buffer.
 
     Sources: gTop-k: Shi et al., 1901.04359, algorithm 4; the published rule is its lines 7 to 10. Conserving rule:
-    docs/exchange.md. Momentum on replicas, and its masking: Lin et al., 1712.01887 (DGC), section 3.
+    docs/exchange.md. Momentum on replicas: Lin et al., 1712.01887 (DGC), section 3.
     """
 
     def __init__(self, setup: Setup, section: exchange.Sparse):
@@ -50,7 +50,6 @@ class SparseExchange(Running):
         self._conserves = getattr(section, "conserve", True)
         self._sum = SparseSum(setup.group, pattern=getattr(section, "pattern", "gather"), wire=section.sent)
         self.residual = torch.zeros_like(setup.gradients)
-        self._velocity = self.state().get("velocity")
         self._shares: Optional[StageShares] = None
         if section.stage_share == "threshold" and place.stages > 1:
             self._shares = StageShares(length, place.stages, place.stage, self._everyone)
@@ -60,11 +59,11 @@ class SparseExchange(Running):
         """As in Running. The residual is stored divided by `divisor`: loss scale and batch may change."""
         finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
+        density = self._section.density_at(step, self._setup.steps_per_epoch)
         if self._setup.contribution is None:
             self.residual.addcdiv_(buffer, divisor)
         else:
-            self._setup.contribution(self.residual, buffer, divisor, finite)
-        density = self._section.density_at(step, self._setup.steps_per_epoch)
+            self._setup.contribution(self.residual, buffer, divisor, finite, density)
         if density >= 1:
             self._add_up(buffer.copy_(self.residual))
             _zero_unless(~finite, self.residual)
@@ -103,8 +102,6 @@ class SparseExchange(Running):
         self.residual[indices] = torch.where(sent, 0.0, own.values)
         for part in left_out if self._conserves else ():
             self.residual.index_add_(0, part.indices, torch.where(finite, part.values, 0.0))
-        if self._velocity is not None and self._section.masks(self._setup.recipe.optimizer, density):
-            self._velocity[indices] = torch.where(sent, 0.0, self._velocity[indices])
         return parts
 
     def _count(self, density: float) -> int:

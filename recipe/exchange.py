@@ -11,10 +11,7 @@ from recipe.optimization import Optimizer
 from recipe.section import shares
 
 # Keys of the sparse methods that change what is learned: another method refuses them, unless they say what it does.
-_ONLY_SPARSE = ("density_warmup", "factor_masking", "dense_1d", "dense_steps")
-
-# At this density a value waits for a hundred updates, at which momentum has long repeated it; at 0.1 for ten.
-_MASKED = 0.01
+_ONLY_SPARSE = ("density_warmup", "dense_1d", "dense_steps")
 
 
 class Exchange(Kind):
@@ -51,10 +48,6 @@ class Exchange(Kind):
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
         """Whether each replica selects from the update that its own gradient would make, not from that gradient."""
-        return False
-
-    def masks(self, optimizer: Optimizer, density: float) -> bool:
-        """Whether momentum of what is sent starts again from 0 in an update with that density."""
         return False
 
     @property
@@ -127,18 +120,8 @@ class _Selecting(Exchange):
     """densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]"""
     dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
     dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
-    factor_masking: Optional[bool] = None
-    """with compress update: momentum of what is sent starts again from 0; null: if the density is 0.01 or less"""
     stage_share: Literal["size", "threshold"] = "size"
     """values that a stage sends: in proportion to its parameters (size), or to the largest of the model (threshold)"""
-
-    def faults(self) -> Iterator[str]:
-        if self.factor_masking and self.compress == "gradient":
-            yield "factor_masking clears momentum, which needs compress update; give compress=update"
-
-    def masks(self, optimizer: Optimizer, density: float) -> bool:
-        masks = density <= _MASKED if self.factor_masking is None else self.factor_masking
-        return masks and self.compresses_update(optimizer)
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
         if self.compress is None:

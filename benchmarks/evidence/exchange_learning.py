@@ -28,23 +28,22 @@ GLYPHS = (
 SETTINGS = {"digits": (*MODEL, *DIGITS), "glyphs": GLYPHS}
 COMPARED = {"digits": SEEDS[:3], "glyphs": SEEDS[:2]}  # of methods that no claim needs
 GRADIENT = "exchange.compress=gradient"
-UNMASKED = ("exchange.factor_masking=false",)
-UPDATE = ("exchange.compress=update", "exchange.factor_masking=true")
+UPDATE = "exchange.compress=update"
 # (name, density or other size) -> overrides
 METHODS: Dict[Tuple[str, str], Tuple[str, ...]] = {
     ("dense", ""): (),
-    ("top-k of the update", "0.01"): ("exchange.method=topk", "exchange.density=0.01", *UPDATE),
+    ("top-k of the update", "0.01"): ("exchange.method=topk", "exchange.density=0.01", UPDATE),
     ("local steps", "8"): ("exchange.method=local", "exchange.local_steps=8"),
     ("dense in few bits", "4"): ("exchange.bits=4",),
-    ("gTop-k of the update", "0.04"): ("exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04"),
-    ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001", *UPDATE),
+    ("gTop-k of the update", "0.04"): (
+        "exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04", UPDATE,
+    ),
+    ("top-k of the update", "0.001"): ("exchange.method=topk", "exchange.density=0.001", UPDATE),
     ("local steps in 4 bits", "8"): ("exchange.method=local", "exchange.local_steps=8", "exchange.bits=4"),
     ("local steps after 2 epochs", "8"): (
         "exchange.method=local", "exchange.local_steps=8", "exchange.dense_epochs=2",
     ),
     ("half", ""): ("exchange.method=half",),
-    ("top-k of the update, no masking", "0.01"): ("exchange.method=topk", "exchange.density=0.01", *UNMASKED),
-    ("top-k of the update, no masking", "0.001"): ("exchange.method=topk", "exchange.density=0.001", *UNMASKED),
     ("top-k of the gradient", "0.01"): ("exchange.method=topk", "exchange.density=0.01", GRADIENT),
     ("gTop-k of the gradient", "0.04"): (
         "exchange.method=gtopk", "exchange.pattern=owners", "exchange.density=0.04", GRADIENT,

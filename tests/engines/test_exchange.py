@@ -103,7 +103,7 @@ def resumed(processes, overrides):
     return common, () if LOCAL[0] in overrides else own, (whole, again)
 
 
-DGC = ("compress=update", "factor_masking=true", "density_warmup=[0.25, 0.05]", "dense_steps=1")
+DGC = ("compress=update", "density_warmup=[0.25, 0.05]", "dense_steps=1")
 LATE = ("local_steps=3", "bits=8", "delay=2", "fragments=2")
 OUTER = ("outer=nesterov", "fragments=2", "dense_steps=1")
 

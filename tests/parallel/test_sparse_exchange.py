@@ -44,7 +44,7 @@ class Momentum:
     def __init__(self):
         self.velocity = torch.zeros(LENGTH)
 
-    def __call__(self, residual, gradient, divisor, finite):
+    def __call__(self, residual, gradient, divisor, finite, density):
         if finite:
             self.velocity.mul_(0.9).add_(gradient / divisor)
             residual.add_(self.velocity)
@@ -135,22 +135,19 @@ def test_by_the_published_rule_a_replica_keeps_what_it_sent_in_vain_and_the_rest
         assert_bitwise_equal(state["residual"], torch.where(sent & (updates[0] != 0), 0.0, own))
 
 
-@pytest.mark.parametrize("masks", [None, False, True])
-def test_a_single_replica_is_the_definition_in_a_few_lines(masks):
-    """v = 0.9 v + g; r = r + v; the largest of r are sent; and masked, v is cleared there. masks None: v = g."""
-    kind = {} if masks is None else {"momentum": True, "factor_masking": masks}
-    updates, states = run(1, {"pattern": "tree", **kind})
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_single_replica_is_the_definition_in_a_few_lines(momentum):
+    """v = 0.9 v + g, or g; r = r + v; the largest of r are sent."""
+    updates, states = run(1, {"pattern": "tree", "momentum": momentum})
     velocity, residual = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step, update in updates.items():
-        velocity = 0.9 * velocity * (masks is not None) + gradient(0, step)
+        velocity = 0.9 * velocity * momentum + gradient(0, step)
         residual = residual + velocity
         largest = residual.abs().topk(COUNT).indices
         expected = torch.zeros(LENGTH).index_copy_(0, largest, residual[largest])
         residual[largest] = 0
-        if masks:
-            velocity[largest] = 0
         torch.testing.assert_close(update, expected, rtol=1e-6, atol=1e-6 * UNIT)
-    for name, wanted in {"residual": residual, **({} if masks is None else {"velocity": velocity})}.items():
+    for name, wanted in {"residual": residual, **({"velocity": velocity} if momentum else {})}.items():
         torch.testing.assert_close(states[0][name], wanted, rtol=1e-6, atol=1e-6 * UNIT)
 
 
@@ -182,7 +179,7 @@ def test_the_density_is_that_of_the_epoch(densities, counts):
 def test_some_parameters_are_always_sent_whole(momentum):
     """They are what a dense exchange gives, and take no place among the others."""
     places = [(0, (1, 3)), (3, (7,)), (10, (1, 240)), (250, (50,))]
-    kind = {"momentum": momentum, "factor_masking": momentum, "places": places, "dense_1d": True, "density": 12 / 243}
+    kind = {"momentum": momentum, "places": places, "dense_1d": True, "density": 12 / 243}
     updates, states = run(3, kind)
     whole = torch.cat([torch.arange(3, 10), torch.arange(250, 300)])
     velocity = torch.zeros(LENGTH)
@@ -197,7 +194,7 @@ def test_some_parameters_are_always_sent_whole(momentum):
     "kind",
     [
         *({}, {"density_warmup": [0.04, 0.04, 1.0]}, {"pattern": "dense"}),
-        {"momentum": True, "factor_masking": True, "places": [(0, (1, 20)), (20, (10,)), (30, (1, 270))]},
+        {"momentum": True, "places": [(0, (1, 20)), (20, (10,)), (30, (1, 270))]},
     ],
     ids=str,
 )

@@ -50,22 +50,6 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "density", "masked"),
-    [
-        ("", 0.01, True),
-        ("", 0.04, False),
-        ("factor_masking=true", 0.04, True),
-        ("factor_masking=false", 0.001, False),
-        ("compress=gradient", 0.001, False),
-        ("delay=1", 0.001, False),
-    ],
-)
-def test_momentum_of_what_is_sent_is_cleared_where_little_is_sent(overrides, density, masked):
-    asked = recipe(f"method=topk {overrides}")
-    assert asked.exchange.masks(asked.optimizer, density) == masked
-
-
-@pytest.mark.parametrize(
     ("override", "compress"),
     [("optimizer.name=lars", "update"), ("optimizer.name=sgd", "gradient"), ("exchange.delay=1", "gradient")],
 )

@@ -31,7 +31,6 @@ WITHIN_A_SECTION = [
     ("exchange.density_warmup=[0.1]", "density_warmup goes with method topk or gtopk, not dense"),
     ("exchange.method=topk exchange.density_warmup=[0.1,0.0]", r"exchange\.density_warmup: .* above 0 and at most 1"),
     ("exchange.method=half exchange.wire=float32", "must be 'float16' or 'bfloat16'"),
-    ("exchange.method=gtopk exchange.compress=gradient exchange.factor_masking=true", "give compress=update"),
     ("exchange.conserve=7", r"exchange\.conserve"),
     (f"{LOCAL} exchange.fragments=9", "9 fragments need as many updates"),
     (f"{LOCAL} exchange.local_steps=4 exchange.delay=4", "use a delay below local_steps 4"),

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.multiprocess
 
 GTOPK = (  # ranks.RECIPE asks for the tree, which is for dense gradients
     *("exchange.order=fast", "exchange.method=gtopk", "exchange.density=0.05", "exchange.density_warmup=[0.3]"),
-    *("exchange.compress=update", "exchange.factor_masking=true"),
+    "exchange.compress=update",
 )
-LATE_GTOPK = ("exchange.compress=gradient", "exchange.factor_masking=false", "exchange.delay=1")
+LATE_GTOPK = ("exchange.compress=gradient", "exchange.delay=1")
 
 
 def replica_files(folder):
