@@ -12,7 +12,6 @@ def text() -> str:
     """The schema of one YAML layer, in which nothing is required, because a file may extend another."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
-    schema["properties"]["log"] = schema["$defs"].pop("Log")  # where it is used, as in earlier versions
     schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
     return json.dumps(_as_layer(schema), indent=1) + "\n"
 

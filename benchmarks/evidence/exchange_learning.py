@@ -121,7 +121,7 @@ class ExchangeLearning(Experiment):
         return claims.claims_table(self.claims(), "{:.2f}")
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        names = [f"{name} {size}" for name, size in METHODS]
+        names = list(dict.fromkeys(f"{row['exchange']} {row['size'] or ''}" for row in rows))
         lost = {setting: [row["lost_mean"] for row in rows if row["setting"] == setting] for setting in SETTINGS}
         page.bars(names, lost, path, "points of top-1 lost against dense")
 
