@@ -76,7 +76,7 @@ class Side:
         self._scratch, group = torch.zeros(elements, dtype=torch.int32), distributed.group.WORLD
         if name == "local":
             processes, weights = SimpleNamespace(replica_group=group), SimpleNamespace(flat=self.buffer)
-            setup = Setup(None, None, processes, self.buffer, (), None, group, None, None, weights)
+            setup = Setup(None, processes, self.buffer, (), None, group, None, None, weights)
             self._local = LocalSteps(setup, Exchange(method="local", local_steps=1))
         elif name in PATTERNS:
             self._sum = SparseSum(group, pattern=PATTERNS[name], wire="float32")

@@ -42,6 +42,7 @@ from engines.feed import training_batches
 from models.families import build
 from models.normalization import norm_parameters
 from optim import factory, schedule
+from parallel.exchange import Gradient, named
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
@@ -151,7 +152,7 @@ def main() -> None:
                 "setting": setting,
                 "optimizer": optimizer,
                 "seeds": len(seeds),
-                "kb_sent": 2 * (REPLICAS - 1) / REPLICAS * 4 * own[0].values / 1e3,
+                "kb_sent": named("dense").bytes_sent(REPLICAS, Gradient(own[0].values)) / 1e3,
                 "dense_top1": 100 * statistics.mean(each.top1 for each in dense),
                 "power_sgd_top1": 100 * statistics.mean(each.top1 for each in own),
                 "lost": statistics.mean(lost),

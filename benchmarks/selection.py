@@ -135,9 +135,7 @@ class Work:
             section = Exchange(method="topk", density=DENSITY)
             processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: None)
             places, update = self._state.places(), self._update
-            setup = Setup(
-                SimpleNamespace(optimizer=lars), None, processes, self._gradient, places, None, None, None, update
-            )
+            setup = Setup(None, processes, self._gradient, places, None, None, None, update)
             self._exchange = SparseExchange(setup, section)
 
     def prepare(self) -> None:

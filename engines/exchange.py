@@ -176,7 +176,7 @@ class GradientExchange:
         exchanged = SimpleNamespace(flat=weights.flat, store=weights.store, refresh=weights.refresh)
         exchanged.own_state = lambda: {**weights.own_state(), **(averages or {})}
         setup = Setup(
-            *(recipe, batch, processes, self._buffer, weights.places(), weights.gradients.collect),
+            *(batch, processes, self._buffer, weights.places(), weights.gradients.collect),
             *(group, steps_per_epoch, self._update, exchanged),
         )
         running = method.create(setup)

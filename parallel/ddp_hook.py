@@ -67,7 +67,7 @@ class SparseState:
         else:
             flat = gradients.float()
             if bucket not in self.exchanges:
-                setup = Setup(None, None, self._processes, flat, [(0, flat)], None, self._group, None)
+                setup = Setup(None, self._processes, flat, [(0, flat)], None, self._group, None)
                 self.exchanges[bucket] = SparseExchange(setup, self._section)
             self.exchanges[bucket](flat, self._step, torch.tensor(float(replicas), device=flat.device))
             result = flat.div_(replicas).to(gradients.dtype)

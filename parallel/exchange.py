@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import distributed, nn
 
     from parallel.processes import Processes
-    from recipe.config import Recipe
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them: from the most faithful method to the one that sends least.
@@ -50,7 +49,6 @@ class Setup(NamedTuple):
     `refresh()` after writing to it; `store(start, end, values, step)` of float32 values, the same bits on all replicas.
     """
 
-    recipe: Recipe
     batch: Batch
     processes: Processes
     gradients: torch.Tensor

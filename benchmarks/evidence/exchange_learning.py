@@ -121,17 +121,21 @@ class ExchangeLearning(Experiment):
         return claims.claims_table(self.claims(), "{:.2f}")
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
-        names = list(dict.fromkeys(f"{row['exchange']} {row['size'] or ''}" for row in rows))
+        names = list(dict.fromkeys(map(_label, rows)))
         lost = {setting: [row["lost_mean"] for row in rows if row["setting"] == setting] for setting in SETTINGS}
         page.bars(names, lost, path, "points of top-1 lost against dense")
 
     def verdict(self, rows: Sequence[dict]) -> str:
         kept = [
-            f"{row['exchange']} {row['size'] or ''}".strip() + f" on {row['setting']} ({row['lost_mean']:.1f})"
+            f"{_label(row)} on {row['setting']} ({row['lost_mean']:.1f})"
             for row in rows
             if row["exchange"] != DENSE[0] and row["lost_mean"] <= 1
         ]
         return f"Within a point of dense: {', '.join(kept) or 'none'}."
+
+
+def _label(row: dict) -> str:
+    return f"{row['exchange']} {row['size'] or ''}".strip()
 
 
 def _lost(series: Series, dense: Series) -> List[float]:

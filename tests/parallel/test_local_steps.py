@@ -38,7 +38,7 @@ def trained(rank, size, steps, keys):
     weights = Weights()
     section = Exchange(method="local", local_steps=EVERY, **keys)
     processes = SimpleNamespace(replica_group="replicas")
-    made = LocalSteps(Setup(None, None, processes, None, (), None, "replicas", None, None, weights), section)
+    made = LocalSteps(Setup(None, processes, None, (), None, "replicas", None, None, weights), section)
     made._thread = None  # ranks are threads here; one beside them is for the engine's tests
     found = []
     for step in range(steps):

@@ -19,7 +19,7 @@ BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
 def create(gradients, places=(), bucket=BUCKET, micro_batches=60, **section):
-    setup = Setup(None, SimpleNamespace(micro_batches=micro_batches), None, gradients, places, None, None, None)
+    setup = Setup(SimpleNamespace(micro_batches=micro_batches), None, gradients, places, None, None, None)
     return reduce.Reduction(setup, Exchange(**section), bucket)
 
 

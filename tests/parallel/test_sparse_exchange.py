@@ -31,8 +31,7 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
     processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: everyone)
     places = [(start, torch.empty(shape)) for start, shape in places or [(0, (1, LENGTH))]]
     contribution = Momentum() if momentum else None
-    recipe = SimpleNamespace(optimizer=None)
-    setup = Setup(recipe, None, processes, torch.empty(LENGTH), places, None, group, 1, contribution)
+    setup = Setup(None, processes, torch.empty(LENGTH), places, None, group, 1, contribution)
     if pattern == "dense":
         return QuantizedReduction(setup, 4)
     return SparseExchange(setup, Exchange(method="gtopk" if merging else "topk", **keys))
