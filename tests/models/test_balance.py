@@ -69,15 +69,17 @@ def test_the_cut_is_the_best_of_all(seed):
 
 def test_less_memory_moves_the_cut_until_nothing_fits():
     """Four like blocks; under 1F1B the first stage holds two micro batches and the second one."""
-    costs = dict.fromkeys("abcd", BlockCost(1, 2, 100, 10, 1))
+    mb = 10**6
+    costs = dict.fromkeys("abcd", BlockCost(1, 2, 100 * mb, 10, 1))
     even, narrow, hopeless = (
-        balance(costs, 2, in_flight=[2, 1], bytes_per_parameter=0, memory=memory) for memory in (400, 399, 299)
+        balance(costs, 2, in_flight=[2, 1], bytes_per_parameter=0, memory=memory * mb) for memory in (400, 399, 299)
     )
-    assert even == Cut(["c"], [6, 6], [400, 200], 400) and even.fits and even.imbalance == 0
-    assert narrow == Cut(["b"], [3, 9], [200, 300], 399) and narrow.fits and narrow.imbalance == 0.5
-    assert hopeless == Cut(["b"], [3, 9], [200, 300], 299) and not hopeless.fits
-    assert "[b] (measured): stages take 25 + 75 % of the time, 50.0 % from even" in narrow.describe()
-    assert "no cut fits into" in hopeless.describe("counted")
+    assert even == Cut(["c"], [6, 6], [400 * mb, 200 * mb], 400 * mb) and even.fits and even.imbalance == 0
+    assert narrow == Cut(["b"], [3, 9], [200 * mb, 300 * mb], 399 * mb) and narrow.fits and narrow.imbalance == 0.5
+    assert hopeless == Cut(["b"], [3, 9], [200 * mb, 300 * mb], 299 * mb) and not hopeless.fits
+    line = "split [b] ({}): stages take 25 + 75 % of the time, 50.0 % from even; memory 200 + 300 MB"
+    assert narrow.describe() == line.format("measured")
+    assert hopeless.describe("counted").startswith(f"{line.format('counted')}: no cut fits into 299 MB")
 
 
 def test_phases_that_come_one_after_the_other_are_balanced_each():
@@ -85,6 +87,8 @@ def test_phases_that_come_one_after_the_other_are_balanced_each():
     costs = {"a": BlockCost(5, 1, 1, 1, 1), "b": BlockCost(1, 2, 1, 1, 1), "c": BlockCost(0.5, 3.5, 1, 1, 1)}
     assert balance(costs, 2, in_flight=[1, 1]).cuts == ["b"]
     assert balance(costs, 2, in_flight=[1, 1], phases=True).cuts == ["c"]
+    # With two micro batches in flight the first stage, cut at c, takes 2 x 2 + 24 bytes; cut at b, none takes over 26.
+    assert balance(costs, 2, in_flight=[2, 1], phases=True, memory=27).cuts == ["b"]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -102,7 +106,9 @@ def test_no_move_of_a_border_makes_phases_faster(seed):
         for phases in (False, True)
     )
     assert slowness((one, other)) <= slowness(by_sums)
-    for moved in ((one + 1, other), (one - 1, other), (one, other + 1), (one, other - 1)):
+    for moved in (
+        (one + step, other + also) for step in (-2, -1, 0, 1, 2) for also in (-2, -1, 0, 1, 2) if 0 in (step, also)
+    ):
         if 0 < moved[0] < moved[1] < len(names):
             assert slowness(moved) >= slowness((one, other)) - 1e-9
 

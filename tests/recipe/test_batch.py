@@ -3,14 +3,14 @@
 import pytest
 
 from data.digits import DigitsSource
-from recipe import batch
+from recipe import batch, ipu_plan
 from recipe.batch import divide, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe
 from recipe.course import Course
 from recipe.division import Batch
 from recipe.errors import ConfigError, DataError
 from recipe.loading import load
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 
 IMAGENET = 1_281_167
 
@@ -163,6 +163,8 @@ def test_the_plan_says_what_follows_from_the_recipe_and_which_keys_are_not_at_th
     growing = batch.describe(load(QUICKSTART, ["batch.schedule=[[0,64],[700,128]]"]))
     assert "\nbatch      evaluation 120, schedule [[0, 64], [700, 128]]\n" in growing
     assert "known once data.root is read" in batch.describe(recipe())
+    pod = load(ROOT / "configs" / "pod16.yaml", ["run.device=ipu"])
+    assert batch.describe(pod).endswith("\n".join(["", *ipu_plan.lines(pod, batch.planned(pod))]))
 
 
 LAUNCHED = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "POPDIST_NUM_LOCAL_REPLICAS": "2", "POPDIST_NUM_IPUS_PER_REPLICA": "2"}
