@@ -1,11 +1,14 @@
-"""What counts as a launch, a copy and a synchronisation, by programs whose counts are known."""
+"""What counts as a launch, a copy and a synchronisation, by programs whose counts are known; and what ours counts."""
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import gpu_launches
 from benchmarks.gpu_launches import META, Launches
+from optim.gradients import Gradients
+from optim.layout import Layout
 
 X = torch.empty(4, 8, device=META)
 
@@ -110,3 +113,38 @@ def test_an_update_is_more_than_its_micro_batches_and_counts_are_of_one_micro_ba
 
     counts = gpu_launches.per_micro_batch(gpu_launches.Side("side", 1, update))
     assert counts == {"launches": {"add": 1, "sum": 1}, "copies": {}, "synchronisations": {"_local_scalar_dense": 1}}
+
+
+# What the product counts.
+
+TINY = ("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.4", "model.image_size=32", "model.classes=10")
+
+
+@pytest.mark.parametrize("changes", [(), ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")])
+def test_a_micro_batch_waits_for_nothing_and_is_accumulated_by_few_kernels(changes):
+    """Labels are copied, and shares where images are mixed; once in eight micro batches the keys of their masks. With
+    recomputation dropout's masks are not drawn again."""
+    counts = gpu_launches.per_micro_batch(gpu_launches.ours("channels_last", "torch", 4, *TINY, *changes))
+    assert counts["synchronisations"] == {}
+    assert counts["copies"] == {"_to_copy": 1.125 if "data.mixup=0" in changes else 2.125}
+    launches = counts["launches"]
+    assert launches["index_select"] == 0.125  # one draw of masks
+    assert launches["_foreach_copy_"] <= 3 and launches["add_"] == 3  # gradients, the loss, and hits
+
+
+def test_scores_wait_for_nothing():
+    counts = gpu_launches.per_micro_batch(gpu_launches.evaluation(4, *TINY, "engine.kernels=torch"))
+    assert (counts["copies"], counts["synchronisations"]) == ({"_to_copy": 1}, {})
+
+
+def test_on_a_gpu_few_kernels_take_in_a_model_whatever_strides_gradients_have():
+    """cuDNN's of a 1 x 1 kernel are channels-last ones, which differ where dimensions have one element."""
+    parameters = {str(number): nn.Parameter(torch.empty(8, 4, 1, 1, device="meta").half()) for number in range(64)}
+    gradients = Gradients(parameters, Layout(parameters), None, ())
+    for _ in range(2):
+        for parameter in parameters.values():
+            parameter.grad = torch.empty(8, 4, 1, 1, device="meta", memory_format=torch.channels_last).half()
+        with Launches() as counted:
+            gradients.accumulate()
+        assert all(parameter.grad is None for parameter in parameters.values())
+    assert counted.launches == {"_foreach_copy_": 1, "add_": 1}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_launches import Launches
 from optim import gradients as product
 from optim.gradients import Gradients, TreeSum
 from optim.layout import Layout
@@ -77,19 +76,6 @@ def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order, device_kind):
     for view, name in zip(gradients.views, SHAPES):
         leaves = torch.stack([gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)])
         assert torch.equal(view.flatten(), tree_sum(leaves)), name
-
-
-def test_on_a_gpu_few_kernels_take_in_a_model_whatever_strides_gradients_have():
-    """cuDNN's of a 1 x 1 kernel are channels-last ones, which differ where dimensions have one element."""
-    parameters = {str(number): nn.Parameter(torch.empty(8, 4, 1, 1, device="meta").half()) for number in range(64)}
-    gradients = Gradients(parameters, Layout(parameters), None, ())
-    for _ in range(2):
-        for parameter in parameters.values():
-            parameter.grad = torch.empty(8, 4, 1, 1, device="meta", memory_format=torch.channels_last).half()
-        with Launches() as counted:
-            gradients.accumulate()
-        assert all(parameter.grad is None for parameter in parameters.values())
-    assert counted.launches == {"_foreach_copy_": 1, "add_": 1}
 
 
 # The tree of micro batches: exact enough, the same for every number of replicas, and small.
