@@ -123,7 +123,7 @@ def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: tor
         from data.dali import DaliLoader
 
         return DaliLoader(reader, requests, max(1, data.workers), device)
-    return Loader(reader, requests, data)
+    return Loader(reader, requests, data, forks=device.type != "cuda")
 
 
 def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:

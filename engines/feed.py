@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from data import loader, mixing
 from data.base import Source
 from data.batches import MicroBatch
-from data.prefetch import Prefetcher
+from data.prefetch import Prefetcher, sent
 from engines.base import summable
 from engines.timeline import Recorder
 from models.stochastic import Draws
@@ -41,6 +41,7 @@ class Feed:
         self._group, self._topology = processes.host_stage_group, processes.topology
         self._device, self._batch_statistics = device, recipe.model.batch_statistics
         self._sent: List[tuple] = []
+        self._mixed: Tuple[tuple, Optional[mixing.Mixing]] = ((), None)
         self._waiting: Deque[tuple] = deque()  # labels on their way from the first stage to the last
 
     @property
@@ -94,7 +95,7 @@ class Feed:
         """Labels of the images of micro batch `number`, int64 [valid], and their targets: the same, or where
         images are mixed float32 [valid, classes]. On the last stage, on the device; in order."""
         labels, valid = self._labels()
-        labels = labels.to(self._device, non_blocking=True)
+        labels = sent(labels, self._device)
         plan = self._plan(number, self._rows, valid)
         targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
         return labels[:valid], targets[:valid]
@@ -111,7 +112,7 @@ class Feed:
         if not self._topology.is_first:
             self._waiting.append(self._receive_labels())
         labels, valid = self._labels()
-        return labels[:valid].to(self._device)
+        return sent(labels[:valid], self._device)
 
     def finish(self) -> None:
         """Wait until all labels have arrived: then their memory may be used again."""
@@ -120,7 +121,11 @@ class Feed:
         self._sent.clear()
 
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
-        return mixing.draw(self._data, self._seed, *self.place(number), rows, valid, self._size, self._size)
+        """How a micro batch is mixed: drawn once for its images and its targets, where both are here."""
+        drawn = (*self.place(number), rows, valid, self._size, self._size)
+        if self._mixed[0] != drawn:
+            self._mixed = drawn, mixing.draw(self._data, self._seed, *drawn, self._device)
+        return self._mixed[1]
 
     def _send_labels(self, batch: MicroBatch) -> None:
         if self._topology.is_last:

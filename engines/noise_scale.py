@@ -35,9 +35,10 @@ _FEWEST = 10.0  # measured updates, as they count, from which a standard error m
 class Meter:
     """Running averages of S and |G|^2, from the norms of micro batches' gradients and of the whole batch's gradient.
 
-    Hooks measure the gradient of each parameter before it is accumulated, so every pipeline schedule works, and an
-    exchange that overlaps the backward pass. Where the exchange does not give each replica the sum of all gradients,
-    the large batch is the replica's own. Updates that are not finite are ignored. Nothing waits for the device.
+    Hooks, which parameters have in measured updates only, measure each gradient before it is accumulated, so every
+    pipeline schedule works, and an exchange that overlaps the backward pass. Where the exchange does not give each
+    replica the sum of all gradients, the large batch is the replica's own. Updates that are not finite are ignored.
+    Nothing waits for the device.
 
     on: whether the current update is measured; never without parameters.
     """
@@ -48,8 +49,7 @@ class Meter:
         self._small, self._large, self._replicas = small, large, replicas
         self._norms: List[List[torch.Tensor]] = [[] for _ in parameters]
         self.on = False
-        for number, parameter in enumerate(parameters.values()):
-            parameter.register_hook(functools.partial(self._measure, number))
+        self._parameters, self._hooks = list(parameters.values()), []
         self._names = [*([""] if parameters else ()), *(parameters if layers else ())]  # the whole model first
         device = next((each.device for each in parameters.values()), None)
         self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
@@ -57,6 +57,10 @@ class Meter:
     def start(self, number: int, steps: int = 1) -> None:
         """Begin update `number`, from 0. Args: steps: by which the large batch is larger than usual."""
         self.on, self._steps = bool(self._norms) and number % _EVERY == 0, steps
+        while self._hooks:
+            self._hooks.pop().remove()
+        for place, parameter in enumerate(self._parameters if self.on else ()):
+            self._hooks.append(parameter.register_hook(functools.partial(self._measure, place)))
         for norms in self._norms:
             norms.clear()
 
@@ -101,7 +105,7 @@ class Meter:
                 moments.copy_(saved[name])
 
     def _measure(self, number: int, gradient: torch.Tensor) -> None:
-        if self.on and len(self._norms[number]) < _MOST:
+        if len(self._norms[number]) < _MOST:
             self._norms[number].append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
 

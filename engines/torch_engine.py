@@ -13,7 +13,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import compute_dtype, device_of, set_determinism, timed
+from engines.devices import compute_dtype, device_of, set_switches, timed
 from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
@@ -39,7 +39,7 @@ class TorchEngine(Engine):
         self._recipe, self._trains, self._steps_per_epoch = recipe, steps_per_epoch is not None, steps_per_epoch or 1
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
-            set_determinism(recipe.run.deterministic)
+            set_switches(recipe.run.deterministic)
         if self._trains:
             tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)

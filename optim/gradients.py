@@ -9,12 +9,15 @@ from torch import nn
 
 from optim.layout import Layout
 
+_ONE_BY_ONE = ("cpu",)  # types of devices where an operator costs less than another pass over the gradients
+
 
 class Gradients:
     """Float32 gradients of a module's parameters over the micro batches of a step.
 
     As they come, micro batches are added to one running sum. In tree order each has a buffer of its own first, and
-    `TreeSum` adds them. With float32 compute autograd adds into the buffer by itself: `.grad` is a view of it.
+    `TreeSum` adds them. With float32 compute on a CPU autograd adds into the buffer by itself: `.grad` is a view of it.
+    On GPUs autograd leaves new tensors, which few kernels take in together.
     """
 
     def __init__(
@@ -31,7 +34,9 @@ class Gradients:
             parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
         """
         self._parameters = list(parameters.values())
-        self._added_by_autograd = self._parameters[0].dtype == torch.float32
+        one_by_one = layout.device.type in _ONE_BY_ONE
+        self._added_by_autograd = one_by_one and self._parameters[0].dtype == torch.float32
+        self._arrivals = None if one_by_one else _Arrivals(self._parameters, layout)
         self.flat = layout.zeros(torch.float32)
         self.views = layout.views(self.flat)
         self._parts: List[_Part] = []
@@ -57,14 +62,15 @@ class Gradients:
     def accumulate(self, part: int = 0) -> None:
         """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""
         if not self._parts:
+            if self._arrivals is not None and self._arrivals.complete:
+                self.flat.add_(self._arrivals.take())
+                return
             for number in range(len(self._parameters)):
                 self.collect(number)
             return
         leaf = self._parts[part]
         if not self._added_by_autograd:
-            for parameter, view in zip(leaf.parameters, leaf.views):
-                view.copy_(parameter.grad)
-                parameter.grad = None
+            leaf.take()
         leaf.tree.add()
         if leaf.tree.complete:
             leaf.flat.copy_(leaf.tree.total)
@@ -80,7 +86,7 @@ class Gradients:
 
     def _open(self, part: _Part) -> None:
         """A buffer for the part's next micro batch."""
-        part.views = part.layout.views(part.tree.leaf())
+        part.open()
         self._show(part.parameters, part.views)
 
     def _show(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
@@ -89,14 +95,58 @@ class Gradients:
                 parameter.grad = view
 
 
+class _Arrivals:
+    """What a backward pass leaves in some parameters on a GPU, in one buffer of their dtype, by few kernels."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout):
+        self._parameters, self._layout = parameters, layout
+        self._places: List[torch.Tensor] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parameters have a gradient, none of which was collected before."""
+        return all(parameter.grad is not None for parameter in self._parameters)
+
+    def take(self) -> torch.Tensor:
+        """The gradients, [length], until the next call; the parameters have none any more."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not self._places:
+            self._flat = self._layout.zeros(gradients[0].dtype)
+            # Torch copies one by one where strides differ, also those of dimensions of size 1.
+            self._places = [
+                view.as_strided(view.shape, gradient.stride()) if gradient.is_contiguous() else view
+                for view, gradient in zip(self._layout.views(self._flat), gradients)
+            ]
+        torch._foreach_copy_(self._places, gradients)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self._flat
+
+
 class _Part:
     """Some consecutive parameters, the elements of the flat buffer from the first of them on, and their tree."""
 
     def __init__(self, parameters: Dict[str, nn.Parameter], flat: torch.Tensor, accumulation: int):
-        self.parameters, self.layout = list(parameters.values()), Layout(parameters)
-        self.flat = flat[: self.layout.length]
-        self.tree = TreeSum(self.layout.length, accumulation, self.layout.device)
+        self.parameters, self._layout = list(parameters.values()), Layout(parameters)
+        self.flat = flat[: self._layout.length]
+        self.tree = TreeSum(self._layout.length, accumulation, self._layout.device)
         self.views: List[torch.Tensor] = []  # of the current leaf
+        one_by_one = self._layout.device.type in _ONE_BY_ONE
+        self._arrivals = None if one_by_one else _Arrivals(self.parameters, self._layout)
+
+    def open(self) -> None:
+        """A leaf for the next micro batch."""
+        self._leaf = self.tree.leaf()
+        self.views = self._layout.views(self._leaf)
+
+    def take(self) -> None:
+        """The parameters' gradients into the leaf."""
+        if self._arrivals is not None:
+            self._leaf.copy_(self._arrivals.take())
+            return
+        for parameter, view in zip(self.parameters, self.views):
+            view.copy_(parameter.grad)
+            parameter.grad = None
 
 
 class TreeSum:

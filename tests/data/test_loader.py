@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from data import loader
 from data.base import Source, UnreadableImage, permutation
+from data.batches import Request
 from data.loader import EvaluationBatches, training_batches
+from data.reader import Reader
 from data.transforms import Evaluation, Training
 from data.workers import Loader
 from recipe.batch import training_image_size
@@ -222,3 +225,14 @@ def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkey
     assert (raised.value is fault) == (type(fault) is expected)
     said = "--shm-size" if expected is OSError else "exited unexpectedly"
     assert raised.value is fault or said in str(raised.value)
+
+
+def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
+    """A copy would have locks that CUDA's threads hold. Its workers come from a server that has loaded torch."""
+    reader, requests = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7)), [Request(0, 0, 0, SIZE, [4, 5, 6])]
+    data = Data(source="digits", workers=1)
+    for device, way in (("cpu", multiprocessing.get_start_method()), ("cuda", "forkserver")):
+        made = loader._loader(reader, requests, data, torch.device(device))
+        assert made.multiprocessing_context.get_start_method() == way
+        (batch,) = made
+        assert torch.equal(batch.images, reader[requests[0]].images)

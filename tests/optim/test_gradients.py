@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from optim import gradients as product
 from optim.gradients import Gradients, TreeSum
 from optim.layout import Layout
 
@@ -14,6 +15,13 @@ PARTS = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
 MICRO_BATCHES = 5
 CPU = torch.device("cpu")
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(params=["as on CPUs", "as on GPUs"])
+def device_kind(request, monkeypatch):
+    """The CPU takes gradients one by one, or as a GPU takes them, with the same sums."""
+    if request.param == "as on GPUs":
+        monkeypatch.setattr(product, "_ONE_BY_ONE", ())
 
 
 def gradients_of(dtype, *order):
@@ -35,7 +43,7 @@ def backward(parameters, names, number):
 
 @every_dtype
 @pytest.mark.parametrize("collected", [(), (3,)], ids=["together", "one before the others"])
-def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected):
+def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected, device_kind):
     """The exchange asks for single gradients while the backward pass still runs; nothing is added twice."""
     gradients, parameters = gradients_of(dtype)
     for _ in range(2):  # the step before leaves nothing
@@ -54,7 +62,7 @@ def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected):
 
 @every_dtype
 @pytest.mark.parametrize("order", ["together", "one part behind"])
-def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
+def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order, device_kind):
     """Under the interleaved schedule a part's backward passes come between those of another."""
     gradients, parameters = gradients_of(dtype, MICRO_BATCHES, PARTS)
     for _ in range(2):
