@@ -41,8 +41,7 @@ def training_batches(
     seed: int,
     first_step: int,
     last_step: int,
-    replica: int = 0,
-    replicas: int = 1,
+    share: Optional[range] = None,
     device: torch.device = _CPU,
 ) -> Prefetcher:
     """One replica's micro batches of the steps first_step <= step < last_step, in order.
@@ -52,11 +51,11 @@ def training_batches(
 
     Args:
         image_size: pixels a side, or a function from an epoch, counted from 0, to them, called ahead of the training.
-        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch.
+        global_batch, micro: images per step and per micro batch; the latter divides the former.
+        share: the replica's, of the micro batches of a step; None for all.
     """
-    assert global_batch % (micro * replicas) == 0 and 0 <= replica < replicas, (global_batch, micro, replicas)
-    assert len(source) >= global_batch, (len(source), global_batch)
-    share = global_batch // micro // replicas
+    assert global_batch % micro == 0 and len(source) >= global_batch, (len(source), global_batch, micro)
+    numbers = range(global_batch // micro) if share is None else share
 
     def requests() -> Iterator[Request]:
         ordered = None
@@ -65,7 +64,7 @@ def training_batches(
             if epoch != ordered:
                 order, ordered = source.order(seed, epoch), epoch
                 pixels = image_size(epoch) if callable(image_size) else image_size
-            for number in range(replica * share, (replica + 1) * share):
+            for number in numbers:
                 start = within * global_batch + number * micro
                 yield Request(step, epoch, number, pixels, order[start : start + micro].tolist())
 

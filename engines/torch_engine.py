@@ -28,6 +28,7 @@ from recipe.batch import training_image_size, training_image_sizes
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
+from recipe.shares import subtrees
 
 
 class TorchEngine(Engine):
@@ -47,7 +48,8 @@ class TorchEngine(Engine):
         decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
         self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
         self._method = exchange.of(recipe.exchange)
-        self._meter, note = noise_scale.create(recipe, batch, self._method, self._parameters if self._trains else {})
+        measured = self._parameters if self._trains else {}
+        self._meter, note = noise_scale.create(recipe, batch, self._method, measured, self.topology.replica)
         self.notes += (note,) if note and self._trains else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self.recorder = Recorder(processes, self.device)
@@ -88,12 +90,16 @@ class TorchEngine(Engine):
             self._parameters,
             self._norms,
             model=[name for name, _ in whole.named_parameters()],
-            tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
+            tree=(self._leaves(), together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
             compile=recipe.engine.compile and self._trains,
         )
         self.notes += self.weights.notes
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
+
+    def _leaves(self) -> List[int]:
+        """Micro batches of each of the largest subtrees in this replica's share."""
+        return [len(each) for each in subtrees(self.batch.shares[self.topology.replica], self.batch.micro_batches)]
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
@@ -123,14 +129,14 @@ class TorchEngine(Engine):
         self.recorder.begin(step, 0 < self._steps_made <= self._recipe.log.trace)  # from the session's second step on
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
-        self._meter.start(number, steps)
+        self._meter.start(number, self.batch.shares[self.topology.replica], steps)
         self._compute_gradients(micro_batches, range(step, step + steps))
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
         squares += self._squares(divisor, summed=True)
         if self._buffers and self._method.sums:
-            how = self._recipe.model.norm_momentum, self.batch.accumulation, self.processes
+            how = self._recipe.model.norm_momentum, self.batch.shares, self.processes
             state.combine_statistics(self._buffers, statistics_before, *how)
         with self.recorder.span("update"):
             finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
@@ -159,7 +165,7 @@ class TorchEngine(Engine):
         return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
 
     def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
-        """This process's share of the noise scale's two squared norms; none where they are not to be measured here.
+        """This process's share of the noise scale's squared norms; none where they are not to be measured here.
 
         Args: divisor: of the gradient that is there, None if none is. summed: whether the exchange is done.
         """
@@ -176,9 +182,10 @@ class TorchEngine(Engine):
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], steps: range) -> None:
         """All micro batches of this replica in some steps, forward and backward."""
-        each, size = self.batch.accumulation, training_image_size(self._recipe, steps.start // self._steps_per_epoch)
-        self._work.start(micro_batches, steps, each, self.topology.replica * each, self.batch.micro, size)
-        self._schedule(size, len(steps) * each).train(self._work)
+        share = self.batch.shares[self.topology.replica]
+        size = training_image_size(self._recipe, steps.start // self._steps_per_epoch)
+        self._work.start(micro_batches, steps, share, self.batch.micro, size)
+        self._schedule(size, len(steps) * len(share)).train(self._work)
         self._work.finish()
 
     def _schedule(self, size: Optional[int], count: int = 1) -> Any:

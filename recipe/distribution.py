@@ -75,6 +75,11 @@ class Parallel(Section):
         """Consecutive parts that the model is cut into: stages, times the virtual stages of each."""
         return self.stages * (self.virtual_stages or 1)
 
+    @property
+    def least(self) -> int:
+        """Micro batches of a step that each replica needs, on CPUs and GPUs."""
+        return self.stages if self.schedule in ("1f1b", "interleaved") else 1
+
     def in_flight(self, accumulation: int) -> List[int]:
         """Micro batches whose activations each part holds at once, on CPUs and GPUs: all of a step with GPipe
         (1811.06965), else one for each part from here to the last (1806.03377)."""

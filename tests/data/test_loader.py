@@ -102,12 +102,12 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
     """Replicas' shares are contiguous ranges of a step, so sorting by (step, number) joins them."""
     state, options = torch.random.get_rng_state(), {"augment": "randaugment", "last": 6}
     expected = contents(train(**options))
-    shares = [contents(train(workers=workers, replica=r, replicas=replicas, **options)) for r in range(replicas)]
+    own = [range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)]
+    shares = [contents(train(workers=workers, share=each, **options)) for each in own]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert {len(share) for share in shares} == {len(expected) // replicas}
-    for replica, share in enumerate(shares):
-        numbers = [number for _, number, *_ in share[: 4 // replicas]]
-        assert numbers == list(range(replica * 4 // replicas, (replica + 1) * 4 // replicas))
+    for numbers, share in zip(own, shares):
+        assert [number for _, number, *_ in share[: len(numbers)]] == list(numbers)
     assert sorted(itertools.chain(*shares)) == expected
 
 
