@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -195,11 +195,11 @@ class TrainingStep(Feed, Work):
 
 def training_batches(
     source: Optional[Source], recipe: Recipe, batch: Batch, topology: Topology, steps: range, device: torch.device
-) -> Prefetcher:
+) -> Union[Prefetcher, loader.TrainingBatches]:
     """This replica's micro batches of some steps; none where images do not enter."""
     if source is None:
         return Prefetcher((nothing for nothing in ()), device, depth=0)
-    return loader.training_batches(
+    return loader.TrainingBatches(
         source,
         data=recipe.data,
         image_size=functools.partial(training_image_size, recipe),

@@ -80,9 +80,9 @@ class Meter:
 
         Args: gradients: sums over the large batch; `divisor` makes means of them. scale: of the loss.
         """
-        none = torch.zeros((), dtype=torch.float64, device=scale.device)
-        rows = [[norms.get(each, none) for norms in self._norms] for each in self._measured]
-        every = (torch.stack([norm.double() for row in rows for norm in row]) / scale).square().view(len(rows), -1)
+        none = torch.zeros((), device=scale.device)
+        every = torch.stack([norms.get(each, none) for each in self._measured for norms in self._norms])
+        every = (every.double() / scale).square().view(len(self._measured), -1)
         whole = torch.stack(torch._foreach_norm(gradients)).double() / divisor
         count = max(1, sum(each in self._share for each in self._measured))
         own = every.sum(0) / count

@@ -13,7 +13,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import compute_dtype, device_of, set_determinism, timed
+from engines.devices import Stopwatch, compute_dtype, device_of, set_determinism, timed
 from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
@@ -23,6 +23,7 @@ from optim.averaging import WeightAverage
 from optim.loss_scale import LossScale
 from parallel import exchange
 from parallel.processes import Processes
+from parallel.speeds import Speeds
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_size, training_image_sizes
 from recipe.config import Recipe
@@ -58,7 +59,10 @@ class TorchEngine(Engine):
             *(self.weights.gradients, self._loss_scale, self.recorder),
             self._exchange.arm if len(self._stages) == 1 else None,
         )
-        self._schedules, self._steps_made = {}, 0
+        self._schedules, self._steps_made, self._batches = {}, 0, None
+        self._stopwatch, self._settled = Stopwatch(self.device), False
+        follows = recipe.parallel.shares == "measured" and self.topology.replicas > 1
+        self._speeds = Speeds(recipe.parallel.least) if follows else None
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
             entering = [self._boundaries(batch.micro, size, self._work.image_dtype) for size in sizes]
@@ -130,7 +134,11 @@ class TorchEngine(Engine):
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
         self._meter.start(number, self.batch.shares[self.topology.replica], steps)
-        self._compute_gradients(micro_batches, range(step, step + steps))
+        # The first step with these shares also starts what is new.
+        measured = self._speeds is not None and self._settled
+        with self._stopwatch.running() if measured else contextlib.nullcontext():
+            self._compute_gradients(micro_batches, range(step, step + steps))
+        self._settled = True
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
@@ -163,6 +171,29 @@ class TorchEngine(Engine):
         loss = (loss / (self.batch.micro_batches * steps)).float()
         counts = scale.skipped, scale.skipped_in_row, scale.scale
         return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
+
+    def balance(self, step: int) -> List[str]:
+        if self._speeds is None:
+            return []
+        (seconds, steps), share = self._stopwatch.read(), self.batch.shares[self.topology.replica]
+        ranks = self.processes.gather(seconds / (steps * len(share)) if steps else 0.0)
+        stages = self.topology.stages
+        replicas = [max(ranks[first : first + stages]) for first in range(0, len(ranks), stages)]
+        if not all(replicas):
+            return []  # no step was measured
+        shares, lines = self._speeds.follow(self.batch.shares, replicas)
+        if shares is not None:
+            self.divide(step, shares)
+        return lines
+
+    def divide(self, step: int, shares: List[range]) -> None:
+        """From a step on replicas compute these shares of its micro batches. Every rank calls, between two steps."""
+        self.batch, self._settled = self.batch.divided(shares), False
+        self.weights.gradients.divide(self._leaves())
+        self._exchange.divide(self.batch)
+        self._schedules = {key: each for key, each in self._schedules.items() if key[0] is None}
+        if self._batches is not None and self.topology.is_first:
+            self._batches.divide(step, shares[self.topology.replica])
 
     def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
         """This process's share of the noise scale's squared norms; none where they are not to be measured here.

@@ -61,6 +61,16 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if exchange.in_tree and delay and any(len(subtrees(share, batch.micro_batches)) > 1 for share in batch.shares):
         late = "exchange.delay keeps one sum of a replica's gradients, but in tree order"
         yield f"{late} {count(batch.replicas, 'replica')} have several; use exchange.delay=0 or order=fast"
+    if recipe.parallel.shares == "measured":
+        goes = "parallel.shares measured goes with exchange.order tree"
+        if not exchange.in_tree:
+            yield f"{goes}, in which shares change no bit; use exchange.order=tree or parallel.shares=even"
+        if delay:
+            yield f"{goes} without a delay; use exchange.delay=0 or parallel.shares=even"
+        if statistics:
+            yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
+        if recipe.parallel.schedule == "interleaved":
+            yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
     # The schedules of torch.distributed.pipelining, and their number of micro batches.
     name, stages = recipe.parallel.schedule, batch.stages
     if recipe.run.device == "ipu":

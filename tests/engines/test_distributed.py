@@ -93,6 +93,34 @@ def test_any_number_of_replicas_has_the_bits_of_one_process(run):
     assert scores == expected[1]
 
 
+MOVING = (*TREE_OF_TWELVE, *WHOLE, "parallel.schedule=1f1b")
+DIVISIONS = {1: (0, 7, 9, 12), 2: (0, 2, 10, 12)}  # of 12 micro batches among three replicas, by step
+
+
+def moves(processes, overrides):
+    """A case: `train` with other shares from steps 1 and 2 on."""
+    engine = engine_of(processes, overrides)
+    train_step = engine.train_step
+
+    def divided(batches, step, *arguments, **keywords):
+        if processes.topology.replicas > 1 and step in DIVISIONS:
+            engine.divide(step, [range(*ends) for ends in itertools.pairwise(DIVISIONS[step])])
+            batches = micro_batches(step, engine)
+        return train_step(batches, step, *arguments, **keywords)
+
+    engine.train_step = divided
+    found = worlds.train(engine)
+    return found[:2], digest(engine.weights.state_dict()), found
+
+
+@pytest.mark.parametrize("run", [case(1, 3, moves, TREE_OF_TWELVE, slow=True), case(2, 3, moves, MOVING)])
+def test_shares_that_change_from_step_to_step_change_no_bit(run):
+    results, scores, state = outcome(run)
+    expected = alone(*run.arguments[0])
+    assert_bitwise_equal(state, expected[2])
+    assert (results, scores) == expected[:2]
+
+
 SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
 
 
