@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from typing import Callable, List
+from typing import Any, Callable, Iterator, List, Tuple
 
 import torch
 
@@ -48,6 +49,36 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has no work left."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Seconds that a device computes within some blocks; nothing waits until they are read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._marks: List[tuple] = []  # before and after each block
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A block to be measured."""
+        before = self._mark()
+        yield
+        self._marks.append((before, self._mark()))
+
+    def read(self) -> Tuple[float, int]:
+        """Seconds in blocks since the last call, and how many of them. Waits for the device."""
+        synchronize(self._device)
+        marks, self._marks = self._marks, []
+        if self._device.type == "cuda":
+            return sum(before.elapsed_time(after) for before, after in marks) / 1000, len(marks)
+        return sum(after - before for before, after in marks), len(marks)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -49,29 +49,27 @@ class Feed:
         """Dtype of training images as they enter the model: mixed ones lie between the integers."""
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
-    def start(
-        self, micro_batches: Iterator[MicroBatch], steps: range, each: int, first_number: int, rows: int, size: int
-    ) -> None:
+    def start(self, micro_batches: Iterator[MicroBatch], steps: range, share: range, rows: int, size: int) -> None:
         """Begin an update of some steps.
 
         Args:
-            each, first_number: micro batches of a step, and the number of the first within its step over all replicas.
+            share: this replica's, of the micro batches of each step.
             rows, size: rows of a micro batch, and pixels a side of its images, which the first stage sees itself.
         """
-        self._micro_batches, self._steps, self._each, self._first_number = micro_batches, steps, each, first_number
+        self._micro_batches, self._steps, self._share = micro_batches, steps, share
         self._rows, self._size = rows, size
         self._own_numbers: Dict[int, int] = {}
         self._waiting.clear()
         if self._topology.is_last and not self._topology.is_first:
             # All before the first are needed, so that the sender need not wait.
-            self._waiting.extend(self._receive_labels() for _ in range(len(steps) * each))
+            self._waiting.extend(self._receive_labels() for _ in range(len(steps) * len(share)))
         self.images_seen = 0
         self.unreadable: List[str] = []
 
     def place(self, number: int) -> Tuple[int, int]:
         """Step of a micro batch that is counted in this replica, and its number within that step over all replicas."""
-        expected = self._first_number + number % self._each
-        return self._steps[number // self._each], self._own_numbers.get(number, expected)
+        step, place = divmod(number, len(self._share))
+        return self._steps[step], self._own_numbers.get(number, self._share[place])
 
     def images(self, number: int) -> torch.Tensor:
         """Images of micro batch `number`, counted in this replica, on the device; in order."""
@@ -202,11 +200,11 @@ class TrainingStep(Feed, Work):
 
 def training_batches(
     source: Optional[Source], recipe: Recipe, batch: Batch, topology: Topology, steps: range, device: torch.device
-) -> Prefetcher:
+) -> Union[Prefetcher, loader.TrainingBatches]:
     """This replica's micro batches of some steps; none where images do not enter."""
     if source is None:
         return Prefetcher((nothing for nothing in ()), device, depth=0)
-    return loader.training_batches(
+    return loader.TrainingBatches(
         source,
         data=recipe.data,
         image_size=functools.partial(training_image_size, recipe),
@@ -215,8 +213,7 @@ def training_batches(
         seed=recipe.run.seed,
         first_step=steps.start,
         last_step=steps.stop,
-        replica=topology.replica,
-        replicas=batch.replicas,
+        share=batch.shares[topology.replica],
         device=device,
     )
 
