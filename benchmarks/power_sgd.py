@@ -103,7 +103,7 @@ def rank_trains(rank: int, given: List[str], compresses: bool) -> Outcome:
         ):
             plan = mixing.draw(recipe.data, recipe.run.seed, step, rank, 16, 16, *micro.images.shape[2:])
             whole.draws.step, whole.draws.micro_batch = step, rank
-            logits = model(mixing.mix_images(micro.images, plan))
+            logits = model(micro.images if plan is None else mixing.mix_images(micro.images, plan))
             targets = mixing.mix_targets(micro.labels, plan, recipe.model.classes)
             F.cross_entropy(logits, targets, label_smoothing=recipe.data.label_smoothing).backward()
             for group in optimizer.param_groups:
