@@ -20,10 +20,12 @@ def assembly(work) -> list:
 
 _COMPILE = """
 import torch
-from models.kernels import group_conv, group_norm
+from models.efficientnet import build
+from models.kernels import group_conv, group_norm, squeeze
 from models.normalization import GroupNormAct
 import optim.lars
 from optim.kernels import lars
+from recipe.config import Model
 from tests.optim.test_lars_update import state_of
 from tests.test_gpu_compiler import assembly
 
@@ -40,6 +42,11 @@ for form, kernel, stride in {convolutions}:
     x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
     made = assembly(lambda: norm(x).sum().backward())
     print(len(made) == 5, *("atom" not in each for _, each in made))
+
+    block = squeeze.fuse(build(Model(name="efficientnet_b0"), seed=0).block("blocks.1.0")).half()
+    x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
+    made = assembly(lambda: block.bn2(x).sum().backward())
+    print(len(made) == 6, *("atom" not in each for _, each in made))
 
     x = torch.zeros(2, 32, 8, 6, dtype=torch.float16).contiguous(memory_format=form)
     weight = torch.zeros(32, 16, kernel, kernel, dtype=torch.float16)
@@ -74,4 +81,4 @@ def test_kernels_compile_for_a_gpu(tmp_path, updates, convolutions):
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["True"] * (6 * len(updates) + 9 * len(convolutions))
+    assert ended.stdout.split() == ["True"] * (6 * len(updates) + 16 * len(convolutions))
