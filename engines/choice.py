@@ -50,8 +50,8 @@ class Candidate(NamedTuple):
         return self.network + self.processor
 
     def accepted(self, loss: float) -> bool:
-        """Whether it is known to lose no more points of top-1."""
-        return (self.evidence.loss if self.evidence is not None else _UNKNOWN) <= loss
+        """Whether it is known to lose no more points of top-1, by a measurement that can tell so few."""
+        return (max(self.evidence) if self.evidence is not None else _UNKNOWN) <= loss
 
     def __str__(self) -> str:
         work = f", {_figure(1e3 * self.processor)} ms of it to {self.method.work}" if self.processor else ""

@@ -109,6 +109,7 @@ KNOWN = (
         (KNOWN, ("optimizer.name=sgd", "optimizer.trust=null"), "dense"),
         (evidence.MEASURED, ("exchange.accept_loss=0.5",), "dense, 4 bits"),
         (evidence.MEASURED, ("exchange.accept_loss=0.1",), "dense"),
+        (evidence.MEASURED, ("exchange.accept_loss=0",), "dense"),
     ],
 )
 def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, measured, overrides, taken):

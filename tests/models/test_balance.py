@@ -106,11 +106,10 @@ def test_no_move_of_a_border_makes_phases_faster(seed):
         for phases in (False, True)
     )
     assert slowness((one, other)) <= slowness(by_sums)
-    for moved in (
-        (one + step, other + also) for step in (-2, -1, 0, 1, 2) for also in (-2, -1, 0, 1, 2) if 0 in (step, also)
-    ):
-        if 0 < moved[0] < moved[1] < len(names):
-            assert slowness(moved) >= slowness((one, other)) - 1e-9
+    for step in (-2, -1, 1, 2):
+        for moved in ((one + step, other), (one, other + step)):
+            if 0 < moved[0] < moved[1] < len(names):
+                assert slowness(moved) >= slowness((one, other)) - 1e-9
 
 
 def test_names_are_split_before_each_cut():
