@@ -15,15 +15,9 @@ from torch import nn
 from recipe.config import Model
 
 # EfficientNet-B0 with expansion 4, in timm's notation.
-_ARCHITECTURE = [
-    ["ds_r1_k3_s1_e1_c16_se0.25"],
-    ["ir_r2_k3_s2_e4_c24_se0.25"],
-    ["ir_r2_k5_s2_e4_c40_se0.25"],
-    ["ir_r3_k3_s2_e4_c80_se0.25"],
-    ["ir_r3_k5_s1_e4_c112_se0.25"],
-    ["ir_r4_k5_s2_e4_c192_se0.25"],
-    ["ir_r1_k3_s1_e4_c320_se0.25"],
-]
+_STAGES = """ds_r1_k3_s1_e1_c16 ir_r2_k3_s2_e4_c24 ir_r2_k5_s2_e4_c40 ir_r3_k3_s2_e4_c80 ir_r3_k5_s1_e4_c112
+ir_r4_k5_s2_e4_c192 ir_r1_k3_s1_e4_c320"""
+_ARCHITECTURE = [[f"{stage}_se0.25"] for stage in _STAGES.split()]
 
 
 def create_g16(classes: int, width: float = 1.0, depth: float = 1.0, drop: float = 0.0, drop_path: float = 0.0):

@@ -10,13 +10,9 @@ from benchmarks.evidence.staleness import largest_stable_rate
 @pytest.mark.parametrize(
     ("momentum", "delay", "known"),
     [
-        (0.0, 1, 2 * math.sin(math.pi / 6)),
-        (0.0, 16, 2 * math.sin(math.pi / 66)),
-        (0.5, 0, 3.0),
-        (0.9, 0, 3.8),
-        (0.5, 1, None),
-        (0.9, 4, None),
-        (0.9, 16, None),
+        *((0.0, delay, 2 * math.sin(math.pi / (4 * delay + 2))) for delay in (1, 16)),
+        *((momentum, 0, 2 * (1 + momentum)) for momentum in (0.5, 0.9)),
+        *((0.5, 1, None), (0.9, 4, None), (0.9, 16, None)),
     ],
 )
 def test_a_weight_that_is_trained_so_goes_out_of_bounds_above_it_only(momentum, delay, known):

@@ -145,3 +145,10 @@ def test_ranked_of_a_message(kind, dtype):
 def test_ranked_with_the_highest_numbers():
     numbers = torch.tensor([2**32 - 1, 0, 2**31, 2**31 - 1])
     assert_ranked(torch.ones(4), numbers, 2)
+
+
+def test_on_another_device_the_result_lies_there():
+    """The meta device stands for one: its values cannot be read, which would be to wait for a GPU."""
+    values = torch.empty(40, device="meta")
+    for found, size in zip((largest(values, 3), *ranked(values, values.long(), 3)), (3, 3, 37)):
+        assert (found.device, found.dtype, found.shape) == (values.device, torch.int64, (size,))

@@ -91,6 +91,16 @@ def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save
     assert files(checkpoints.folder) == before
 
 
+def test_the_best_is_that_of_the_highest_score_and_of_equal_ones_the_newest(save):
+    """Where it is damaged the next best one is; without a score none is the best."""
+    checkpoints, said = save(1, 2, 3, 4, scores={1: 0.7, 2: 0.9, 3: 0.9}), []
+    assert checkpoints.load_best(said.append)["progression"]["step"] == 3 and not said
+    bit_flipped(checkpoints.path(3))
+    assert checkpoints.load_best(said.append)["progression"]["step"] == 2
+    assert [(line.split(":")[0], line[-20:]) for line in said] == [(str(checkpoints.path(3)), "trying the next best")]
+    assert save(5, scores={}, keep_last=1).load_best(said.append) is None
+
+
 def test_every_wrong_bit_of_a_manifest_is_reported():
     """Also those in the checksum and in its name, and the manifest of another step."""
     expected = Manifest(1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64)))
