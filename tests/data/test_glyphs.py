@@ -1,5 +1,6 @@
 """Glyphs: a fixed list of shapes, drawn the same everywhere, harder with the difficulty."""
 
+import functools
 import os
 import pickle
 import sys
@@ -22,8 +23,8 @@ FOLDER = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_cache_of():
-    data.glyphs._cache_of.cache_clear()
+def _own_cache_of(monkeypatch):
+    monkeypatch.setattr(data.glyphs, "_cache_of", functools.lru_cache(data.glyphs._cache_of.__wrapped__))
 
 
 def source(difficulty, classes=10, images=400, split="train", size=32):
@@ -109,6 +110,5 @@ def test_small_sets_are_drawn_once_a_process_and_ahead_if_asked(monkeypatch):
     source(0.5, images=20, split="validation").read(7)
     monkeypatch.setattr(data.glyphs, "_CACHED_BYTES", 30 * 3 * 32 * 32 - 1)
     large = source(0.5, images=30)
-    large.draw_ahead()
-    large.read(1), large.read(1)
+    large.draw_ahead(), large.read(1), large.read(1)
     assert drawn == [7, 1, 1]
