@@ -2,10 +2,10 @@
 
     python -m benchmarks.noise_scale [--quick] [--json]
 
-- `noise_scale_error`: a small model on the digits, its weights held after 0, 60 and 240 updates, which gives three
+- `noise_scale_error`: a small model on the digits, its weights held after 0, 60 and 120 updates, which gives three
   sizes of noise. |G|^2 and S of the engine's meter are averaged over updates of 8 micro batches of 8. Beside them the
-  definition: the gradient of each of the 1,437 images, their mean and the trace of their covariance, in float64. The
-  error is relative, the largest of the three.
+  definition: from the gradient of each of the 1,437 images, in float64, the trace S of their covariance, and |G|^2 of
+  the distribution they come from: that of their mean, less S / 1,437. The error is relative, the largest of the three.
 - `meter_overhead`: four updates with the meter, which measures one of four, over four without, less 1, in turns, with
   the quickstart's model and its batch of 64 in 2 micro batches.
 """
@@ -33,7 +33,7 @@ from recipe.config import Recipe
 
 MICRO, COUNT = 8, 8
 HELD = ("model.width=0.35", "model.depth=0.3", "data.mixup=0", "precision.weights=float32", "run.device=cpu")
-SIZES = (0, 60, 240)  # updates before the weights are held
+SIZES = (0, 60, 120)  # updates before the weights are held; of 240, after which all signal is lost in the noise
 MEASURED = 1200  # updates with held weights
 LR = 1.0
 _EVERY = 100  # updates between two readings of the meter
@@ -65,25 +65,24 @@ def by_definition(plan: Recipe, weights: Dict[str, torch.Tensor], images: torch.
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         parameter.data.copy_(weights[name])
-    total = torch.zeros(sum(each.numel() for each in parameters.values()), dtype=torch.float64)
-    squares = 0.0
+    total, squares = torch.zeros(sum(each.numel() for each in parameters.values()), dtype=torch.float64), 0.0
     for image, label in zip(images, labels):
         logits = model(image[None])
         loss = F.cross_entropy(logits, label[None], label_smoothing=plan.data.label_smoothing)
         gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(parameters.values()))])
         total += gradient
         squares += gradient.square().sum().item()
-    signal = (total / len(labels)).square().sum().item()
-    return (squares / len(labels) - signal) * len(labels) / (len(labels) - 1) / signal
+    mean = (total / len(labels)).square().sum().item()
+    noise = (squares / len(labels) - mean) * len(labels) / (len(labels) - 1)
+    return noise / (mean - noise / len(labels))
 
 
 def measured(engine: Engine, images: torch.Tensor, labels: torch.Tensor, first: int, updates: int) -> float:
-    """S / |G|^2 by the meter, of weights that a rate of 0 holds."""
+    """S / |G|^2 by the meter, of weights that a rate of 0 holds; also of updates after which the engine tells none."""
     signal = noise = 0.0
     for step in range(first, first + updates):
-        engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, 0.0)
+        engine.train_step(drawn(images, labels, MICRO, COUNT, step), 4 * step, 0.0)  # the meter takes one in four
         if (step + 1 - first) % _EVERY == 0:
-            # Also where the engine tells nothing, as the gradient was lost in its noise: to leave these out is a bias.
             weight, _, more_noise, more_signal, *_ = engine.state_dict()["noise_scale"][""].tolist()
             signal, noise = signal + more_signal / weight, noise + more_noise / weight
     return noise / signal
@@ -97,7 +96,7 @@ def errors() -> Tuple[List[dict], List[float]]:
     for before in claims.progress(claims.less(SIZES, SIZES[1:2]), "size of noise"):
         engine = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
         for step in range(before):
-            engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, LR * (1 - step / SIZES[-1]))
+            engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, LR * (1 - step / 240))
         fresh = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
         weights = engine.state_dict()["weights"]
         fresh.load_weights(weights)
