@@ -20,7 +20,7 @@ TUNED = (96, 384, 1536)  # between them a rate is interpolated
 SMALLEST, LARGEST = BATCHES[0], BATCHES[-1]
 IMAGES, EPOCHS, TRIAL_EPOCHS = 61440, 15, 5
 TRIAL_SEEDS, SEEDS = (0, 1), (2, 3, 4)
-TARGET = 0.8  # of top-1, of which it is told after how many updates it is reached
+TARGET = 0.9  # of top-1, of which it is told after how many updates it is reached
 STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
 EPOCHS_EQUAL, UPDATES_EQUAL, GROWING, LOCAL = "equal epochs", "equal updates", "growing batch", "local steps"
 NESTEROV, LARS, LARS_MOMENTUM = "SGD, Nesterov", "LARS gradient", "LARS momentum"
@@ -28,7 +28,7 @@ REPLICAS, LOCAL_STEPS = 4, 4  # of SMALLEST images each: between two means as ma
 _SHARES = ((0, 1), (0.4, 2), (0.6, 4), (0.8, 8))  # of the growing batch: share of the images, times the smallest
 _BASE = (
     f"data.train_images={IMAGES}", "evaluation.every_epochs=0.5", "schedule.warmup_epochs=1.5",
-    f"model.classes={CLASSES}", "log.noise_scale=false", "log.every_steps=20",
+    f"model.classes={CLASSES}", "data.glyph_difficulty=0.3", "log.noise_scale=false", "log.every_steps=20",
 )  # fmt: skip
 # Optimizer -> its overrides, and the peak rate around which those of every batch are tried.
 RULES: Dict[str, Tuple[Tuple[str, ...], float]] = {
@@ -69,15 +69,17 @@ class Trials(Search):
 
 class Ladder2(Experiment):
     """An EfficientNet-B0 G16 of width 0.2 and depth 0.1 at 16 px; 61,440 training and 4,096 validation images of 50
-    kinds of glyphs at difficulty 0.6. "equal epochs": 15 epochs, 9,600 updates at 96 and 600 at 1536. "equal updates":
-    600 updates at every batch, at the same rates. A tenth of a run is warm-up, then the rate decays with power 2.
+    kinds of glyphs at difficulty 0.3. There LARS learns 97.8 % at 96 and 94.1 % at 1536, and two seeds differ by 0.1 and
+    0.5; at 0.6, as in the first ladder, they are four points apart. "equal epochs": 15 epochs, 9,600 updates at 96 and
+    600 at 1536. "equal updates": 600 updates at every batch, at the same rates. A tenth of a run is warm-up, then the
+    rate decays with power 2.
 
     The rule of tuning, written before the runs: for every optimizer, at 96, 384 and 1536, four peak rates, each with
     seeds 0 and 1 over 5 epochs: a third of a guess, the guess and three times it, then one beside the best (by √3
     towards its better neighbour, or by 3 beyond the end). The lowest mean validation loss wins; a run that diverges
     counts as guessing. At the batches between, the rate is the geometric mean of its neighbours'. All other keys are
     those of the recipes. Then seeds 2, 3, 4 at full length: mean ± standard deviation; "lost" is against the smallest
-    batch at equal epochs, "interval" its 95 % interval (Student's t). "to target": updates until 80 % top-1, of the
+    batch at equal epochs, "interval" its 95 % interval (Student's t). "to target": updates until 90 % top-1, of the
     middle seed.
 
     "growing batch": `batch.schedule` with 96 images at first, twice, four and eight times as many from 40, 60 and 80 %
@@ -91,7 +93,7 @@ class Ladder2(Experiment):
 
     name = "ladder2"
     question = "From a batch of 96 to 1536 with enough updates and equal tuning: what does a large batch cost?"
-    takes = "eight hours, less for cached runs"
+    takes = "five hours, less for cached runs"
 
     def trials(self) -> Iterable[Run]:
         return [run for at in itertools.product(RULES, TUNED) for run in Trials(*at).runs()]
