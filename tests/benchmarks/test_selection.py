@@ -15,7 +15,8 @@ def test_each_kind_makes_updates_of_as_many_weights_as_it_selects(name, moved, m
     monkeypatch.setattr(selection, "b4_parameters", lambda: {n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()})
     monkeypatch.setattr(selection, "norm_parameters", lambda model: [])
     monkeypatch.setattr(selection, "build", lambda *_: None)
-    before = (work := Work(name))._state.flat.clone()
+    work = Work(name)
+    before = work._state.flat.clone()
     work.prepare()
     work(0)
     assert int((work._state.flat != before).sum()) in moved

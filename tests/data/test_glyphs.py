@@ -110,5 +110,6 @@ def test_small_sets_are_drawn_once_a_process_and_ahead_if_asked(monkeypatch):
     source(0.5, images=20, split="validation").read(7)
     monkeypatch.setattr(data.glyphs, "_CACHED_BYTES", 30 * 3 * 32 * 32 - 1)
     large = source(0.5, images=30)
-    large.draw_ahead(), large.read(1), large.read(1)
+    large.draw_ahead()
+    large.read(1), large.read(1)
     assert drawn == [7, 1, 1]
