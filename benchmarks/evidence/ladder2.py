@@ -69,7 +69,7 @@ class Trials(Search):
 
 class Ladder2(Experiment):
     """An EfficientNet-B0 G16 of width 0.2 and depth 0.1 at 16 px; 61,440 training and 4,096 validation images of 50
-    kinds of glyphs at difficulty 0.3. There LARS learns 97.8 % at 96 and 94.1 % at 1536, and two seeds differ by 0.1 and
+    kinds of glyphs at difficulty 0.3. LARS learns 97.8 % at 96 and 94.1 % at 1536, and two seeds differ by 0.1 and
     0.5; at 0.6, as in the first ladder, they are four points apart. "equal epochs": 15 epochs, 9,600 updates at 96 and
     600 at 1536. "equal updates": 600 updates at every batch, at the same rates. A tenth of a run is warm-up, then the
     rate decays with power 2.
